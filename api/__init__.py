@@ -1,0 +1,6 @@
+"""gradwire: gradient compression for PyTorch data-parallel training."""
+
+from gradwire._version import __version__
+from gradwire.reducer import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel", "__version__"]

@@ -1,0 +1,17 @@
+"""The algorithms: what is sent and what is remembered. Straight-line code that blocks; no streams, no futures."""
+
+from gradwire.compress.cast import cast_all_reduce
+from gradwire.compress.gradients import Gradients
+from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
+from gradwire.compress.transport import Transport
+from gradwire.compress.workspace import Workspace
+
+__all__ = [
+    "BucketScale",
+    "DelayedScaling",
+    "Gradients",
+    "Transport",
+    "Workspace",
+    "cast_all_reduce",
+    "scaled_cast_all_reduce",
+]

@@ -1,0 +1,120 @@
+"""All-reduce in 16 bit with delayed scaling: each bucket is multiplied by a power of two chosen one step earlier.
+
+    w_k = cast(clamp(g_k s / n, -limit, limit)),   w = sum over the n ranks of w_k,   g = w / s
+    s'  = the power of two that places max |g| a margin below the limit             (kernels/scale.py)
+
+The reduced gradient has the same bits on every rank, so all ranks choose the same scale without one more message.
+limit is the wire type's largest value / 2^(ceil(log2 n) + 1): the sum of n contributions cannot overflow, whatever the
+order and rounding of the partial sums, so a non-finite result means a non-finite gradient. The idea is the delayed
+scaling of NVIDIA Transformer Engine's fp8 recipe, applied to a sum over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.compress.gradients import Gradients
+from gradwire.compress.transport import Transport
+from gradwire.compress.workspace import Workspace
+from gradwire.kernels import flatten, unflatten
+from gradwire.kernels.scale import MAX_EXPONENT, update_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling:
+    """How a bucket's scale follows its gradient. All in binades: powers of two.
+
+    Attributes:
+        dtype: of the wire, torch.float16 or torch.bfloat16.
+        margin: headroom between the largest reduced magnitude and half the saturation limit. A larger one tolerates
+            larger jumps between steps and between ranks; a smaller one keeps more bits of small values.
+        growth: how far the scale may rise in one step. A larger one follows a shrinking gradient faster.
+        backoff: how far it falls beyond its target after a step in which a rank may have saturated. A larger one
+            ends a series of saturations sooner.
+        initial_exponent: the scale of a bucket's first step is 2^initial_exponent.
+    """
+
+    dtype: torch.dtype = torch.float16
+    margin: int = 4
+    growth: int = 1
+    backoff: int = 1
+    initial_exponent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype is {self.dtype}; expected torch.float16 or torch.bfloat16.")
+        for name, lowest, highest in (("margin", 0, 12), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not lowest <= value <= highest:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of binades, {lowest} to {highest}.")
+        if not isinstance(self.initial_exponent, int) or abs(self.initial_exponent) > MAX_EXPONENT:
+            raise ValueError(
+                f"initial_exponent is {self.initial_exponent!r}; expected a whole number, "
+                f"{-MAX_EXPONENT} to {MAX_EXPONENT}."
+            )
+
+    def limit(self, world_size: int) -> float:
+        """The magnitude at which one rank's contribution saturates on the wire, so that no sum overflows."""
+        return float(torch.finfo(self.dtype).max) / 2 ** ((world_size - 1).bit_length() + 1)
+
+
+class BucketScale:
+    """The scale of one bucket, on its device.
+
+    Attributes:
+        exponent: int32[2]: the scale's exponent, and 1 once it was derived from a gradient.
+        scales: fp32[2]: 2^exponent / world for sending, 2^-exponent for receiving.
+        absmax: fp32[1]: scratch of one step.
+    """
+
+    def __init__(self, exponent: Tensor, world_size: int) -> None:
+        self.exponent = exponent
+        power = torch.ldexp(torch.ones((), device=exponent.device), exponent[0])
+        self.scales = torch.stack([power * (1 / world_size), 1 / power])
+        self.absmax = torch.zeros(1, device=exponent.device)
+
+
+def scaled_cast_all_reduce(
+    source: Gradients,
+    target: Gradients,
+    scaling: DelayedScaling,
+    scale: BucketScale,
+    counters: Tensor,
+    is_last: bool,
+    transport: Transport,
+    workspace: Workspace,
+) -> None:
+    """Write the mean over all ranks of ``source`` into ``target`` and choose the bucket's next scale.
+
+    Args:
+        source: the gradients. Unchanged, unless ``target`` is the same memory.
+        target: where the result goes; may be ``source``, or one flat tensor of the same elements.
+        scaling: the options.
+        scale: the bucket's scale. Modified.
+        counters: int64[4]: elements that were not finite and that saturated on this rank, steps with a non-finite
+            result, and scratch. Modified.
+        is_last: whether this is the last bucket of the step.
+        transport: sums over the ranks.
+        workspace: wire memory.
+    """
+    limit = scaling.limit(transport.world_size)
+    wire = workspace.wire(source.table.numel, scaling.dtype)
+    flatten(source.tensors, wire, table=source.table, scale=scale.scales[0], limit=limit, counters=counters)
+    transport.all_reduce(wire)
+    unflatten(wire, target.tensors, table=target.table, scale=scale.scales[1], absmax=scale.absmax)
+    update_scale(
+        scale.exponent,
+        scale.scales,
+        scale.absmax,
+        counters,
+        top=math.frexp(limit)[1] - 1,
+        margin=scaling.margin,
+        growth=scaling.growth,
+        backoff=scaling.backoff,
+        inverse_world=1 / transport.world_size,
+        is_last=is_last,
+    )

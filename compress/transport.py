@@ -1,0 +1,26 @@
+"""Transport: the collectives that an algorithm may use, over one process group."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Transport:
+    """Collectives that block in the calling thread (CPU) or in the current stream (GPU), counting their payload.
+
+    Attributes:
+        world_size: number of ranks.
+        payload_bytes: bytes of the tensors handed to collectives so far. What a link carries is this times a factor
+            that depends on the collective's algorithm, 2 (n - 1) / n for a ring all-reduce over n ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.world_size = group.size()
+        self.payload_bytes = 0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over all ranks."""
+        self.payload_bytes += tensor.nbytes
+        dist.all_reduce(tensor, group=self.group)

@@ -1,0 +1,43 @@
+"""Workspace: the wire memory of one executor."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class Workspace:
+    """One buffer that every bucket reuses in turn, as large as the largest bucket of the last few steps.
+
+    Buckets run one after another, on one stream or in one thread, so they can share it. The first step's buckets may
+    be much larger than all later ones, so the buffer shrinks when the last `MEMORY` steps needed less.
+    """
+
+    MEMORY = 4
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._peaks: deque[int] = deque(maxlen=self.MEMORY)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self._buffer.nbytes
+
+    def start_step(self) -> None:
+        """Tell that the first bucket of a step comes next."""
+        if len(self._peaks) == self.MEMORY and max(self._peaks) < self._buffer.nbytes:
+            self._buffer = self._buffer.new_empty(max(self._peaks))
+        self._peaks.append(0)
+
+    def wire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor, not initialised, valid until the next call."""
+        nbytes = numel * dtype.itemsize
+        if not self._peaks:
+            self._peaks.append(0)
+        self._peaks[-1] = max(self._peaks[-1], nbytes)
+        if nbytes > self._buffer.nbytes:
+            self._buffer = self._buffer.new_empty(nbytes)
+        return self._buffer[:nbytes].view(dtype)

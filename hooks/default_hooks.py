@@ -1,0 +1,143 @@
+"""Plain and 16-bit all-reduce: the names and signatures of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
+
+Every hook averages over the ranks. Where PyTorch's fp16 hook casts and then divides, these divide and then cast, in
+one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
+from gradwire.hooks.executor import Tables
+from gradwire.hooks.reduce import bucket_work, in_place, reduce_bucket
+from gradwire.kernels import flatten, unflatten
+
+__all__ = [
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+]
+
+CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def _cast_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, dtype: torch.dtype | None
+) -> torch.futures.Future[torch.Tensor]:
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
+
+    return reduce_bucket(process_group, bucket, algorithm)
+
+
+@in_place
+def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce the mean of the gradients in their own dtype.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        bucket: the gradients. Overwritten with their mean.
+
+    Example::
+        >>> model.register_comm_hook(process_group, allreduce_hook)
+    """
+    return _cast_hook(process_group, bucket, None)
+
+
+@in_place
+def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
+
+    Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so that a gradient scaler
+    sees them. A sum beyond 65504 is inf. Magnitudes below 6e-8 times the world size become 0: where gradients may be
+    that small, use `gradwire.hooks.scaled_cast_hook`, or bf16.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        bucket: the gradients. Overwritten with their mean.
+
+    Example::
+        >>> model.register_comm_hook(process_group, fp16_compress_hook)
+    """
+    return _cast_hook(process_group, bucket, torch.float16)
+
+
+@in_place
+def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
+
+    The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to bf16 first, which is
+    0.2 % off at 3 ranks. Runs on gloo too, on gradwire's DistributedDataParallel; PyTorch's refuses a hook of this
+    name unless it finds NCCL.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        bucket: the gradients. Overwritten with their mean.
+
+    Example::
+        >>> model.register_comm_hook(process_group, bf16_compress_hook)
+    """
+    return _cast_hook(process_group, bucket, torch.bfloat16)
+
+
+def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
+    # Kept from step to step by bucket index: a stream may still read one when the hook has returned.
+    wires: dict[int, torch.Tensor] = {}
+    tables: Tables = {}
+
+    @in_place
+    def wrapper(hook_state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
+        work = bucket_work(bucket, tables)
+        numel, device = work.source.table.numel, work.result.device
+        wire = wires.get(bucket.index())
+        if wire is None or wire.numel() != numel or wire.device != device:
+            wire = wires[bucket.index()] = torch.empty(numel, dtype=dtype, device=device)
+        flatten(work.source.tensors, wire, table=work.source.table)
+        bucket.set_buffer(wire)
+
+        def decompress(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            value = future.value()
+            reduced = value if isinstance(value, torch.Tensor) else value[0]
+            unflatten(reduced, work.target.tensors, table=work.target.table)
+            return work.result
+
+        return hook(hook_state, bucket).then(decompress)
+
+    return wrapper
+
+
+def fp16_compress_wrapper(hook: CommHook) -> CommHook:
+    """Let ``hook`` work on an fp16 copy of the gradients, and cast its result back to their own dtype.
+
+    Finite values saturate at +-65504; inf and NaN pass through.
+
+    Args:
+        hook: any communication hook, of gradwire, PyTorch, or your own.
+
+    Example::
+        >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
+        >>> model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))
+    """
+    wrapper = _compress_wrapper(hook, torch.float16)
+    wrapper.__name__ = wrapper.__qualname__ = "fp16_compress_wrapper_hook"
+    return wrapper
+
+
+def bf16_compress_wrapper(hook: CommHook) -> CommHook:
+    """Let ``hook`` work on a bf16 copy of the gradients, and cast its result back to their own dtype.
+
+    Args:
+        hook: any communication hook, of gradwire, PyTorch, or your own.
+
+    Example::
+        >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
+        >>> model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
+    """
+    wrapper = _compress_wrapper(hook, torch.bfloat16)
+    wrapper.__name__ = wrapper.__qualname__ = "bf16_compress_wrapper_hook"
+    return wrapper

@@ -1,0 +1,97 @@
+"""What every hook does: find the bucket's gradients, run an algorithm in order, and hand back the result.
+
+A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's is a list of gradients, read and written where
+they lie, when the reducer itself calls a hook marked with `in_place`. Called by anybody else's wrapper, the same hook
+sees the flat buffer and returns it, as PyTorch's would.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from gradwire.compress import Gradients, Transport, Workspace
+from gradwire.hooks.executor import Tables, executor_for
+from gradwire.kernels import SegmentTable
+
+Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], None]
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+
+def in_place(hook: Hook) -> Hook:
+    """Mark a hook that asks for a bucket's gradients through `bucket_work`, and so may take them where they lie."""
+    hook.__dict__["gradwire_in_place"] = True
+    return hook
+
+
+def is_in_place(hook: Callable[..., object]) -> bool:
+    """Whether ``hook`` is marked by `in_place`."""
+    return getattr(hook, "gradwire_in_place", False)
+
+
+@runtime_checkable
+class InPlaceBucket(Protocol):
+    """What gradwire's bucket has besides PyTorch's interface."""
+
+    device: torch.device
+    in_place: bool
+
+    def source(self) -> Gradients:
+        """The gradients where they lie."""
+
+    def target(self) -> Gradients:
+        """Where their mean goes."""
+
+    def parameter_names(self) -> list[str]:
+        """The names of `parameters()`."""
+
+
+class BucketWork(NamedTuple):
+    """A bucket as an algorithm takes it.
+
+    Attributes:
+        source: the gradients to read.
+        target: where the result goes, on the same memory or not.
+        result: the tensor that the hook's future holds: the flat buffer, or one of the gradients that were written.
+    """
+
+    source: Gradients
+    target: Gradients
+    result: torch.Tensor
+
+
+def bucket_device(bucket: dist.GradBucket) -> torch.device:
+    """Where the bucket's gradients are."""
+    return bucket.device if isinstance(bucket, InPlaceBucket) else bucket.buffer().device
+
+
+def bucket_work(bucket: dist.GradBucket, tables: Tables) -> BucketWork:
+    """The gradients of ``bucket``: where they lie if it lends them, else its flat buffer, whose table is kept."""
+    if isinstance(bucket, InPlaceBucket) and bucket.in_place:
+        target = bucket.target()
+        return BucketWork(bucket.source(), target, target.tensors[0])
+    buffer = bucket.buffer()
+    key = (bucket.index(), buffer.numel(), buffer.dtype)
+    if key not in tables:
+        tables[key] = SegmentTable([buffer])
+    flat = Gradients([buffer], tables[key])
+    return BucketWork(flat, flat, buffer)
+
+
+def reduce_bucket(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, algorithm: Algorithm
+) -> Future[torch.Tensor]:
+    """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result."""
+    executor = executor_for(process_group, bucket_device(bucket))
+    work = bucket_work(bucket, executor.tables)
+    is_first = bucket.index() == 0
+
+    def task() -> torch.Tensor:
+        if is_first:
+            executor.workspace.start_step()
+        algorithm(work.source, work.target, executor.transport, executor.workspace)
+        return work.result
+
+    return cast("Future[torch.Tensor]", executor.submit(task))

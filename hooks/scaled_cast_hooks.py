@@ -1,0 +1,178 @@
+"""A 16-bit all-reduce that chooses its own scale: fp16's precision without its narrow range."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.compress import (
+    BucketScale,
+    DelayedScaling,
+    Gradients,
+    Transport,
+    Workspace,
+    scaled_cast_all_reduce,
+)
+from gradwire.hooks.parameter_names import ParameterNames
+from gradwire.hooks.reduce import in_place, reduce_bucket
+
+__all__ = ["ScaledCastState", "scaled_cast_hook"]
+
+
+class ScaledCastState:
+    """State of `scaled_cast_hook`: a scale for each bucket, remembered by parameter name.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        dtype: of the wire: torch.float16, or torch.bfloat16, whose range is fp32's and rarely needs a scale.
+        margin: binades between the largest reduced gradient and half the saturation limit. A larger one tolerates
+            larger jumps between steps; a smaller one keeps more bits of small gradients.
+        growth: binades by which a scale may rise in one step.
+        backoff: binades by which a scale falls beyond its target after a step in which a rank may have saturated.
+        initial_exponent: a bucket's first step is scaled by 2^initial_exponent.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example::
+        >>> state = ScaledCastState(process_group)
+        >>> model.register_comm_hook(state, scaled_cast_hook)
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        dtype: torch.dtype = torch.float16,
+        margin: int = 4,
+        growth: int = 1,
+        backoff: int = 1,
+        initial_exponent: int = 0,
+    ) -> None:
+        self.process_group = process_group
+        self.scaling = DelayedScaling(
+            dtype=dtype, margin=margin, growth=growth, backoff=backoff, initial_exponent=initial_exponent
+        )
+        self._names = ParameterNames()
+        self._buckets: dict[tuple[str, ...], BucketScale] = {}
+        # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
+        self._exponents: dict[str, torch.Tensor] = {}
+        self._counters = torch.zeros(4, dtype=torch.int64)
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Name the parameters after ``module``, which a checkpoint needs on PyTorch's DDP; gradwire's names them itself.
+
+        Args:
+            module: the model, as it was before it was wrapped.
+        """
+        self._names.bind(module)
+
+    @property
+    def nonfinite_elements(self) -> int:
+        """Gradient elements of this rank that were inf or NaN. Reading it waits for the device."""
+        return int(self._counters[0])
+
+    @property
+    def saturated_elements(self) -> int:
+        """Finite gradient elements of this rank that were clipped to fit the wire. Reading it waits for the device."""
+        return int(self._counters[1])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose reduced gradient was not finite, and which left the scales alone. Reading it waits."""
+        return int(self._counters[2])
+
+    def exponents(self) -> dict[str, int]:
+        """The exponent of each parameter's current scale, 2^exponent. Reading it waits for the device."""
+        return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
+
+    def bucket_scale(self, names: tuple[str, ...], device: torch.device, world_size: int) -> BucketScale:
+        """The scale of the bucket of these parameters; a new bucket starts from the smallest scale of its members."""
+        if names not in self._buckets:
+            known = {id(exponent): exponent for name in names if (exponent := self._exponents.get(name)) is not None}
+            if known:
+                exponent = torch.stack([exponent.to(device) for exponent in known.values()]).amin(0)
+            else:
+                exponent = torch.tensor([self.scaling.initial_exponent, 0], dtype=torch.int32).to(device)
+            self._forget_buckets_of(names)
+            self._buckets[names] = BucketScale(exponent, world_size)
+            self._exponents.update(dict.fromkeys(names, exponent))
+        return self._buckets[names]
+
+    def _forget_buckets_of(self, names: tuple[str, ...]) -> None:
+        members = set(names)
+        self._buckets = {key: scale for key, scale in self._buckets.items() if members.isdisjoint(key)}
+
+    def counters(self, device: torch.device) -> torch.Tensor:
+        """The int64[4] counters on ``device``."""
+        if self._counters.device != device:
+            self._counters = self._counters.to(device)
+        return self._counters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scales and counters as plain tensors, which ``torch.load(weights_only=True)`` takes.
+
+        The scales are equal on all ranks and fit any number of them; the counts of elements are this rank's.
+        """
+        names = sorted(self._exponents)
+        exponents = [self._exponents[name].cpu() for name in names]
+        return {
+            "names": names,
+            "exponents": torch.stack(exponents) if exponents else torch.zeros(0, 2, dtype=torch.int32),
+            "counters": self._counters.cpu().clone(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, whatever the buckets and the number of ranks are now.
+
+        Raises:
+            ValueError: the entries do not belong together; nothing is changed then.
+        """
+        names, exponents, counters = (state_dict.get(key) for key in ("names", "exponents", "counters"))
+        if (
+            not isinstance(names, list)
+            or not isinstance(exponents, torch.Tensor)
+            or exponents.shape != (len(names), 2)
+            or not isinstance(counters, torch.Tensor)
+            or counters.shape != (4,)
+        ):
+            raise ValueError(
+                f"The state has the entries {sorted(state_dict)}; expected names, exponents (one row a name) and "
+                "counters, as ScaledCastState.state_dict() returns them."
+            )
+        self._buckets = {}
+        self._exponents = dict(zip(names, exponents.to(torch.int32).clone().unbind(), strict=True))
+        self._counters = counters.to(torch.int64).clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: options and `state_dict`. The process group stays behind, as in PyTorch's hook states."""
+        return {"scaling": self.scaling, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.scaling = state["scaling"]
+        self.load_state_dict(state["state"])
+
+
+@in_place
+def scaled_cast_hook(state: ScaledCastState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce the mean of the gradients in 16 bit, scaled by a power of two that each step chooses for the next.
+
+    The scale follows from the largest reduced magnitude, which has the same bits on all ranks: no further message, no
+    synchronisation with the host. A finite element that does not fit saturates and is counted in the state; inf and
+    NaN pass through, leave the scale alone, and are counted as a skipped step.
+
+    Args:
+        state: scales, options and counters. Modified.
+        bucket: the gradients. Overwritten with their mean.
+    """
+    names = state._names.of(bucket)
+    is_last = bucket.is_last()
+
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        device = source.table.device
+        scale = state.bucket_scale(names, device, transport.world_size)
+        counters = state.counters(device)
+        scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
+
+    return reduce_bucket(state.process_group, bucket, algorithm)

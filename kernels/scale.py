@@ -1,0 +1,144 @@
+"""Delayed scaling: the next step's scale of a 16-bit wire, from the largest magnitude of this step's reduced gradient.
+
+The scale is 2^exponent. With e = floor(log2(absmax)) and top = floor(log2(limit)), where limit is the magnitude at
+which one rank's contribution saturates:
+
+    target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
+    exponent' = target                                  the first time
+              = min(target, exponent + growth)          later
+              = min(that, exponent) - backoff           if absmax 2^exponent reached limit / 2: a rank may have saturated
+              = exponent                                if absmax is 0, inf or NaN
+
+Every input is equal on every rank, and so is every bit of the result. One program, a few dozen bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.language import jit, tl
+from gradwire.kernels.platform import use_triton
+
+MAX_EXPONENT = 100  # keeps 2^exponent, its inverse and 2^exponent / world normal fp32 numbers
+
+
+def update_scale_reference(
+    exponent: Tensor,
+    scales: Tensor,
+    absmax: Tensor,
+    counters: Tensor,
+    *,
+    top: int,
+    margin: int,
+    growth: int,
+    backoff: int,
+    inverse_world: float,
+    is_last: bool,
+) -> None:
+    """What `update_scale` computes, written for reading."""
+    current, calibrated = exponent.unbind()
+    finite = absmax.isfinite().squeeze()
+    e = (torch.frexp(absmax).exponent.squeeze() - 1).clamp(min=-126)
+    target = top - 1 - margin - e
+    grown = torch.where(calibrated > 0, torch.minimum(target, current + growth), target)
+    reached = e + current >= top - 1
+    lowered = torch.minimum(grown, current) - backoff
+    update = finite & (absmax.squeeze() > 0)
+    following = torch.where(update, torch.where(reached, lowered, grown), current).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    exponent.copy_(torch.stack([following, calibrated | update.to(torch.int32)]))
+    one = torch.ones((), device=scales.device)
+    scales.copy_(torch.stack([torch.ldexp(one, following) * inverse_world, torch.ldexp(one, -following)]))
+    absmax.zero_()
+    counters[3] |= (~finite).to(torch.int64)
+    if is_last:
+        counters[2] += counters[3]
+        counters[3] = 0
+
+
+@jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def _update_scale_kernel(
+    exponent_ptr,
+    scales_ptr,
+    absmax_ptr,
+    counters_ptr,
+    top,
+    margin,
+    growth,
+    backoff,
+    inverse_world,
+    IS_LAST: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+):
+    current = tl.load(exponent_ptr)
+    calibrated = tl.load(exponent_ptr + 1)
+    absmax = tl.load(absmax_ptr)
+    finite = absmax < float("inf")
+    e = tl.maximum(((absmax.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127, -126)
+    target = top - 1 - margin - e
+    grown = tl.where(calibrated > 0, tl.minimum(target, current + growth), target)
+    reached = e + current >= top - 1
+    lowered = tl.minimum(grown, current) - backoff
+    update = finite & (absmax > 0)
+    following = tl.where(update, tl.where(reached, lowered, grown), current)
+    following = tl.minimum(tl.maximum(following, -MAX_EXPONENT), MAX_EXPONENT)
+    tl.store(exponent_ptr, following)
+    tl.store(exponent_ptr + 1, calibrated | update.to(tl.int32))
+    tl.store(scales_ptr, _power_of_two(following) * inverse_world)
+    tl.store(scales_ptr + 1, _power_of_two(-following))
+    tl.store(absmax_ptr, 0.0)
+    skip = tl.load(counters_ptr + 3) | (finite == 0).to(tl.int64)
+    if IS_LAST:
+        tl.store(counters_ptr + 2, tl.load(counters_ptr + 2) + skip)
+        tl.store(counters_ptr + 3, tl.zeros_like(skip))
+    else:
+        tl.store(counters_ptr + 3, skip)
+
+
+def update_scale(
+    exponent: Tensor,
+    scales: Tensor,
+    absmax: Tensor,
+    counters: Tensor,
+    *,
+    top: int,
+    margin: int,
+    growth: int,
+    backoff: int,
+    inverse_world: float,
+    is_last: bool,
+) -> None:
+    """Replace a bucket's scale by the next step's, on the device, without a synchronisation.
+
+    Args:
+        exponent: int32, two elements: the exponent, and 1 once it was derived from a gradient. Modified.
+        scales: fp32, two elements: 2^exponent * inverse_world for sending, 2^-exponent for receiving. Overwritten.
+        absmax: fp32, one element: the largest reduced magnitude of this step. Set to 0.
+        counters: int64, four elements; [3] marks a non-finite bucket of this step, [2] counts such steps. Modified.
+        top: floor(log2) of the magnitude at which one rank's contribution saturates on the wire.
+        margin: binades of headroom; a larger one tolerates larger jumps and leaves fewer bits for small values.
+        growth: binades by which the scale may rise in one step.
+        backoff: binades by which it falls, beyond the target, when a rank may have saturated.
+        inverse_world: 1 / number of ranks.
+        is_last: whether this is the last bucket of the step.
+    """
+    options = {"top": top, "margin": margin, "growth": growth, "backoff": backoff, "inverse_world": inverse_world}
+    if use_triton(exponent.device):
+        with torch.cuda.device_of(exponent):
+            _update_scale_kernel[(1,)](
+                exponent_ptr=exponent,
+                scales_ptr=scales,
+                absmax_ptr=absmax,
+                counters_ptr=counters,
+                **options,
+                IS_LAST=is_last,
+                MAX_EXPONENT=MAX_EXPONENT,
+                num_warps=1,
+            )
+    else:
+        update_scale_reference(exponent, scales, absmax, counters, **options, is_last=is_last)

@@ -1,0 +1,208 @@
+"""Segment tables: where the elements of many tensors lie, in memory and in one flat wire buffer.
+
+A kernel that works on a whole bucket reads one packed int64 table instead of one argument per tensor:
+
+    pointers[S] | lengths[S] | offsets[S] | chunk_segment[C] | chunk_start[C]
+
+for S tensors (segments) cut into C chunks of at most ``CHUNK`` elements, one program each. The layout part is
+uploaded once; the pointers again only when one of them has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight.
+CHUNK = 4096
+# Elements per block of the CPU paths: a 1 MiB fp32 scratch, which stays in cache.
+BLOCK = 1 << 18
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if size == 0:
+            return True
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """The 1-D real view of a dense tensor's elements in the order of its memory; complex numbers become pairs."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class Block(NamedTuple):
+    """A stretch of the wire that the CPU paths handle at once: some whole tensors, or a piece of a large one."""
+
+    first: int  # index of the first tensor
+    last: int  # one past the index of the last tensor
+    start: int  # first wire element
+    stop: int  # one past the last wire element
+
+
+class SegmentTable:
+    """The layout of a list of tensors in a flat wire buffer: packed, in list order, each in its own memory order.
+
+    Tensor ``i`` has ``lengths[i]`` real elements (a complex one counts twice) and occupies the wire elements
+    ``offsets[i] : offsets[i] + lengths[i]``; ``numel`` is the length of the wire. The wire is packed without padding,
+    because the order in which a collective sums an element may depend on its offset: equal offsets, equal bits.
+
+    A table serves every list of tensors with the shapes, strides, dtype and device it was built from, on one stream.
+
+    Raises:
+        ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,
+            has gaps or overlaps in memory, or is a lazy conjugate or negative view.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        if not tensors:
+            raise ValueError("A segment table needs at least one tensor; got an empty list.")
+        first = tensors[0]
+        self.device = first.device
+        self.source_dtype = first.dtype
+        self.is_complex = first.is_complex()
+        self.dtype = first.dtype.to_real()
+        for i, tensor in enumerate(tensors):
+            if tensor.dtype != first.dtype or tensor.device != first.device:
+                raise ValueError(
+                    f"Tensor {i} is {tensor.dtype} on {tensor.device}, tensor 0 is {first.dtype} on {first.device}; "
+                    "one table takes one dtype and one device. Use a table for each."
+                )
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ValueError(f"Tensor {i} is {tensor.dtype}; expected a floating-point or complex dtype.")
+            if tensor.layout != torch.strided or not is_dense(tensor.shape, tensor.stride()):
+                raise ValueError(
+                    f"Tensor {i} of shape {tuple(tensor.shape)} is {tensor.layout} or has gaps or overlaps in memory; "
+                    "expected a dense strided tensor. Pass tensor.contiguous()."
+                )
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError(f"Tensor {i} is a lazy conjugate or negative view. Pass resolve_conj().resolve_neg().")
+        pair = 2 if self.is_complex else 1
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.strides = [tensor.stride() for tensor in tensors]
+        self.lengths = [tensor.numel() * pair for tensor in tensors]
+        self.offsets = [0, *accumulate(self.lengths)][:-1]
+        self.numel = sum(self.lengths)
+        self.blocks = self._cut_blocks()
+        self._pointers: list[int] = []
+        self._uploaded: list[int] = []
+        self._packed: Tensor | None = None
+        self.n_chunks = sum(-(-length // CHUNK) for length in self.lengths)
+        self._views: tuple[int, torch.dtype, list[Tensor]] | None = None
+        self._scratch: Tensor | None = None
+        self._scratch_views: list[list[Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def check(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
+        """Raise ValueError unless ``tensors`` and ``wire`` fit the table.
+
+        Shapes and strides are looked at only when a data pointer differs from the last call's.
+        """
+        if wire.dim() != 1 or wire.numel() != self.numel or not wire.is_contiguous() or wire.device != self.device:
+            raise ValueError(
+                f"The wire buffer is {tuple(wire.shape)} on {wire.device}; expected a contiguous 1-D tensor of "
+                f"{self.numel} elements on {self.device}."
+            )
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if pointers == self._pointers and all(tensor.dtype is self.source_dtype for tensor in tensors):
+            return
+        if len(tensors) != len(self):
+            raise ValueError(f"Got {len(tensors)} tensors for a table of {len(self)}.")
+        for i, tensor in enumerate(tensors):
+            if tensor.shape != self.shapes[i] or tensor.dtype != self.source_dtype or tensor.device != self.device:
+                raise ValueError(
+                    f"Tensor {i} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; its table was built for "
+                    f"{self.source_dtype} {tuple(self.shapes[i])} on {self.device}. Build a new table."
+                )
+            if tensor.stride() != self.strides[i] and tensor.numel() > 0:
+                raise ValueError(
+                    f"Tensor {i} has strides {tensor.stride()}; its table was built for {self.strides[i]}. "
+                    "Copy it into that layout, or build a new table."
+                )
+        self._pointers = pointers
+
+    def packed(self) -> Tensor:
+        """The packed int64 table on the device, with the pointers of the tensors that `check` saw last."""
+        if self._packed is None:
+            self._packed = _upload([*self._pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+        elif self._pointers != self._uploaded:
+            self._packed[: len(self)].copy_(_upload(self._pointers, self.device))
+        self._uploaded = self._pointers
+        return self._packed
+
+    def views(self, wire: Tensor) -> list[Tensor]:
+        """Views of ``wire`` in the shapes and strides of the tensors; kept until another buffer is asked for."""
+        if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):
+            self._views = (wire.data_ptr(), wire.dtype, self._shaped(wire, range(len(self)), 0))
+        return self._views[2]
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """A 1-D buffer of one block, in ``dtype``."""
+        if self._scratch is None or self._scratch.dtype != dtype:
+            size = max((block.stop - block.start for block in self.blocks), default=0)
+            self._scratch = torch.empty(size, dtype=dtype, device=self.device)
+            self._scratch_views = [
+                []
+                if self._is_piece(block)
+                else self._shaped(self._scratch, range(block.first, block.last), block.start)
+                for block in self.blocks
+            ]
+        return self._scratch
+
+    def pieces(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Block ``index`` of ``tensors``, and where its parts stand in the scratch buffer: two lists of equal shapes."""
+        block = self.blocks[index]
+        if not self._is_piece(block):
+            return list(tensors[block.first : block.last]), self._scratch_views[index]
+        assert self._scratch is not None
+        begin = block.start - self.offsets[block.first]
+        length = block.stop - block.start
+        return [memory_order(tensors[block.first])[begin : begin + length]], [self._scratch[:length]]
+
+    def _is_piece(self, block: Block) -> bool:
+        return block.last == block.first + 1 and self.lengths[block.first] > BLOCK
+
+    def _shaped(self, wire: Tensor, indices: range, base: int) -> list[Tensor]:
+        views = []
+        for i in indices:
+            start = self.offsets[i] - base
+            flat = wire[start : start + self.lengths[i]]
+            if self.is_complex:
+                flat = torch.view_as_complex(flat.view(-1, 2))
+            views.append(flat.as_strided(self.shapes[i], self.strides[i]))
+        return views
+
+    def _cut_chunks(self) -> list[int]:
+        starts = [range(0, length, CHUNK) for length in self.lengths]
+        segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
+        return [*segments, *(start for of_segment in starts for start in of_segment)]
+
+    def _cut_blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        for i, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
+            if length > BLOCK:
+                stop = offset + length
+                blocks += [Block(i, i + 1, at, min(at + BLOCK, stop)) for at in range(offset, stop, BLOCK)]
+            elif blocks and not self._is_piece(blocks[-1]) and offset + length - blocks[-1].start <= BLOCK:
+                blocks[-1] = Block(blocks[-1].first, i + 1, blocks[-1].start, offset + length)
+            else:
+                blocks.append(Block(i, i + 1, offset, offset + length))
+        return blocks
+
+
+def _upload(numbers: list[int], device: torch.device) -> Tensor:
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,220 @@
+"""gradwire's DistributedDataParallel: PyTorch's class, with gradwire's reducer behind it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.hooks import default_hooks
+from gradwire.reducer import torch_internals
+from gradwire.reducer.logging import Logger
+from gradwire.reducer.reducer import Reducer
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+class DistributedDataParallel(TorchDDP):
+    """Data-parallel training: averages gradients over ranks during the backward pass.
+
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass: the same arguments, the same
+    gradients to the bit without a communication hook. Behind it, a bucket is a list of gradients, so gradwire's hooks
+    read and write gradients where they lie, and no flat copy of the gradients is ever allocated for them.
+
+    Args:
+        module: the model, equal on all ranks; rank 0's parameters and buffers are broadcast unless ``init_sync=False``.
+        device_ids: None, or one GPU.
+        output_device: where a single-GPU module leaves its output.
+        dim: the dimension along which `scatter` and `gather` split.
+        broadcast_buffers: deprecated; see ``forward_sync_buffers``.
+        init_sync: whether to compare the shapes of parameters and broadcast rank 0's at construction.
+        process_group: the ranks to train on; None for the default group.
+        bucket_cap_mb: bucket size in MiB; by default 25, and 1 for the first bucket.
+        find_unused_parameters: not supported yet.
+        check_reduction: ignored, as in PyTorch.
+        gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
+        static_graph: not supported yet.
+        delay_all_reduce_named_params: not supported yet.
+        param_to_hook_all_reduce: not supported yet.
+        mixed_precision: not supported.
+        device_mesh: a 1-D mesh in place of ``process_group``.
+        skip_all_reduce_unused_params: not supported yet.
+        bucket_cap_mb_list: the size of each bucket in MiB; the last one repeats.
+        batched_grad_copy: accepted; the gradients of a bucket are always copied together.
+        forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronised forward.
+
+    Raises:
+        NotImplementedError: an argument asks for what is not supported yet.
+        ValueError, RuntimeError: as PyTorch's class does.
+    """
+
+    reducer: Reducer  # type: ignore[assignment]
+    logger: Logger  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        _refuse(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params is not None,
+            param_to_hook_all_reduce=param_to_hook_all_reduce is not None,
+            mixed_precision=mixed_precision is not None,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        if any(getattr(part, "sparse", False) and isinstance(part, _EMBEDDINGS) for part in module.modules()):
+            raise NotImplementedError(f"{_UNSUPPORTED}: sparse gradients (an embedding with sparse=True). {_REMEDY}")
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
+            raise NotImplementedError(f"{_UNSUPPORTED}: an optimizer applied in backward. {_REMEDY}")
+        if torch_internals.uses_python_reducer():
+            raise NotImplementedError(f"{_UNSUPPORTED}: torch._dynamo.config.optimize_ddp='python_reducer'. {_REMEDY}")
+        options = {
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "device_mesh": device_mesh,
+            "bucket_cap_mb_list": bucket_cap_mb_list,
+            "forward_sync_buffers": forward_sync_buffers,
+        }
+        # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            init_sync=init_sync,
+            process_group=process_group,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Put gradwire's reducer and logger in place of PyTorch's; called by the constructor and by unpickling."""
+        caps = list(getattr(self, "bucket_bytes_cap_list", []))
+        # As in PyTorch: one bucket in model order for the first backward, which tells the order of readiness.
+        assignment, _ = torch_internals.assign_buckets(parameters, caps or [sys.maxsize])
+        first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        self.reducer = Reducer(
+            parameters,
+            [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))],
+            self.process_group,
+            assignment[::-1],
+            caps or [first, self.bucket_bytes_cap],
+            self.gradient_as_bucket_view,
+        )
+        self.logger = Logger(self.reducer)
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            [] if self.device_ids is None else self.device_ids,
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce the gradients of every bucket, in place of the plain all-reduce.
+
+        Args:
+            state: passed to every call of the hook.
+            hook: one of gradwire's, PyTorch's, or your own: takes a bucket, returns a ``torch.futures.Future`` that
+                holds the reduced flat tensor. bf16 hooks run on every backend.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: its annotations are not a hook's.
+            RuntimeError: a hook is registered already.
+        """
+        self._check_comm_hook(hook)
+        self.reducer.register_comm_hook(state, hook)
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", repr(hook)))
+        self._comm_hooks.append((hook, state))
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        parameters = list(signature.parameters.values())
+        if len(parameters) != 2:
+            self._log_and_throw(
+                ValueError, f"Communication hook: takes {len(parameters)} arguments; expected hook(state, bucket)."
+            )
+        if parameters[1].annotation not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
+        future = torch.futures.Future[torch.Tensor]
+        if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
+            self._log_and_throw(
+                ValueError,
+                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
+            )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self.logger._get_ddp_logging_data()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+            raise NotImplementedError(f"{_UNSUPPORTED}: an optimizer applied in backward. {_REMEDY}")
+
+    def _set_static_graph(self) -> None:
+        _refuse(static_graph=True)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported yet: raises NotImplementedError."""
+        raise NotImplementedError(f"{_UNSUPPORTED}: join(), for uneven inputs. {_REMEDY}")
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Not supported yet: raises NotImplementedError."""
+        raise NotImplementedError(f"{_UNSUPPORTED}: join(), for uneven inputs. {_REMEDY}")
+
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_UNSUPPORTED = "gradwire.DistributedDataParallel does not support this yet"
+_REMEDY = (
+    "Use torch.nn.parallel.DistributedDataParallel, which takes the hooks of gradwire.hooks as well, "
+    "or leave the feature out."
+)
+
+
+def _refuse(**asked: bool) -> None:
+    names = [name for name, is_asked in asked.items() if is_asked]
+    if names:
+        raise NotImplementedError(f"{_UNSUPPORTED}: {', '.join(names)}. {_REMEDY}")
