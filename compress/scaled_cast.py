@@ -59,7 +59,7 @@ class DelayedScaling:
 
     def limit(self, world_size: int) -> float:
         """The magnitude at which one rank's contribution saturates on the wire, so that no sum overflows."""
-        return float(torch.finfo(self.dtype).max) / 2 ** ((world_size - 1).bit_length() + 1)
+        return math.ldexp(torch.finfo(self.dtype).max, -(world_size - 1).bit_length() - 1)
 
 
 class BucketScale:

@@ -3,15 +3,15 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from gradwire.hooks.reduce import InPlaceBucket, in_place
+from gradwire.hooks.reduce import bucket_work, in_place
+from gradwire.hooks.types import GradBucket
 
 __all__ = ["noop_hook"]
 
 
 @in_place
-def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing and leave each rank its own gradients: what remains of a step is the headroom of any hook.
 
     Ranks drift apart; use it to measure, not to train.
@@ -19,9 +19,8 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     Example::
         >>> model.register_comm_hook(None, noop_hook)
     """
-    lends = isinstance(bucket, InPlaceBucket) and bucket.in_place
-    result = bucket.target().tensors[0] if lends else bucket.buffer()
-    devices = [result.device] if result.device.type == "cuda" else None
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    result = bucket_work(bucket, {}).result
+    is_cuda = result.device.type == "cuda"
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device] if is_cuda else None)
     future.set_result(result)
     return future

@@ -1,11 +1,8 @@
-"""Plain and 16-bit all-reduce: the names and signatures of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
+"""Plain and 16-bit all-reduce: the names of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
 
 Every hook averages over the ranks. Where PyTorch's fp16 hook casts and then divides, these divide and then cast, in
 one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +10,7 @@ import torch.distributed as dist
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
 from gradwire.hooks.executor import Tables
 from gradwire.hooks.reduce import bucket_work, in_place, reduce_bucket
+from gradwire.hooks.types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
 
 __all__ = [
@@ -23,11 +21,9 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-
 
 def _cast_hook(
-    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, dtype: torch.dtype | None
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype | None
 ) -> torch.futures.Future[torch.Tensor]:
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
@@ -36,7 +32,7 @@ def _cast_hook(
 
 
 @in_place
-def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in their own dtype.
 
     Args:
@@ -50,7 +46,7 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) ->
 
 
 @in_place
-def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
     Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so that a gradient scaler
@@ -68,7 +64,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket
 
 
 @in_place
-def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
 
     The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to bf16 first, which is
@@ -91,7 +87,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
     tables: Tables = {}
 
     @in_place
-    def wrapper(hook_state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
+    def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         work = bucket_work(bucket, tables)
         numel, device = work.source.table.numel, work.result.device
         wire = wires.get(bucket.index())

@@ -81,6 +81,7 @@ class WorkerExecutor(Executor):
 
 def _work(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]") -> None:
     torch.set_grad_enabled(False)
+    torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own here
     while (entry := tasks.get()) is not None:
         _complete(*entry)
         del entry  # a task holds gradients; it must not outlive its step
@@ -96,12 +97,13 @@ def _complete(future: Future[Any], task: Task) -> None:
 def _twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group of the same ranks, CPU backend and timeout."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return dist.new_group(
+    twin: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=group._get_backend(torch.device("cpu")).options._timeout,
         backend=backends["cpu"],
         use_local_synchronization=True,
     )
+    return twin
 
 
 _executors: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Executor]] = {}

@@ -1,17 +1,18 @@
 """Names for the parameters of a bucket, so that a hook's state outlives bucket rebuilds and restarts."""
 
 import torch
-import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.hooks.reduce import InPlaceBucket
+from gradwire.hooks.types import GradBucket
 
 
 class ParameterNames:
     """Finds each parameter's name: from gradwire's bucket, from `bind`, or else from the order of first appearance.
+    from gradwire.hooks.types import GradBucket
 
-    PyTorch's buckets carry no names. Its first backward presents parameters in an order that depends only on the
-    model, so ``parameter.0``, ``parameter.1``, ... name the same parameters when the same script runs again.
+        PyTorch's buckets carry no names. Its first backward presents parameters in an order that depends only on the
+        model, so ``parameter.0``, ``parameter.1``, ... name the same parameters when the same script runs again.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class ParameterNames:
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
 
-    def of(self, bucket: dist.GradBucket) -> tuple[str, ...]:
+    def of(self, bucket: GradBucket) -> tuple[str, ...]:
         """The names of the bucket's parameters, in its order."""
         if isinstance(bucket, InPlaceBucket):
             return tuple(bucket.parameter_names())

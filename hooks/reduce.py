@@ -5,6 +5,7 @@ they lie, when the reducer itself calls a hook marked with `in_place`. Called by
 sees the flat buffer and returns it, as PyTorch's would.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -14,21 +15,26 @@ from torch.futures import Future
 
 from gradwire.compress import Gradients, Transport, Workspace
 from gradwire.hooks.executor import Tables, executor_for
+from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 
 Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], None]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
+# Not an attribute of the function: functools.wraps would copy that to a user's wrapper, which expects flat buffers.
+_in_place_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+
 def in_place(hook: Hook) -> Hook:
     """Mark a hook that asks for a bucket's gradients through `bucket_work`, and so may take them where they lie."""
-    hook.__dict__["gradwire_in_place"] = True
+    _in_place_hooks.add(hook)
     return hook
 
 
 def is_in_place(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `in_place`."""
-    return getattr(hook, "gradwire_in_place", False)
+    return hook in _in_place_hooks
 
 
 @runtime_checkable
@@ -62,12 +68,12 @@ class BucketWork(NamedTuple):
     result: torch.Tensor
 
 
-def bucket_device(bucket: dist.GradBucket) -> torch.device:
+def bucket_device(bucket: GradBucket) -> torch.device:
     """Where the bucket's gradients are."""
     return bucket.device if isinstance(bucket, InPlaceBucket) else bucket.buffer().device
 
 
-def bucket_work(bucket: dist.GradBucket, tables: Tables) -> BucketWork:
+def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     """The gradients of ``bucket``: where they lie if it lends them, else its flat buffer, whose table is kept."""
     if isinstance(bucket, InPlaceBucket) and bucket.in_place:
         target = bucket.target()
@@ -81,7 +87,7 @@ def bucket_work(bucket: dist.GradBucket, tables: Tables) -> BucketWork:
 
 
 def reduce_bucket(
-    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, algorithm: Algorithm
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result."""
     executor = executor_for(process_group, bucket_device(bucket))

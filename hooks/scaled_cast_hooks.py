@@ -15,6 +15,7 @@ from gradwire.compress import (
 )
 from gradwire.hooks.parameter_names import ParameterNames
 from gradwire.hooks.reduce import in_place, reduce_bucket
+from gradwire.hooks.types import GradBucket
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -60,7 +61,7 @@ class ScaledCastState:
         self._counters = torch.zeros(4, dtype=torch.int64)
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Name the parameters after ``module``, which a checkpoint needs on PyTorch's DDP; gradwire's names them itself.
+        """Name the parameters after ``module``. A checkpoint needs it on PyTorch's DDP; gradwire's names them itself.
 
         Args:
             module: the model, as it was before it was wrapped.
@@ -155,7 +156,7 @@ class ScaledCastState:
 
 
 @in_place
-def scaled_cast_hook(state: ScaledCastState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bit, scaled by a power of two that each step chooses for the next.
 
     The scale follows from the largest reduced magnitude, which has the same bits on all ranks: no further message, no

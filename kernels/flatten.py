@@ -42,7 +42,7 @@ def flatten_reference(
     counters: Tensor | None,
 ) -> None:
     """What `flatten` computes, written for reading."""
-    for tensor, wire in zip(tensors, out.split(table.lengths), strict=True):
+    for tensor, wire in zip(tensors, torch.split(out, table.lengths), strict=True):
         _saturating_cast(memory_order(tensor).to(compute_dtype(tensor.dtype.to_real())), wire, scale, limit, counters)
 
 
@@ -69,7 +69,7 @@ def _flatten_block(x, finite_limit, scale, COMPUTE: tl.constexpr, WIRE: tl.const
     above = scaled > finite_limit
     below = scaled < -finite_limit
     clamped = tl.where(finite & above, finite_limit, tl.where(finite & below, -finite_limit, scaled))
-    if WIRE == tl.float64:
+    if tl.float64 == WIRE:
         return clamped, finite, above | below
     return clamped.to(tl.float32).to(WIRE), finite, above | below
 
@@ -181,7 +181,7 @@ def _flatten_cpu(
 
 def _scale_views(tensors: Sequence[Tensor], views: Sequence[Tensor], scale: float) -> None:
     if scale == 1:
-        torch._foreach_copy_(views, tensors)
+        torch._foreach_copy_(list(views), list(tensors))
         return
     for view, tensor in zip(views, tensors, strict=True):
         torch.mul(tensor, scale, out=view)
@@ -221,9 +221,11 @@ def flatten(
     if table.numel == 0:
         return out
     finite_limit = torch.finfo(out.dtype).max if limit is None else limit
+    arguments = (tensors, table, out, scale, finite_limit, counters)
     if use_triton(out.device):
-        run = _flatten_triton
+        _flatten_triton(*arguments)
+    elif out.device.type == "cpu":
+        _flatten_cpu(*arguments)
     else:
-        run = _flatten_cpu if out.device.type == "cpu" else flatten_reference
-    run(tensors, table, out, scale, finite_limit, counters)
+        flatten_reference(*arguments)
     return out

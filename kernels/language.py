@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 try:
@@ -10,15 +9,14 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-    jit: Callable[[Callable[..., Any]], Any] = triton.jit
+    jit: Any = triton.jit
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
     HAS_TRITON = False
     tl: Any = None  # type: ignore[no-redef]
 
-    def jit(fn: Callable[..., Any]) -> Any:  # noqa: D103
-        return fn
+    jit = staticmethod
 
 
 __all__ = ["HAS_TRITON", "jit", "tl"]

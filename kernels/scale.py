@@ -6,7 +6,7 @@ which one rank's contribution saturates:
     target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
     exponent' = target                                  the first time
               = min(target, exponent + growth)          later
-              = min(that, exponent) - backoff           if absmax 2^exponent reached limit / 2: a rank may have saturated
+              = min(that, exponent) - backoff           if absmax 2^exponent >= limit / 2: a rank may have saturated
               = exponent                                if absmax is 0, inf or NaN
 
 Every input is equal on every rank, and so is every bit of the result. One program, a few dozen bytes.
@@ -127,7 +127,6 @@ def update_scale(
         inverse_world: 1 / number of ranks.
         is_last: whether this is the last bucket of the step.
     """
-    options = {"top": top, "margin": margin, "growth": growth, "backoff": backoff, "inverse_world": inverse_world}
     if use_triton(exponent.device):
         with torch.cuda.device_of(exponent):
             _update_scale_kernel[(1,)](
@@ -135,10 +134,25 @@ def update_scale(
                 scales_ptr=scales,
                 absmax_ptr=absmax,
                 counters_ptr=counters,
-                **options,
+                top=top,
+                margin=margin,
+                growth=growth,
+                backoff=backoff,
+                inverse_world=inverse_world,
                 IS_LAST=is_last,
                 MAX_EXPONENT=MAX_EXPONENT,
                 num_warps=1,
             )
     else:
-        update_scale_reference(exponent, scales, absmax, counters, **options, is_last=is_last)
+        update_scale_reference(
+            exponent,
+            scales,
+            absmax,
+            counters,
+            top=top,
+            margin=margin,
+            growth=growth,
+            backoff=backoff,
+            inverse_world=inverse_world,
+            is_last=is_last,
+        )

@@ -163,7 +163,7 @@ class SegmentTable:
         return self._scratch
 
     def pieces(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Block ``index`` of ``tensors``, and where its parts stand in the scratch buffer: two lists of equal shapes."""
+        """Block ``index`` of ``tensors``, and where its parts stand in the scratch: two lists of equal shapes."""
         block = self.blocks[index]
         if not self._is_piece(block):
             return list(tensors[block.first : block.last]), self._scratch_views[index]

@@ -33,7 +33,7 @@ def unflatten_reference(
     """What `unflatten` computes, written for reading."""
     compute = compute_dtype(wire.dtype, table.dtype)
     factor = torch.as_tensor(scale, dtype=compute, device=wire.device)
-    for tensor, segment in zip(tensors, wire.split(table.lengths), strict=True):
+    for tensor, segment in zip(tensors, torch.split(wire, table.lengths), strict=True):
         result = memory_order(tensor)
         result.copy_(segment.to(compute) * factor)
         if absmax is not None and result.numel() > 0:
@@ -104,7 +104,7 @@ def _unflatten_cpu(
 ) -> None:
     scale = float(scale)
     if scale == 1 and absmax is None:
-        torch._foreach_copy_(tensors, table.views(wire))
+        torch._foreach_copy_(list(tensors), table.views(wire))
         return
     scratch = table.scratch(compute_dtype(wire.dtype, table.dtype))
     for index, block in enumerate(table.blocks):
@@ -146,8 +146,10 @@ def unflatten(
     table.check(tensors, wire)
     if table.numel == 0:
         return
+    arguments = (wire, tensors, table, scale, absmax)
     if use_triton(wire.device):
-        run = _unflatten_triton
+        _unflatten_triton(*arguments)
+    elif wire.device.type == "cpu":
+        _unflatten_cpu(*arguments)
     else:
-        run = _unflatten_cpu if wire.device.type == "cpu" else unflatten_reference
-    run(wire, tensors, table, scale, absmax)
+        unflatten_reference(*arguments)

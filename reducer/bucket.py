@@ -187,7 +187,7 @@ class GradBucket:
 
 
 def gradient_layout(parameter: Tensor) -> Tensor:
-    """A tensor in the layout that autograd gives the parameter's gradient: the parameter's own if dense, else row-major."""
+    """A tensor in the layout that autograd gives the gradient: the parameter's own if dense, else row-major."""
     if is_dense(parameter.shape, parameter.stride()):
         return parameter.detach()
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

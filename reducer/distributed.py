@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.hooks import default_hooks
+from gradwire.hooks.types import GradBucket
 from gradwire.reducer import torch_internals
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.reducer import Reducer
@@ -54,7 +55,7 @@ class DistributedDataParallel(TorchDDP):
     """
 
     reducer: Reducer  # type: ignore[assignment]
-    logger: Logger  # type: ignore[assignment]
+    logger: Logger
 
     def __init__(
         self,
@@ -134,15 +135,23 @@ class DistributedDataParallel(TorchDDP):
             self.gradient_as_bucket_view,
         )
         self.logger = Logger(self.reducer)
+        has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             [] if self.device_ids is None else self.device_ids,
             -1 if self.output_device is None else self.output_device,
             self.broadcast_buffers,
-            any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
+            has_sync_bn,
             static_graph,
         )
-        self._passing_sync_batchnorm_handle(self.module)
+        if has_sync_bn and self.device_type == "cpu":
+            self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # PyTorch's class forgets the hook here; a copy that trains without compression is not a copy.
+        for hook, hook_state in self._comm_hooks:
+            self.reducer.register_comm_hook(hook_state, hook)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` reduce the gradients of every bucket, in place of the plain all-reduce.
@@ -171,7 +180,7 @@ class DistributedDataParallel(TorchDDP):
             self._log_and_throw(
                 ValueError, f"Communication hook: takes {len(parameters)} arguments; expected hook(state, bucket)."
             )
-        if parameters[1].annotation not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
+        if parameters[1].annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
             self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
         future = torch.futures.Future[torch.Tensor]
         if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
@@ -180,12 +189,17 @@ class DistributedDataParallel(TorchDDP):
                 "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
             )
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: torch_internals.BuiltinCommHookType) -> None:
         hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+            torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self.logger._get_ddp_logging_data()

@@ -242,10 +242,11 @@ class Reducer:
         self._abandon()
         raise RuntimeError(
             "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
-            "1) a parameter is used outside the `forward` function of the module, so that it receives a gradient twice. "
+            "1) a parameter is used outside the `forward` function of the module, and so receives a gradient twice. "
             "2) parameters are reused in several reentrant backward passes, for example by several checkpoint "
             "functions wrapping the same part of the model. 3) the same backward is run twice over one forward. "
-            f"Parameter {name} at index {index} has been marked ready twice. The next forward and backward start afresh."
+            f"Parameter {name} at index {index} has been marked ready twice. "
+            "The next forward and backward start afresh."
         )
 
     def _check_reducer_finalized(self) -> None:
@@ -273,7 +274,7 @@ def _remove_all(handles: list[RemovableHandle]) -> None:
 
 
 def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Any) -> Future[Tensor]:
-    """What PyTorch's DDP does without a hook, to the bit: gradients that are views of the buffer are divided in place."""
+    """What PyTorch's DDP does without a hook, to the bit: it divides views of its buffer in place."""
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         cast_all_reduce(source, target, source.table.dtype, transport, workspace, divide_in_place=True)

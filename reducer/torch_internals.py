@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
-DEFAULT_FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import (
+        _DEFAULT_FIRST_BUCKET_BYTES,
+        BuiltinCommHookType,
+        _compute_bucket_assignment_by_size,
+    )
+else:
+    from torch.distributed import (
+        _DEFAULT_FIRST_BUCKET_BYTES,
+        BuiltinCommHookType,
+        _compute_bucket_assignment_by_size,
+    )
+
+__all__ = [
+    "DEFAULT_FIRST_BUCKET_BYTES",
+    "BuiltinCommHookType",
+    "assign_buckets",
+    "gradient_accumulator",
+    "is_future",
+    "queue_callback",
+    "uses_python_reducer",
+]
+
+DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
 
 
 def gradient_accumulator(parameter: Tensor) -> Node:
@@ -29,7 +51,7 @@ def assign_buckets(
     tensors: Sequence[Tensor], limits: Sequence[int], indices: Sequence[int] = ()
 ) -> tuple[list[list[int]], list[int]]:
     """PyTorch's own assignment by dtype, device and size; ``indices`` names the tensors, by position without it."""
-    return dist._compute_bucket_assignment_by_size(list(tensors), list(limits), [False] * len(tensors), list(indices))
+    return _compute_bucket_assignment_by_size(list(tensors), list(limits), [False] * len(tensors), list(indices))
 
 
 def uses_python_reducer() -> bool:
