@@ -3,7 +3,8 @@
     w_k = cast(clamp(g_k s / n, -limit, limit)),   w = sum over the n ranks of w_k,   g = w / s
     s'  = the power of two that places max |g| a margin below the limit             (kernels/scale.py)
 
-The reduced gradient has the same bits on every rank, so all ranks choose the same scale without one more message.
+The reduced gradient has the same bits on every rank, so all ranks choose the same scale without one more message. Only
+a bucket's first step needs one, of 12 bytes: the ranks agree on what they remember, and on the largest |g| now.
 limit is the wire type's largest value / 2^(ceil(log2 n) + 1): the sum of n contributions cannot overflow, whatever the
 order and rounding of the partial sums, so a non-finite result means a non-finite gradient. The idea is the delayed
 scaling of NVIDIA Transformer Engine's fp8 recipe, applied to a sum over ranks.
@@ -35,14 +36,12 @@ class DelayedScaling:
         growth: how far the scale may rise in one step. A larger one follows a shrinking gradient faster.
         backoff: how far it falls beyond its target after a step in which a rank may have saturated. A larger one
             ends a series of saturations sooner.
-        initial_exponent: the scale of a bucket's first step is 2^initial_exponent.
     """
 
     dtype: torch.dtype = torch.float16
     margin: int = 4
     growth: int = 1
-    backoff: int = 1
-    initial_exponent: int = 0
+    backoff: int = 4
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):
@@ -51,11 +50,6 @@ class DelayedScaling:
             value = getattr(self, name)
             if not isinstance(value, int) or not lowest <= value <= highest:
                 raise ValueError(f"{name} is {value!r}; expected a whole number of binades, {lowest} to {highest}.")
-        if not isinstance(self.initial_exponent, int) or abs(self.initial_exponent) > MAX_EXPONENT:
-            raise ValueError(
-                f"initial_exponent is {self.initial_exponent!r}; expected a whole number, "
-                f"{-MAX_EXPONENT} to {MAX_EXPONENT}."
-            )
 
     def limit(self, world_size: int) -> float:
         """The magnitude at which one rank's contribution saturates on the wire, so that no sum overflows."""
@@ -69,13 +63,14 @@ class BucketScale:
         exponent: int32[2]: the scale's exponent, and 1 once it was derived from a gradient.
         scales: fp32[2]: 2^exponent / world for sending, 2^-exponent for receiving.
         absmax: fp32[1]: scratch of one step.
+        is_agreed: whether the ranks have agreed on it.
     """
 
-    def __init__(self, exponent: Tensor, world_size: int) -> None:
+    def __init__(self, exponent: Tensor) -> None:
         self.exponent = exponent
-        power = torch.ldexp(torch.ones((), device=exponent.device), exponent[0])
-        self.scales = torch.stack([power * (1 / world_size), 1 / power])
+        self.scales = torch.empty(2, device=exponent.device)
         self.absmax = torch.zeros(1, device=exponent.device)
+        self.is_agreed = False
 
 
 def scaled_cast_all_reduce(
@@ -101,11 +96,34 @@ def scaled_cast_all_reduce(
         transport: sums over the ranks.
         workspace: wire memory.
     """
-    limit = scaling.limit(transport.world_size)
+    if not scale.is_agreed:
+        _agree(source, scale, transport)
+        _update(scaling, scale, counters, False, transport)
     wire = workspace.wire(source.table.numel, scaling.dtype)
+    limit = scaling.limit(transport.world_size)
     flatten(source.tensors, wire, table=source.table, scale=scale.scales[0], limit=limit, counters=counters)
     transport.all_reduce(wire)
     unflatten(wire, target.tensors, table=target.table, scale=scale.scales[1], absmax=scale.absmax)
+    _update(scaling, scale, counters, is_last, transport)
+
+
+def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
+    """Give all ranks the smallest exponent that any of them remembers, and the largest |g| of all."""
+    tensors = [torch.view_as_real(g) if g.is_complex() else g for g in source.tensors]
+    norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
+    scale.absmax.copy_(torch.stack([norm.float() for norm in norms]).max())
+    exponent, calibrated = scale.exponent.unbind()
+    forgotten = torch.full_like(exponent, -MAX_EXPONENT)
+    bits = scale.absmax.view(torch.int32)[0]  # the bits of non-negative numbers order as the numbers do, NaN on top
+    message = torch.stack([bits, torch.where(calibrated > 0, -exponent, forgotten), calibrated])
+    transport.all_reduce_max(message)
+    scale.absmax.view(torch.int32).copy_(message[0])
+    scale.exponent.copy_(torch.stack([torch.where(message[2] > 0, -message[1], exponent), message[2]]))
+    scale.is_agreed = True
+
+
+def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool, transport: Transport) -> None:
+    limit = scaling.limit(transport.world_size)
     update_scale(
         scale.exponent,
         scale.scales,

@@ -24,3 +24,8 @@ class Transport:
         """Replace ``tensor`` by its sum over all ranks."""
         self.payload_bytes += tensor.nbytes
         dist.all_reduce(tensor, group=self.group)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replace every element of ``tensor`` by its largest value over all ranks."""
+        self.payload_bytes += tensor.nbytes
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)

@@ -21,7 +21,6 @@ from gradwire.kernels import SegmentTable
 Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], None]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
-
 # Not an attribute of the function: functools.wraps would copy that to a user's wrapper, which expects flat buffers.
 _in_place_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
@@ -34,7 +33,7 @@ def in_place(hook: Hook) -> Hook:
 
 def is_in_place(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `in_place`."""
-    return hook in _in_place_hooks
+    return any(marked is hook for marked in _in_place_hooks)  # a hook need not be hashable
 
 
 @runtime_checkable

@@ -30,7 +30,6 @@ class ScaledCastState:
             larger jumps between steps; a smaller one keeps more bits of small gradients.
         growth: binades by which a scale may rise in one step.
         backoff: binades by which a scale falls beyond its target after a step in which a rank may have saturated.
-        initial_exponent: a bucket's first step is scaled by 2^initial_exponent.
 
     Raises:
         ValueError: an option is out of range.
@@ -47,13 +46,10 @@ class ScaledCastState:
         dtype: torch.dtype = torch.float16,
         margin: int = 4,
         growth: int = 1,
-        backoff: int = 1,
-        initial_exponent: int = 0,
+        backoff: int = 4,
     ) -> None:
         self.process_group = process_group
-        self.scaling = DelayedScaling(
-            dtype=dtype, margin=margin, growth=growth, backoff=backoff, initial_exponent=initial_exponent
-        )
+        self.scaling = DelayedScaling(dtype=dtype, margin=margin, growth=growth, backoff=backoff)
         self._names = ParameterNames()
         self._buckets: dict[tuple[str, ...], BucketScale] = {}
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
@@ -87,16 +83,16 @@ class ScaledCastState:
         """The exponent of each parameter's current scale, 2^exponent. Reading it waits for the device."""
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
 
-    def bucket_scale(self, names: tuple[str, ...], device: torch.device, world_size: int) -> BucketScale:
+    def bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of the bucket of these parameters; a new bucket starts from the smallest scale of its members."""
         if names not in self._buckets:
             known = {id(exponent): exponent for name in names if (exponent := self._exponents.get(name)) is not None}
             if known:
                 exponent = torch.stack([exponent.to(device) for exponent in known.values()]).amin(0)
             else:
-                exponent = torch.tensor([self.scaling.initial_exponent, 0], dtype=torch.int32).to(device)
+                exponent = torch.zeros(2, dtype=torch.int32, device=device)
             self._forget_buckets_of(names)
-            self._buckets[names] = BucketScale(exponent, world_size)
+            self._buckets[names] = BucketScale(exponent)
             self._exponents.update(dict.fromkeys(names, exponent))
         return self._buckets[names]
 
@@ -159,9 +155,9 @@ class ScaledCastState:
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bit, scaled by a power of two that each step chooses for the next.
 
-    The scale follows from the largest reduced magnitude, which has the same bits on all ranks: no further message, no
-    synchronisation with the host. A finite element that does not fit saturates and is counted in the state; inf and
-    NaN pass through, leave the scale alone, and are counted as a skipped step.
+    The scale follows from the largest reduced magnitude, which has the same bits on all ranks: no further message
+    after a bucket's first step, and no synchronisation with the host. A finite element that does not fit saturates and
+    is counted in the state; inf and NaN pass through, leave the scale alone, and are counted as a skipped step.
 
     Args:
         state: scales, options and counters. Modified.
@@ -172,7 +168,7 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         device = source.table.device
-        scale = state.bucket_scale(names, device, transport.world_size)
+        scale = state.bucket_scale(names, device)
         counters = state.counters(device)
         scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
 

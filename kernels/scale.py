@@ -7,7 +7,8 @@ which one rank's contribution saturates:
     exponent' = target                                  the first time
               = min(target, exponent + growth)          later
               = min(that, exponent) - backoff           if absmax 2^exponent >= limit / 2: a rank may have saturated
-              = exponent                                if absmax is 0, inf or NaN
+              = exponent                                if absmax is inf or NaN
+              = min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
 
 Every input is equal on every rank, and so is every bit of the result. One program, a few dozen bytes.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from gradwire.kernels.language import jit, tl
 from gradwire.kernels.platform import use_triton
 
+BLIND_EXPONENT = 32  # as far as the scale rises without seeing anything: 2^-32 on top of fp16's smallest, 2^-24
 MAX_EXPONENT = 100  # keeps 2^exponent, its inverse and 2^exponent / world normal fp32 numbers
 
 
@@ -44,8 +46,10 @@ def update_scale_reference(
     grown = torch.where(calibrated > 0, torch.minimum(target, current + growth), target)
     reached = e + current >= top - 1
     lowered = torch.minimum(grown, current) - backoff
-    update = finite & (absmax.squeeze() > 0)
-    following = torch.where(update, torch.where(reached, lowered, grown), current).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    is_zero = absmax.squeeze() == 0
+    update = finite & ~is_zero
+    unseen = torch.where(is_zero, torch.maximum(current, (current + growth).clamp(max=BLIND_EXPONENT)), current)
+    following = torch.where(update, torch.where(reached, lowered, grown), unseen).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     exponent.copy_(torch.stack([following, calibrated | update.to(torch.int32)]))
     one = torch.ones((), device=scales.device)
     scales.copy_(torch.stack([torch.ldexp(one, following) * inverse_world, torch.ldexp(one, -following)]))
@@ -73,6 +77,7 @@ def _update_scale_kernel(
     backoff,
     inverse_world,
     IS_LAST: tl.constexpr,
+    BLIND_EXPONENT: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
 ):
     current = tl.load(exponent_ptr)
@@ -85,7 +90,8 @@ def _update_scale_kernel(
     reached = e + current >= top - 1
     lowered = tl.minimum(grown, current) - backoff
     update = finite & (absmax > 0)
-    following = tl.where(update, tl.where(reached, lowered, grown), current)
+    unseen = tl.where(absmax == 0, tl.maximum(current, tl.minimum(current + growth, BLIND_EXPONENT)), current)
+    following = tl.where(update, tl.where(reached, lowered, grown), unseen)
     following = tl.minimum(tl.maximum(following, -MAX_EXPONENT), MAX_EXPONENT)
     tl.store(exponent_ptr, following)
     tl.store(exponent_ptr + 1, calibrated | update.to(tl.int32))
@@ -140,6 +146,7 @@ def update_scale(
                 backoff=backoff,
                 inverse_world=inverse_world,
                 IS_LAST=is_last,
+                BLIND_EXPONENT=BLIND_EXPONENT,
                 MAX_EXPONENT=MAX_EXPONENT,
                 num_warps=1,
             )

@@ -148,7 +148,7 @@ class DistributedDataParallel(TorchDDP):
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         # PyTorch's class forgets the hook here; a copy that trains without compression is not a copy.
         for hook, hook_state in self._comm_hooks:
             self.reducer.register_comm_hook(hook_state, hook)

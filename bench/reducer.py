@@ -1,0 +1,177 @@
+"""The own cost of a reducer: backward with it, minus backward without, for each parameter, in one process.
+
+One rank over gloo (or NCCL) runs every autograd hook, copy and collective for real, while the collective itself costs
+next to nothing: what is left is the price of the reducer. gradwire's and PyTorch's take turns step by step, so that
+whatever else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
+
+from gradwire import DistributedDataParallel
+from gradwire.hooks import debugging_hooks, default_hooks
+
+TorchDDP = nn.parallel.DistributedDataParallel
+WARM_UP = 5  # the first steps build and rebuild buckets
+
+
+class Residual(nn.Module):
+    """x + tanh(A_k x) / 10 for each of many small layers: two parameters a layer, gradients of ordinary size."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers in turn."""
+        for layer in self.layers:
+            x = x + 0.1 * torch.tanh(layer(x))
+        return x
+
+
+MODELS: dict[str, Callable[[], Residual]] = {
+    "200 parameters, 54 k elements": lambda: Residual(100, 16),
+    "200 parameters, 6.6 M elements": lambda: Residual(100, 256),
+    "12 parameters, 25 M elements": lambda: Residual(6, 2048),
+}
+
+# Name: (the class that wraps the model, the hook).
+PROVIDERS: dict[str, tuple[Any, Any]] = {
+    "no reducer": (None, None),
+    "PyTorch": (TorchDDP, None),
+    "gradwire": (DistributedDataParallel, None),
+    "PyTorch, noop_hook": (TorchDDP, torch_debugging_hooks.noop_hook),
+    "gradwire, noop_hook": (DistributedDataParallel, debugging_hooks.noop_hook),
+    "PyTorch, fp16_compress_hook": (TorchDDP, torch_default_hooks.fp16_compress_hook),
+    "gradwire, fp16_compress_hook": (DistributedDataParallel, default_hooks.fp16_compress_hook),
+}
+
+
+@dataclass
+class Case:
+    """One model behind one reducer, and the seconds that its backwards took."""
+
+    model: nn.Module
+    batch: Tensor
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self) -> float:
+        """Forward, and the time of the backward until every gradient is final."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.model(self.batch).square().mean()
+        _synchronize(self.batch.device)
+        start = time.perf_counter()
+        loss.backward()
+        _synchronize(self.batch.device)
+        return time.perf_counter() - start
+
+
+def measure(steps: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of a backward (p20, p50, p80) by model and provider, after a check that the gradients agree.
+
+    Raises:
+        RuntimeError: a provider's gradients differ from those without a reducer by more than its wire rounds.
+    """
+    with _process_group() as device:
+        return {name: _measure_model(name, build, device, steps) for name, build in MODELS.items()}
+
+
+def _measure_model(
+    name: str, build: Callable[[], Residual], device: torch.device, steps: int
+) -> dict[str, dict[str, float]]:
+    cases = {provider: _case(build, device, wrap, hook) for provider, (wrap, hook) in PROVIDERS.items()}
+    for _ in range(WARM_UP):
+        for case in cases.values():
+            case.step()
+    _check(cases)
+    for _ in track(range(steps), description=name):
+        for case in cases.values():
+            case.seconds.append(case.step())
+    return {provider: _percentiles_ms(case.seconds) for provider, case in cases.items()}
+
+
+def _case(build: Callable[[], Residual], device: torch.device, wrap: Any, hook: Any) -> Case:
+    torch.manual_seed(0)
+    model = build().to(device)
+    batch = torch.randn(8, model.width, device=device)
+    if wrap is None:
+        return Case(model, batch)
+    wrapped = wrap(model)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return Case(wrapped, batch)
+
+
+def _check(cases: dict[str, Case]) -> None:
+    expected = [p.grad for p in cases["no reducer"].model.parameters()]
+    for provider, case in cases.items():
+        # fp16 rounds to 11 bits, or to the subnormal step of 6e-8.
+        rtol, atol = (2**-11, 2**-24) if "fp16" in provider else (0.0, 0.0)
+        for parameter, reference in zip(case.model.parameters(), expected, strict=True):
+            grad = parameter.grad
+            if grad is None or reference is None or not torch.allclose(grad, reference, rtol=rtol, atol=atol):
+                raise RuntimeError(f"{provider}: the gradients differ from those without a reducer; nothing is timed.")
+
+
+def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=10)
+    return {"p20": 1e3 * cuts[1], "p50": 1e3 * cuts[4], "p80": 1e3 * cuts[7]}
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
+    """Medians, ratios to PyTorch's reducer, and microseconds for each parameter beyond a backward without one."""
+    out = Table(title="Own cost of the reducer: one rank, backward only, medians")
+    for column in ("model", "reducer", "ms", "p20 to p80", "us a parameter", "x PyTorch"):
+        out.add_column(column, justify="left" if column in ("model", "reducer") else "right")
+    for model, providers in results.items():
+        parameters = int(model.split()[0])
+        bare = providers["no reducer"]["p50"]
+        for i, (provider, ms) in enumerate(providers.items()):
+            peer = providers.get(provider.replace("gradwire", "PyTorch"), ms)
+            out.add_row(
+                model if i == 0 else "",
+                provider,
+                f"{ms['p50']:.2f}",
+                f"{ms['p20']:.2f} to {ms['p80']:.2f}",
+                f"{1e3 * (ms['p50'] - bare) / parameters:.1f}",
+                f"{ms['p50'] / peer['p50']:.2f}" if provider.startswith("gradwire") else "",
+            )
+        out.add_section()
+    return out
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _process_group() -> Iterator[torch.device]:
+    """A world of one rank on the GPU, if there is one, else on the CPU with one thread."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        dist.init_process_group(backend, init_method=Path(folder, "store").as_uri(), rank=0, world_size=1)
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()

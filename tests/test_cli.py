@@ -1,0 +1,79 @@
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import gradwire
+from gradwire.bench import cli
+from gradwire.bench.commands import app
+from gradwire.bench.hooks import HOOKS
+
+PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
+
+
+def gradwire_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | PLAIN, check=False)
+
+
+def in_process(*arguments: str) -> Result:
+    return CliRunner(env=PLAIN).invoke(app, list(arguments))
+
+
+def test_help_names_the_commands():
+    done = gradwire_command("--help")
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+
+
+def test_demo_help_names_options_and_hooks():
+    done = in_process("demo", "--help")
+    assert done.exit_code == 0, done.output
+    for word in ("--output", "--processes", "--epochs", "--seed", "--hooks", *HOOKS):
+        assert word in done.output, word
+
+
+def test_version():
+    done = in_process("--version")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"gradwire {gradwire.__version__} ")
+
+
+def test_unknown_hook_is_refused_with_the_names_of_all(tmp_path):
+    output = tmp_path / "demo"
+    done = gradwire_command("demo", "--hooks", "none,fp17", "--output", str(output))
+    assert done.returncode == 2
+    assert "'fp17'" in done.stderr
+    assert "Traceback" not in done.stderr
+    for name in HOOKS:
+        assert re.search(rf"\b{name}\b", done.stderr), name
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("option", [("--processes", "0"), ("--epochs", "0"), ("--seed", "-1"), ("--hooks", "")])
+def test_values_out_of_range_are_refused(option, tmp_path):
+    done = in_process("demo", *option, "--output", str(tmp_path / "demo"))
+    assert done.exit_code == 2
+    assert option[0] in done.output
+
+
+def test_output_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    done = in_process("demo", "--output", str(tmp_path / "file" / "demo"))
+    assert done.exit_code == 2
+    assert "--output" in done.output
+
+
+def test_missing_extras_are_named_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as error:
+        cli.main()
+    message = str(error.value)
+    assert "matplotlib, typer" in message
+    assert 'pip install "gradwire[bench]"' in message
+    assert "\n" not in message

@@ -1,0 +1,251 @@
+"""The demo for real, with the smallest settings, and its report from made-up results."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import gradwire
+from gradwire.bench import report
+from gradwire.bench.hooks import HOOKS
+from gradwire.bench.results import Results, Run, Settings, load_results, replacing, save_results
+
+DEMO = [sys.executable, "-m", "gradwire.bench", "demo"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    output = tmp_path_factory.mktemp("demo") / "out"
+    command = [*DEMO, "--epochs", "2", "--hooks", "none,fp16", "--seed", "3", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output, done.stdout
+
+
+def test_demo_sends_half_the_bytes_in_fp16(demo):
+    results = json.loads((demo[0] / "results.json").read_text())
+    none, fp16 = results["runs"]
+    assert none["bytes_per_step"] == 4 * results["parameters"]
+    assert 2 * fp16["bytes_per_step"] == none["bytes_per_step"]
+    for run in (none, fp16):
+        steps = 2 * (results["train_images"] // results["batch_size"])
+        assert run["sent_bytes"] == [run["bytes_per_step"] * (step + 1) for step in range(steps)]
+
+
+def test_demo_trains_alike_with_both_hooks(demo):
+    none, fp16 = load_results(demo[0] / "results.json").runs
+    assert (none.hook, fp16.hook) == ("none", "fp16")
+    for run in (none, fp16):
+        assert len(run.losses) == len(run.sent_bytes)
+        assert all(map(math.isfinite, run.losses))
+        assert run.final_loss < 0.5 * run.losses[0]
+        assert 0.5 < run.test_accuracy <= 1
+        assert 0 < run.step_ms["p20"] <= run.step_ms["p50"] <= run.step_ms["p80"]
+    assert fp16.losses[0] == none.losses[0]  # no gradient was sent yet: same weights, same data
+    assert fp16.losses != none.losses
+    assert abs(fp16.final_loss - none.final_loss) < 0.1
+
+
+def test_demo_says_where_its_numbers_come_from(demo):
+    results = load_results(demo[0] / "results.json")
+    facts = results.provenance
+    assert facts["gradwire"] == gradwire.__version__
+    assert {"date", "commit", "torch", "python", "cpu", "gpu", "backend"} <= facts.keys()
+    assert facts["threads_per_process"] == int(os.environ.get("OMP_NUM_THREADS", 1))
+    assert results.settings.command.startswith("gradwire demo --epochs 2 --hooks none,fp16 --seed 3")
+
+
+def test_demo_leaves_a_plot_and_no_other_files(demo):
+    output, stdout = demo
+    assert sorted(path.name for path in output.iterdir()) == ["loss_vs_bytes.png", "results.json"]
+    assert_is_png(output / "loss_vs_bytes.png")
+    assert str(output / "loss_vs_bytes.png") in stdout
+
+
+def test_demo_prints_progress_and_a_table(demo):
+    lines = demo[1].splitlines()
+    for hook in ("none", "fp16"):
+        assert sum(line.strip().startswith(hook) for line in lines) == 2, demo[1]
+    assert "0.50x" in demo[1]
+    assert "does not show what a network would" in demo[1]
+
+
+def assert_is_png(path: Path) -> None:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert b"IEND" in data[-12:]
+    width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
+    assert (width, height) == (1200, 750)
+    assert len(data) > 20_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(signal.SIGINT, id="SIGINT"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
+    ],
+)
+def test_stopping_the_demo_leaves_no_process_and_no_file(tmp_path, stop):
+    mark = f"GRADWIRE_TEST={uuid.uuid4()}"
+    name, _, value = mark.partition("=")
+    environment = os.environ | {name: value, "TMPDIR": str(tmp_path)}
+    command = [*DEMO, "--epochs", "1000", "--hooks", "fp16", "--output", str(tmp_path / "out")]
+    demo = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_until(lambda: len(marked(mark)) >= 4, 60)  # launcher, torchrun, two ranks
+        demo.send_signal(stop)
+        assert demo.wait(30) == (-signal.SIGKILL if stop == signal.SIGKILL else 128 + stop)
+        wait_until(lambda: not marked(mark), 30)
+    finally:
+        demo.kill()
+        output, _ = demo.communicate(timeout=30)
+    assert b"Traceback" not in output
+    assert list((tmp_path / "out").iterdir()) == []
+    if stop != signal.SIGKILL:
+        assert list(tmp_path.glob("gradwire-*")) == []
+
+
+def wait_until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.2)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have ``mark`` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark.encode() in variables:
+            found.append(int(path.parent.name))
+    return found
+
+
+def made_up_results(*hooks: str, backend: str = "gloo") -> Results:
+    runs = [
+        Run(
+            hook=hook,
+            description="",
+            final_loss=0.125,
+            test_accuracy=0.75,
+            bytes_per_step=4e6 / 2**index,
+            step_ms={"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
+            losses=[1.0, 0.5, 0.25, 0.125],
+            sent_bytes=[int(4e6 / 2**index * (step + 1)) for step in range(4)],
+        )
+        for index, hook in enumerate(hooks)
+    ]
+    return Results(
+        provenance={
+            "date": "2000-01-01T00:00:00+00:00",
+            "gradwire": "1",
+            "torch": "2",
+            "cpu": "a CPU",
+            "cpu_count": 2,
+            "gpu": None,
+            "backend": backend,
+        },
+        settings=Settings(hooks=hooks, processes=2, epochs=1, seed=0, command="gradwire demo"),
+        train_images=3,
+        test_images=4,
+        parameters=1_000_000,
+        batch_size=2,
+        runs=runs,
+    )
+
+
+def printed(results: Results) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(report.results_table(results))
+    return console.file.getvalue()
+
+
+def row_of(text: str, hook: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [hook])
+
+
+def test_table_compares_with_the_run_without_a_hook():
+    text = printed(made_up_results("fp16", "none"))
+    expected = ["fp16", "0.1250", "75.0", "%", "4", "MB", "2.00x", "10.0", "(9-12)", "0.91x"]
+    assert row_of(text, "fp16") == expected
+    assert row_of(text, "none")[-1] == "1.00x"
+
+
+def test_table_without_a_baseline_has_no_ratios():
+    row = row_of(printed(made_up_results("fp16")), "fp16")
+    assert row.count("-") == 2
+
+
+def test_table_of_every_hook_fits_into_80_columns():
+    text = printed(made_up_results(*HOOKS))
+    for hook in HOOKS:
+        assert row_of(text, hook)[-1].endswith("x")
+
+
+def test_footnote_names_the_link():
+    assert "the link is memory:" in printed(made_up_results("none"))
+    assert "NVLink" in printed(made_up_results("none", backend="nccl"))
+
+
+def test_plot_of_one_short_training(tmp_path):
+    report.save_plot(made_up_results("fp16"), tmp_path / "plot.png")
+    assert_is_png(tmp_path / "plot.png")
+
+
+def test_results_survive_saving_and_loading(tmp_path):
+    results = made_up_results("none", "fp16")
+    save_results(results, tmp_path / "results.json")
+    assert load_results(tmp_path / "results.json") == results
+    assert load_results(tmp_path / "results.json") != replace(results, parameters=1)
+
+
+def test_settings_survive_the_way_to_a_worker():
+    settings = made_up_results("none", "fp16").settings
+    assert Settings.from_json(settings.to_json()) == settings
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
+        partial.write_text("ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (721364, "721 kB"),
+        (999_600, "1 MB"),
+        (1442728, "1.44 MB"),
+        (2.5e9, "2.5 GB"),
+    ],
+)
+def test_bytes_are_readable(count, text):
+    assert report.format_bytes(count) == text
+
+
+def test_running_mean():
+    assert report.running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.5, 2.5, 4.5]
