@@ -50,14 +50,23 @@ def _saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float
     scaled = x * torch.as_tensor(scale, dtype=x.dtype, device=x.device)
     finite = x.isfinite()
     clamped = torch.where(finite, scaled.clamp(-limit, limit), scaled)
-    out.copy_(_to_wire(clamped, out.dtype))
+    out.copy_(narrow_reference(clamped, out.dtype))
     if counters is not None:
         counters[0] += (~finite).sum()
         counters[1] += (finite & (scaled.abs() > limit)).sum()
 
 
-def _to_wire(x: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast from the dtype of the arithmetic, fp64 by way of fp32, as PyTorch casts fp64 to 16 bit."""
     return x if dtype == torch.float64 else x.to(torch.float32).to(dtype)
+
+
+@jit
+def narrow(x, DTYPE: tl.constexpr):
+    """`narrow_reference` in Triton."""
+    if DTYPE == tl.float64:
+        return x
+    return x.to(tl.float32).to(DTYPE)
 
 
 @jit
@@ -69,9 +78,7 @@ def _flatten_block(x, finite_limit, scale, COMPUTE: tl.constexpr, WIRE: tl.const
     above = scaled > finite_limit
     below = scaled < -finite_limit
     clamped = tl.where(finite & above, finite_limit, tl.where(finite & below, -finite_limit, scaled))
-    if tl.float64 == WIRE:
-        return clamped, finite, above | below
-    return clamped.to(tl.float32).to(WIRE), finite, above | below
+    return narrow(clamped, WIRE), finite, above | below
 
 
 @jit
@@ -96,10 +103,10 @@ def _flatten_kernel(
     remaining = tl.load(table_ptr + n_segments + segment) - start
     wire_ptr = out_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
 
-    factor = scale.to(COMPUTE)
+    factor = tl.full((), scale, COMPUTE)
     if scale_ptr is not None:
         factor = tl.load(scale_ptr).to(COMPUTE)
-    finite_limit = limit.to(COMPUTE)
+    finite_limit = tl.full((), limit, COMPUTE)
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
     WIRE: tl.constexpr = out_ptr.dtype.element_ty
@@ -220,7 +227,8 @@ def flatten(
     table.check(tensors, out)
     if table.numel == 0:
         return out
-    finite_limit = torch.finfo(out.dtype).max if limit is None else limit
+    largest = min(torch.finfo(out.dtype).max, torch.finfo(compute_dtype(table.dtype)).max)
+    finite_limit = largest if limit is None else min(limit, largest)
     arguments = (tensors, table, out, scale, finite_limit, counters)
     if use_triton(out.device):
         _flatten_triton(*arguments)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.kernels.flatten import NUM_WARPS, WIRE_DTYPES, compute_dtype, triton_dtype
+from gradwire.kernels.flatten import NUM_WARPS, WIRE_DTYPES, compute_dtype, narrow, narrow_reference, triton_dtype
 from gradwire.kernels.language import jit, tl
 from gradwire.kernels.platform import use_triton
 from gradwire.kernels.segments import CHUNK, SegmentTable, memory_order
@@ -35,7 +35,7 @@ def unflatten_reference(
     factor = torch.as_tensor(scale, dtype=compute, device=wire.device)
     for tensor, segment in zip(tensors, torch.split(wire, table.lengths), strict=True):
         result = memory_order(tensor)
-        result.copy_(segment.to(compute) * factor)
+        result.copy_(narrow_reference(segment.to(compute) * factor, table.dtype))
         if absmax is not None and result.numel() > 0:
             absmax.copy_(torch.maximum(absmax, result.abs().max().float()))
 
@@ -61,7 +61,7 @@ def _unflatten_kernel(
     remaining = tl.load(table_ptr + n_segments + segment) - start
     source_ptr = wire_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
 
-    factor = scale.to(COMPUTE)
+    factor = tl.full((), scale, COMPUTE)
     if scale_ptr is not None:
         factor = tl.load(scale_ptr).to(COMPUTE)
     offs = tl.arange(0, CHUNK)
@@ -69,10 +69,10 @@ def _unflatten_kernel(
     aligned = (source_ptr.to(tl.int64) | target_ptr.to(tl.int64)) % 16 == 0
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining >= CHUNK) & aligned:
-        y = (tl.load(tl.multiple_of(source_ptr, 16) + offs).to(COMPUTE) * factor).to(TARGET)
+        y = narrow(tl.load(tl.multiple_of(source_ptr, 16) + offs).to(COMPUTE) * factor, TARGET)
         tl.store(tl.multiple_of(target_ptr, 16) + offs, y)
     else:
-        y = (tl.load(source_ptr + offs, mask=mask, other=0).to(COMPUTE) * factor).to(TARGET)
+        y = narrow(tl.load(source_ptr + offs, mask=mask, other=0).to(COMPUTE) * factor, TARGET)
         tl.store(target_ptr + offs, y, mask=mask)
     if absmax_ptr is not None:
         bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
