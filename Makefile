@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow demo wheel clean
+.PHONY: install check format test test-slow test-triton36 demo bench wheel clean
 
 install: .venv/.installed
 
@@ -25,14 +25,26 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Two processes, because a kernel is bound to Triton's compiler or to its interpreter when it is imported.
 test: install
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/kernels || test $$? -eq 5
+
+# The kernels with the oldest Triton that is supported, which GPU builds of PyTorch 2.11 bring along.
+test-triton36: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton36 triton==3.6.0
+	PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
+	PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 demo: install
 	$(BIN)/gradwire demo
+
+bench: install
+	$(BIN)/gradwire bench reducer
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.
 wheel: install

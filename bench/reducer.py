@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich import box
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
@@ -135,26 +136,23 @@ def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
     return {"p20": 1e3 * cuts[1], "p50": 1e3 * cuts[4], "p80": 1e3 * cuts[7]}
 
 
-def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    """Medians, ratios to PyTorch's reducer, and microseconds for each parameter beyond a backward without one."""
-    out = Table(title="Own cost of the reducer: one rank, backward only, medians")
-    for column in ("model", "reducer", "ms", "p20 to p80", "us a parameter", "x PyTorch"):
-        out.add_column(column, justify="left" if column in ("model", "reducer") else "right")
+def reducer_tables(results: dict[str, dict[str, dict[str, float]]]) -> Iterator[Table]:
+    """A table for each model: medians, microseconds for each parameter beyond no reducer, and ratios to PyTorch's."""
     for model, providers in results.items():
+        out = Table(title=f"Backward of one rank, {model}", title_justify="left", box=box.SIMPLE_HEAD)
+        for header in ("reducer", "ms (p20-p80)", "us a parameter", "vs PyTorch"):
+            out.add_column(header, justify="left" if header == "reducer" else "right")
         parameters = int(model.split()[0])
         bare = providers["no reducer"]["p50"]
-        for i, (provider, ms) in enumerate(providers.items()):
-            peer = providers.get(provider.replace("gradwire", "PyTorch"), ms)
+        for provider, ms in providers.items():
+            peer = providers[provider.replace("gradwire", "PyTorch")]
             out.add_row(
-                model if i == 0 else "",
                 provider,
-                f"{ms['p50']:.2f}",
-                f"{ms['p20']:.2f} to {ms['p80']:.2f}",
+                f"{ms['p50']:.2f} ({ms['p20']:.1f}-{ms['p80']:.1f})",
                 f"{1e3 * (ms['p50'] - bare) / parameters:.1f}",
-                f"{ms['p50'] / peer['p50']:.2f}" if provider.startswith("gradwire") else "",
+                f"{ms['p50'] / peer['p50']:.2f}x" if provider.startswith("gradwire") else "",
             )
-        out.add_section()
-    return out
+        yield out
 
 
 def _synchronize(device: torch.device) -> None:

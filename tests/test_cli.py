@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 import gradwire
@@ -20,7 +19,7 @@ def gradwire_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | PLAIN, check=False)
 
 
-def in_process(*arguments: str) -> Result:
+def in_process(*arguments: str):
     return CliRunner(env=PLAIN).invoke(app, list(arguments))
 
 

@@ -1,0 +1,115 @@
+"""Table and plot of a demo, made from its results and from nothing else."""
+
+import itertools
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from gradwire.bench.results import Results, Run, replacing
+
+BASELINE = "none"
+_COLORS = ("#0072b2", "#f0b400", "#009e73", "#a0307a", "#d55e00", "#56b4e9", "#000000")
+_WIDTHS = (2.0, 6.0, 3.2, 1.2)  # curves of hooks that train alike lie on each other: the wide ones first
+
+
+def results_table(results: Results) -> Table:
+    """One row for each hook, with what the numbers mean below."""
+    table = Table(
+        title=_title(results),
+        caption=_caption(results),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("hook", no_wrap=True)
+    for header in ("training\nloss", "test\naccuracy", "sent per\nstep", "vs\nnone", "ms per\nstep *", "vs\nnone"):
+        table.add_column(header, justify="right", no_wrap=True)
+    baseline = next((run for run in results.runs if run.hook == BASELINE), None)
+    for run in results.runs:
+        table.add_row(*_row(run, baseline))
+    return table
+
+
+def _row(run: Run, baseline: Run | None) -> tuple[str, ...]:
+    sent, step_ms = run.bytes_per_step, run.step_ms
+    return (
+        run.hook,
+        f"{run.final_loss:.4f}",
+        f"{100 * run.test_accuracy:.1f} %",
+        format_bytes(sent),
+        _ratio(sent, baseline.bytes_per_step) if baseline else "-",
+        f"{step_ms['p50']:.1f} ({step_ms['p20']:.0f}-{step_ms['p80']:.0f})",
+        _ratio(step_ms["p50"], baseline.step_ms["p50"]) if baseline else "-",
+    )
+
+
+def _ratio(value: float, to: float) -> str:
+    return f"{value / to:.2f}x" if to else "-"
+
+
+def _title(results: Results) -> str:
+    settings = results.settings
+    processes = f"{settings.processes} process{'es' if settings.processes > 1 else ''}"
+    epochs = f"{settings.epochs} epoch{'s' if settings.epochs > 1 else ''}"
+    return f"Handwritten digits, {results.parameters:,} parameters, {processes}, {epochs}"
+
+
+def _caption(results: Results) -> str:
+    facts = results.provenance
+    link = "memory" if facts["backend"] == "gloo" else "NVLink, PCIe or memory"
+    return (
+        "loss: training loss, mean of the last epoch\n"
+        f"accuracy: of {results.test_images} test images\n"
+        "sent: payload that each rank hands to collectives\n"
+        "ms: whole step, median and (20th-80th percentile); the hooks took turns\n"
+        f"* All processes ran on one machine, where the link is {link}:\n"
+        "  this time does not show what a network would.\n"
+        f"{facts['gpu'] or facts['cpu']}, {facts['cpu_count']} CPUs, {facts['backend']}, torch {facts['torch']}, "
+        f"gradwire {facts['gradwire']}, {facts['date'][:10]}"
+    )
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, three digits: 1.23 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def save_plot(results: Results, path: Path) -> None:
+    """Draw training loss against megabytes sent per rank, one curve for each hook, as a PNG, whole or not at all."""
+    from matplotlib.figure import Figure
+
+    steps = len(results.runs[0].losses)
+    window = max(1, steps // 20)
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for run, color, width in zip(results.runs, itertools.cycle(_COLORS), itertools.cycle(_WIDTHS), strict=False):
+        megabytes = [sent / 1e6 for sent in run.sent_bytes[window - 1 :]]
+        axes.plot(
+            megabytes,
+            running_mean(run.losses, window),
+            color=color,
+            linewidth=width,
+            label=f"{run.hook}: {format_bytes(run.bytes_per_step)} a step, test {100 * run.test_accuracy:.1f} %",
+        )
+    axes.set_yscale("log")
+    totals = [run.sent_bytes[-1] for run in results.runs]
+    if max(totals) > 8 * min(totals) > 0:
+        axes.set_xscale("log")
+    axes.set_xlabel("payload sent per rank (MB)")
+    axes.set_ylabel(f"training loss (mean of {window} steps)" if window > 1 else "training loss")
+    axes.set_title(_title(results), fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """The mean of each ``window`` consecutive values."""
+    sums = [0.0, *itertools.accumulate(values)]
+    return [(high - low) / window for low, high in zip(sums, sums[window:], strict=False)]

@@ -1,0 +1,166 @@
+"""What a demo measured, as data: the only source of its table and its plot."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a demo was asked to do.
+
+    Attributes:
+        hooks: names in `gradwire.bench.hooks.HOOKS`, one training each.
+        processes: number of ranks.
+        epochs: passes over the training images.
+        seed: of the initial weights and the order of the data; the split is always the same.
+        command: the command line.
+    """
+
+    hooks: tuple[str, ...]
+    processes: int
+    epochs: int
+    seed: int
+    command: str
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Settings":
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        return cls(**data | {"hooks": tuple(data["hooks"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training.
+
+    Attributes:
+        hook: its name in `gradwire.bench.hooks.HOOKS`.
+        description: what the hook sends.
+        final_loss: training loss, mean of the last epoch.
+        test_accuracy: from 0 to 1.
+        bytes_per_step: payload that a rank hands to collectives, mean of all steps.
+        step_ms: time of a whole step on rank 0 in milliseconds, by percentile: p20, p50, p80.
+        losses: training loss of each step, mean over the ranks.
+        sent_bytes: payload that a rank has handed to collectives by the end of each step.
+    """
+
+    hook: str
+    description: str
+    final_loss: float
+    test_accuracy: float
+    bytes_per_step: float
+    step_ms: dict[str, float]
+    losses: list[float]
+    sent_bytes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All trainings of one demo, with what is needed to judge the numbers.
+
+    Attributes:
+        provenance: machine, versions, date, commit.
+        settings: what was asked for.
+        train_images, test_images: how many.
+        parameters: how many the network has.
+        batch_size: images of a step, over all ranks.
+        runs: one for each hook, in the order of the settings.
+    """
+
+    provenance: dict[str, Any]
+    settings: Settings
+    train_images: int
+    test_images: int
+    parameters: int
+    batch_size: int
+    runs: list[Run]
+
+
+def provenance(device: torch.device, backend: str) -> dict[str, Any]:
+    """Where, when and with what the numbers were made."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gradwire": gradwire.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "backend": backend,
+        "threads_per_process": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that holds this file, with "-dirty" after local changes; None outside a checkout."""
+    here = Path(__file__).resolve()
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:  # a venv inside somebody else's checkout
+        return None
+    return _git(here.parent, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def save_results(results: Results, path: Path) -> None:
+    """Write ``results`` as JSON, whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(asdict(results), indent=1) + "\n")
+
+
+def save_measurements(measurements: dict[str, Any], command: str, path: Path) -> None:
+    """Write a bench's numbers with their provenance as JSON, whole or not at all."""
+    is_gpu = torch.cuda.is_available()
+    facts = provenance(torch.device("cuda" if is_gpu else "cpu"), "nccl" if is_gpu else "gloo")
+    with replacing(path) as partial:
+        document = {"provenance": facts | {"command": command}, "measurements": measurements}
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def load_results(path: Path) -> Results:
+    """Read what `save_results` wrote."""
+    data = json.loads(path.read_text())
+    data["settings"] = Settings.from_json(json.dumps(data["settings"]))
+    data["runs"] = [Run(**run) for run in data["runs"]]
+    return Results(**data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of ``path`` at the end, unless an exception comes first."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
