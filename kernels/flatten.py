@@ -169,7 +169,7 @@ def _flatten_cpu(
 ) -> None:
     scale = float(scale)
     if table.dtype == out.dtype and counters is None and abs(scale) <= 1 and limit >= torch.finfo(out.dtype).max:
-        _scale_views(tensors, table.views(out), scale)
+        _scale_cpu(tensors, table, out, scale)
         return
     scratch = table.scratch(compute_dtype(table.dtype))
     for index, block in enumerate(table.blocks):
@@ -193,12 +193,17 @@ def _all_within(x: Tensor, limit: float) -> bool:
     return -limit <= low.item() and high.item() <= limit
 
 
-def _scale_views(tensors: Sequence[Tensor], views: Sequence[Tensor], scale: float) -> None:
-    if scale == 1:
-        torch._foreach_copy_(list(views), list(tensors))
-        return
-    for view, tensor in zip(views, tensors, strict=True):
-        torch.mul(tensor, scale, out=view)
+def _scale_cpu(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: float) -> None:
+    """`flatten` to the tensors' own dtype where nothing can saturate: large ones in one pass, small ones together."""
+    views = table.views(out)
+    for block in table.blocks:
+        wire = out[block.start : block.stop]
+        if block.is_piece:
+            begin = block.start - table.offsets[block.first]
+            torch.mul(memory_order(tensors[block.first])[begin : begin + wire.numel()], scale, out=wire)
+        else:
+            torch._foreach_copy_(views[block.first : block.last], list(tensors[block.first : block.last]))
+            wire.mul_(scale)
 
 
 def flatten(

@@ -49,6 +49,7 @@ class Block(NamedTuple):
     last: int  # one past the index of the last tensor
     start: int  # first wire element
     stop: int  # one past the last wire element
+    is_piece: bool  # whether it is a piece of one tensor that has more than BLOCK elements
 
 
 class SegmentTable:
@@ -155,9 +156,7 @@ class SegmentTable:
             size = max((block.stop - block.start for block in self.blocks), default=0)
             self._scratch = torch.empty(size, dtype=dtype, device=self.device)
             self._scratch_views = [
-                []
-                if self._is_piece(block)
-                else self._shaped(self._scratch, range(block.first, block.last), block.start)
+                [] if block.is_piece else self._shaped(self._scratch, range(block.first, block.last), block.start)
                 for block in self.blocks
             ]
         return self._scratch
@@ -165,15 +164,12 @@ class SegmentTable:
     def pieces(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Block ``index`` of ``tensors``, and where its parts stand in the scratch: two lists of equal shapes."""
         block = self.blocks[index]
-        if not self._is_piece(block):
+        if not block.is_piece:
             return list(tensors[block.first : block.last]), self._scratch_views[index]
         assert self._scratch is not None
         begin = block.start - self.offsets[block.first]
         length = block.stop - block.start
         return [memory_order(tensors[block.first])[begin : begin + length]], [self._scratch[:length]]
-
-    def _is_piece(self, block: Block) -> bool:
-        return block.last == block.first + 1 and self.lengths[block.first] > BLOCK
 
     def _shaped(self, wire: Tensor, indices: range, base: int) -> list[Tensor]:
         views = []
@@ -195,11 +191,11 @@ class SegmentTable:
         for i, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
             if length > BLOCK:
                 stop = offset + length
-                blocks += [Block(i, i + 1, at, min(at + BLOCK, stop)) for at in range(offset, stop, BLOCK)]
-            elif blocks and not self._is_piece(blocks[-1]) and offset + length - blocks[-1].start <= BLOCK:
-                blocks[-1] = Block(blocks[-1].first, i + 1, blocks[-1].start, offset + length)
+                blocks += [Block(i, i + 1, at, min(at + BLOCK, stop), True) for at in range(offset, stop, BLOCK)]
+            elif blocks and not blocks[-1].is_piece and offset + length - blocks[-1].start <= BLOCK:
+                blocks[-1] = Block(blocks[-1].first, i + 1, blocks[-1].start, offset + length, False)
             else:
-                blocks.append(Block(i, i + 1, offset, offset + length))
+                blocks.append(Block(i, i + 1, offset, offset + length, False))
         return blocks
 
 

@@ -106,7 +106,6 @@ class Reducer:
             )
             for index, indices in enumerate(assignment)
         ]
-        self._assignment = [list(indices) for indices in assignment]
         bucket_of = {i: bucket for bucket, indices in zip(self.buckets, assignment, strict=True) for i in indices}
         self._bucket_of = [bucket_of[i] for i in range(len(self.parameters))]
 
@@ -226,6 +225,8 @@ class Reducer:
             return
         missing = [f"{self.names[i]} (index {i})" for i, ready in enumerate(self._ready) if not ready]
         self._abandon()
+        if not missing:  # all was launched, then the backward failed elsewhere, and its caller has seen that error
+            return
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration before starting a new one. This error "
             "indicates that your module has parameters that were not used in producing loss: "
