@@ -187,7 +187,8 @@ def _flatten_cpu(
 
 def _all_within(x: Tensor, limit: float) -> bool:
     """Whether all of ``x`` is finite and within ``limit``."""
-    if torch.dot(x, x).item() < 0.5 * limit * limit:  # bounds the largest, and costs a third of looking for it
+    # The sum of squares bounds the largest at a third of the cost of looking for it, unless squares underflow.
+    if limit > 1e-15 and torch.dot(x, x).item() < 0.5 * limit * limit:
         return True
     low, high = torch.aminmax(x)
     return -limit <= low.item() and high.item() <= limit
@@ -202,7 +203,7 @@ def _scale_cpu(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scal
             begin = block.start - table.offsets[block.first]
             torch.mul(memory_order(tensors[block.first])[begin : begin + wire.numel()], scale, out=wire)
         else:
-            torch._foreach_copy_(views[block.first : block.last], list(tensors[block.first : block.last]))
+            torch._foreach_copy_(views[block.first : block.last], table.real(tensors[block.first : block.last]))
             wire.mul_(scale)
 
 

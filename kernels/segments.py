@@ -25,20 +25,24 @@ BLOCK = 1 << 18
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    if 0 in shape:
+        return True
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if size == 0:
-            return True
         if step != expected:
             return False
         expected *= size
     return True
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a view of a complex one as real pairs in a new last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def memory_order(tensor: Tensor) -> Tensor:
     """The 1-D real view of a dense tensor's elements in the order of its memory; complex numbers become pairs."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    tensor = as_real(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -145,10 +149,14 @@ class SegmentTable:
         return self._packed
 
     def views(self, wire: Tensor) -> list[Tensor]:
-        """Views of ``wire`` in the shapes and strides of the tensors; kept until another buffer is asked for."""
+        """Views of ``wire`` in the layouts of `as_real` of the tensors; kept until another buffer is asked for."""
         if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):
             self._views = (wire.data_ptr(), wire.dtype, self._shaped(wire, range(len(self)), 0))
         return self._views[2]
+
+    def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`as_real` of each tensor."""
+        return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer of one block, in ``dtype``."""
@@ -165,7 +173,7 @@ class SegmentTable:
         """Block ``index`` of ``tensors``, and where its parts stand in the scratch: two lists of equal shapes."""
         block = self.blocks[index]
         if not block.is_piece:
-            return list(tensors[block.first : block.last]), self._scratch_views[index]
+            return self.real(tensors[block.first : block.last]), self._scratch_views[index]
         assert self._scratch is not None
         begin = block.start - self.offsets[block.first]
         length = block.stop - block.start
@@ -175,10 +183,10 @@ class SegmentTable:
         views = []
         for i in indices:
             start = self.offsets[i] - base
-            flat = wire[start : start + self.lengths[i]]
+            shape, stride = tuple(self.shapes[i]), self.strides[i]
             if self.is_complex:
-                flat = torch.view_as_complex(flat.view(-1, 2))
-            views.append(flat.as_strided(self.shapes[i], self.strides[i]))
+                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+            views.append(wire[start : start + self.lengths[i]].as_strided(shape, stride))
         return views
 
     def _cut_chunks(self) -> list[int]:

@@ -104,7 +104,7 @@ def _unflatten_cpu(
 ) -> None:
     scale = float(scale)
     if scale == 1 and absmax is None:
-        torch._foreach_copy_(list(tensors), table.views(wire))
+        torch._foreach_copy_(table.real(tensors), table.views(wire))
         return
     scratch = table.scratch(compute_dtype(wire.dtype, table.dtype))
     for index, block in enumerate(table.blocks):

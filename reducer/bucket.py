@@ -81,7 +81,7 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of `buffer`, one for each parameter, in its shape and strides."""
-        return list(self._table.views(self.buffer()))
+        return self._views(self.buffer())
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Let `buffer` and `gradients` stand for another flat tensor from now on."""
@@ -149,17 +149,22 @@ class GradBucket:
     def point_gradients_at_buffer(self) -> None:
         """Make every defined ``.grad`` a view of the buffer, which must hold its values already."""
         assert self._buffer is not None
-        for parameter, view in zip(self._parameters, self._table.views(self._buffer), strict=True):
+        for parameter, view in zip(self._parameters, self._views(self._buffer), strict=True):
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view
 
     def adopt_gradients(self) -> None:
         """Copy the defined gradients into the buffer and make them views of it, after buckets were rebuilt."""
         buffer = self._allocate()
-        for parameter, view in zip(self._parameters, self._table.views(buffer), strict=True):
+        for parameter, view in zip(self._parameters, self._views(buffer), strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
         self.point_gradients_at_buffer()
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        """Views of a flat buffer in the shape, strides and dtype of each parameter."""
+        views = self._table.views(buffer)
+        return [torch.view_as_complex(view) for view in views] if self._table.is_complex else list(views)
 
     def _allocate(self) -> Tensor:
         if self._buffer is None:
@@ -176,13 +181,13 @@ class GradBucket:
         if not self._as_view:
             return True
         assert self._buffer is not None
-        views = self._table.views(self._buffer)
+        views = self._views(self._buffer)
         outside = [i for i, view in enumerate(views) if self._grads[i].data_ptr() != view.data_ptr()]
         if len(outside) == len(views):
             return True
         if outside:
             torch._foreach_copy_([views[i] for i in outside], [self._grads[i] for i in outside])
-            self._grads = list(views)
+            self._grads = views
         return False
 
 
