@@ -71,14 +71,14 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @jit
 def _flatten_block(x, finite_limit, scale, COMPUTE: tl.constexpr, WIRE: tl.constexpr):
-    """Scale, saturate and cast one block; returns it with the masks of non-finite and of saturated elements."""
+    """Scale, saturate and cast one block; also 1 for each non-finite element and 2^16 for each saturated one."""
     x = x.to(COMPUTE)
     scaled = x * scale
     finite = tl.abs(x) < float("inf")
     above = scaled > finite_limit
     below = scaled < -finite_limit
     clamped = tl.where(finite & above, finite_limit, tl.where(finite & below, -finite_limit, scaled))
-    return narrow(clamped, WIRE), finite, above | below
+    return narrow(clamped, WIRE), tl.where(finite, tl.where(above | below, 1 << 16, 0), 1)
 
 
 @jit
@@ -114,18 +114,17 @@ def _flatten_kernel(
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining >= CHUNK) & aligned:
         x = tl.load(tl.multiple_of(source_ptr, 16) + offs)
-        y, finite, saturated = _flatten_block(x, finite_limit, factor, COMPUTE, WIRE)
+        y, marks = _flatten_block(x, finite_limit, factor, COMPUTE, WIRE)
         tl.store(tl.multiple_of(wire_ptr, 16) + offs, y)
     else:
         x = tl.load(source_ptr + offs, mask=mask, other=0)
-        y, finite, saturated = _flatten_block(x, finite_limit, factor, COMPUTE, WIRE)
+        y, marks = _flatten_block(x, finite_limit, factor, COMPUTE, WIRE)
         tl.store(wire_ptr + offs, y, mask=mask)
     if counters_ptr is not None:
-        n_nonfinite = tl.sum((mask & ~finite).to(tl.int64))
-        n_saturated = tl.sum((mask & finite & saturated).to(tl.int64))
-        if n_nonfinite + n_saturated > 0:
-            tl.atomic_add(counters_ptr, n_nonfinite)
-            tl.atomic_add(counters_ptr + 1, n_saturated)
+        marked = tl.sum(marks)  # both counts at once: a chunk has fewer than 2^16 elements, and those masked off are 0
+        if marked > 0:
+            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64))
+            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64))
 
 
 def _flatten_triton(
