@@ -21,7 +21,6 @@ def cast_all_reduce(
     dtype: torch.dtype,
     transport: Transport,
     workspace: Workspace,
-    divide_in_place: bool = False,
 ) -> None:
     """Write the mean over all ranks of ``source`` into ``target``, summed on the wire in ``dtype``.
 
@@ -34,15 +33,10 @@ def cast_all_reduce(
         dtype: the wire's: fp16, bf16, or the gradients' own for a plain all-reduce.
         transport: sums over the ranks.
         workspace: wire memory; not used where ``target`` is flat and has ``dtype`` already.
-        divide_in_place: where a flat gradient is its own wire, divide by n instead of multiplying by 1/n, which rounds
-            differently unless n is a power of two. PyTorch's reducer divides there, and only there.
     """
     flat = target.flat
     wire = flat if flat is not None and flat.dtype == dtype else workspace.wire(source.table.numel, dtype)
-    if divide_in_place and source.flat is wire:
-        wire.div_(transport.world_size)
-    else:
-        flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
+    flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
     transport.all_reduce(wire)
     if wire is not flat:
         unflatten(wire, target.tensors, table=target.table)

@@ -16,10 +16,11 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.futures import Future
 
 from gradwire.compress import Transport, Workspace
@@ -95,18 +96,28 @@ def _complete(future: Future[Any], task: Task) -> None:
 
 
 def _twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new process group of the same ranks, CPU backend and timeout."""
+    """A new gloo group of the same ranks and timeout, which only these ranks have to make.
+
+    Not ``dist.new_group``: that names a group by how many the process has, which may differ between its ranks.
+    """
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    twin: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=group._get_backend(torch.device("cpu")).options._timeout,
-        backend=backends["cpu"],
-        use_local_synchronization=True,
-    )
-    return twin
+    if backends.get("cpu") != "gloo":
+        raise NotImplementedError(
+            f"The process group's backend for CPU tensors is {backends.get('cpu')}; gradwire's hooks need gloo there. "
+            'Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
+        )
+    store = PrefixStore("gradwire", dist.distributed_c10d._get_process_group_store(group))
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
 
 
 _executors: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Executor]] = {}
+
+
+def drain_executors() -> None:
+    """Wait until every executor has done what it was given."""
+    for _, executor in _executors.values():
+        executor.submit(lambda: None).wait()
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:

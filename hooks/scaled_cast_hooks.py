@@ -16,6 +16,7 @@ from gradwire.compress import (
 from gradwire.hooks.parameter_names import ParameterNames
 from gradwire.hooks.reduce import in_place, reduce_bucket
 from gradwire.hooks.types import GradBucket
+from gradwire.kernels.scale import MAX_EXPONENT
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -126,16 +127,20 @@ class ScaledCastState:
             ValueError: the entries do not belong together; nothing is changed then.
         """
         names, exponents, counters = (state_dict.get(key) for key in ("names", "exponents", "counters"))
-        if (
-            not isinstance(names, list)
-            or not isinstance(exponents, torch.Tensor)
-            or exponents.shape != (len(names), 2)
-            or not isinstance(counters, torch.Tensor)
-            or counters.shape != (4,)
+        if not (
+            isinstance(names, list)
+            and all(isinstance(name, str) for name in names)
+            and len(set(names)) == len(names)
+            and isinstance(exponents, torch.Tensor)
+            and exponents.shape == (len(names), 2)
+            and not exponents.is_floating_point()
+            and bool((exponents.abs() <= MAX_EXPONENT).all())
+            and isinstance(counters, torch.Tensor)
+            and counters.shape == (4,)
         ):
             raise ValueError(
-                f"The state has the entries {sorted(state_dict)}; expected names, exponents (one row a name) and "
-                "counters, as ScaledCastState.state_dict() returns them."
+                f"The state has the entries {sorted(state_dict)}; expected distinct names, exponents (int, two for "
+                f"each name, within {MAX_EXPONENT}) and four counters, as ScaledCastState.state_dict() returns them."
             )
         self._buckets = {}
         self._exponents = dict(zip(names, exponents.to(torch.int32).clone().unbind(), strict=True))

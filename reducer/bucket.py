@@ -22,6 +22,7 @@ class GradBucket:
 
     Attributes:
         device: where the gradients are.
+        as_view: whether every ``.grad`` becomes a view of the buffer.
         in_place: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
         pending: parameters whose gradient is not ready in this backward.
         future: the result of the hook, from launch to finalisation.
@@ -40,7 +41,7 @@ class GradBucket:
         self.device = self._table.device
         self._buffer: Tensor | None = None
         self._flat_table: SegmentTable | None = None
-        self._as_view = as_view
+        self.as_view = as_view
         if as_view:
             self._allocate()
         self._grads: list[Tensor] = []
@@ -94,13 +95,33 @@ class GradBucket:
 
     def source(self) -> Gradients:
         """The gradients where they lie now."""
-        if self._as_view and not self._unaliased():
+        if self.as_view and not self._unaliased():
             return self._flat()
         return Gradients(self._grads, self._table)
 
     def target(self) -> Gradients:
         """Where the result goes: the gradients themselves, or the buffer that they will be views of."""
-        return self._flat() if self._as_view else Gradients(self._grads, self._table)
+        return self._flat() if self.as_view else Gradients(self._grads, self._table)
+
+    def scale_into_buffer(self, divisor: int) -> Tensor:
+        """Divide gradients that are views of the buffer, copy the others there times 1 / divisor; returns the buffer.
+
+        The two round differently unless the divisor is a power of two, and so does complex division. PyTorch does the
+        same, one gradient at a time.
+        """
+        buffer = self._allocate()
+        outside = self._outside()
+        if len(outside) == len(self._grads):
+            return flatten(self._grads, buffer, table=self._table, scale=1 / divisor)
+        if not outside and not self._table.is_complex:
+            return buffer.div_(divisor)
+        views = self._views(buffer)
+        for i, view in enumerate(views):
+            if i in outside:
+                torch.mul(self._grads[i], 1 / divisor, out=view)
+            else:
+                view.div_(divisor)
+        return buffer
 
     def collect(self, in_place: bool) -> None:
         """Take the parameters' gradients, which are all ready. An undefined one becomes zero.
@@ -120,21 +141,22 @@ class GradBucket:
         self._replaced = None
         self.in_place = in_place
 
-    def finish(self, result: Tensor) -> None:
-        """Put a hook's result, if it is not there already, into the gradients, and let go of them.
+    def finish(self, result: Tensor | None) -> None:
+        """Put a hook's flat result into the gradients, None if it is there already, and let go of them.
 
         Raises:
             ValueError: the result has another number of elements than the bucket.
         """
-        if result.data_ptr() != self.target().tensors[0].data_ptr():
+        if result is not None:
             if result.numel() != self._table.numel:
                 raise ValueError(
                     f"The communication hook returned {result.numel()} elements for bucket {self._index}, "
                     f"which has {self._table.numel}. Return a tensor of the size of bucket.buffer()."
                 )
             target = self.target()
-            unflatten(result.reshape(-1), target.tensors, table=target.table)
-        if self._as_view:
+            if result.data_ptr() != target.tensors[0].data_ptr():
+                unflatten(result.reshape(-1), target.tensors, table=target.table)
+        if self.as_view:
             self.point_gradients_at_buffer()
         self.release()
 
@@ -154,7 +176,7 @@ class GradBucket:
                 parameter.grad = view
 
     def adopt_gradients(self) -> None:
-        """Copy the defined gradients into the buffer and make them views of it, after buckets were rebuilt."""
+        """Copy the gradients that there are already into a new buffer, and make them views of it."""
         buffer = self._allocate()
         for parameter, view in zip(self._parameters, self._views(buffer), strict=True):
             if parameter.grad is not None:
@@ -176,18 +198,23 @@ class GradBucket:
         assert self._buffer is not None and self._flat_table is not None
         return Gradients([self._buffer], self._flat_table)
 
-    def _unaliased(self) -> bool:
-        """Whether the gradients lie outside the buffer; if only some do, those are copied into it first."""
-        if not self._as_view:
-            return True
+    def _outside(self) -> list[int]:
+        """Indices of the gradients that are not views of the buffer."""
         assert self._buffer is not None
         views = self._views(self._buffer)
-        outside = [i for i, view in enumerate(views) if self._grads[i].data_ptr() != view.data_ptr()]
-        if len(outside) == len(views):
+        return [i for i, view in enumerate(views) if self._grads[i].data_ptr() != view.data_ptr()]
+
+    def _unaliased(self) -> bool:
+        """Whether the gradients lie outside the buffer; if only some do, those are copied into it first."""
+        if not self.as_view:
+            return True
+        outside = self._outside()
+        if len(outside) == len(self._grads):
             return True
         if outside:
+            assert self._buffer is not None
+            views = self._views(self._buffer)
             torch._foreach_copy_([views[i] for i in outside], [self._grads[i] for i in outside])
-            self._grads = views
         return False
 
 

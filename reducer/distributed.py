@@ -126,9 +126,10 @@ class DistributedDataParallel(TorchDDP):
         # As in PyTorch: one bucket in model order for the first backward, which tells the order of readiness.
         assignment, _ = torch_internals.assign_buckets(parameters, caps or [sys.maxsize])
         first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reducer = Reducer(
             parameters,
-            [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))],
+            [names[parameter] for parameter in parameters],
             self.process_group,
             assignment[::-1],
             caps or [first, self.bucket_bytes_cap],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
+from gradwire.hooks.executor import drain_executors
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
 from gradwire.reducer.bucket import GradBucket
@@ -106,6 +107,9 @@ class Reducer:
             )
             for index, indices in enumerate(assignment)
         ]
+        if self.gradient_as_bucket_view:
+            for bucket in self.buckets:
+                bucket.adopt_gradients()
         bucket_of = {i: bucket for bucket, indices in zip(self.buckets, assignment, strict=True) for i in indices}
         self._bucket_of = [bucket_of[i] for i in range(len(self.parameters))]
 
@@ -127,9 +131,6 @@ class Reducer:
         tensors = [self.parameters[i] for i in self._ready_order]
         buckets, _ = torch_internals.assign_buckets(tensors, self.rebuilt_limits, self._ready_order)
         self._build_buckets(self._agree(buckets))
-        if self.gradient_as_bucket_view:
-            for bucket in self.buckets:
-                bucket.adopt_gradients()
         self.has_rebuilt_buckets = True
         return True
 
@@ -199,7 +200,8 @@ class Reducer:
                 for bucket in self.buckets:
                     assert bucket.future is not None
                     value = bucket.future.wait()
-                    bucket.finish(value if isinstance(value, Tensor) else value[0])
+                    flat = value if isinstance(value, Tensor) else value[0]
+                    bucket.finish(None if self._hook_in_place else flat)
         except BaseException:
             self._abandon()
             raise
@@ -209,6 +211,7 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.future is not None:
                 _wait_quietly(bucket.future)
+        drain_executors()  # a hook may have failed after it submitted something
         self._ready_order = []
         self._reset()
 
@@ -274,13 +277,16 @@ def _remove_all(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Any) -> Future[Tensor]:
-    """What PyTorch's DDP does without a hook, to the bit: it divides views of its buffer in place."""
+def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """What PyTorch's DDP does without a hook, to the bit."""
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-        cast_all_reduce(source, target, source.table.dtype, transport, workspace, divide_in_place=True)
+        if bucket.as_view:
+            transport.all_reduce(bucket.scale_into_buffer(transport.world_size))
+        else:
+            cast_all_reduce(source, target, source.table.dtype, transport, workspace)
 
-    return reduce_bucket(process_group, bucket, algorithm)
+    return reduce_bucket(process_group, cast("Any", bucket), algorithm)
 
 
 def _wait_quietly(future: Future[Tensor]) -> None:

@@ -1,0 +1,506 @@
+"""Errors: what raises, with which words, and that the model trains on afterwards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register
+
+import gradwire
+from gradwire.hooks import default_hooks
+from gradwire.hooks.reduce import reduce_bucket
+
+DDP = gradwire.DistributedDataParallel
+
+
+def message_of(action, *arguments, **options):
+    """(type name, text) of what ``action(*arguments, **options)`` raises; None if it does not."""
+    try:
+        action(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+class Trouble(Exception):
+    pass
+
+
+class FaultyHook:
+    """Reduces as ours do; ``fault`` and ``at``, a bucket's index, choose what goes wrong."""
+
+    def __init__(self):
+        self.fault = None
+        self.at = 0
+
+    def __call__(self, state, bucket):
+        if self.fault is None or bucket.index() != self.at:
+            return default_hooks.allreduce_hook(state, bucket)
+        return getattr(self, self.fault)(state, bucket)
+
+    def raises(self, state, bucket):
+        raise Trouble("from the hook")
+
+    def raises_after_submitting(self, state, bucket):
+        default_hooks.allreduce_hook(state, bucket)
+        raise Trouble("from the hook")
+
+    def returns_a_tensor(self, state, bucket):
+        return bucket.buffer()
+
+    def returns_nothing(self, state, bucket):
+        return None
+
+    def returns_too_little(self, state, bucket):
+        return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value()[:-1])
+
+    def returns_too_much(self, state, bucket):
+        return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value().repeat(2))
+
+    def future_fails(self, state, bucket):
+        future = torch.futures.Future()
+        future.set_exception(Trouble("from the future"))
+        return future
+
+    def callback_fails(self, state, bucket):
+        def callback(future):
+            raise Trouble("from the callback")
+
+        return default_hooks.allreduce_hook(state, bucket).then(callback)
+
+    def algorithm_fails(self, state, bucket):
+        def algorithm(source, target, transport, workspace):
+            raise Trouble("from the worker")
+
+        return reduce_bucket(state, bucket, algorithm)
+
+    def future_holds_nonsense(self, state, bucket):
+        future = torch.futures.Future()
+        future.set_result("a string")
+        return future
+
+
+TEXTS = {
+    "raises": "from the hook",
+    "raises_after_submitting": "from the hook",
+    "returns_a_tensor": "callback must return a torch.futures.Future object, but got",
+    "returns_nothing": "callback must return a torch.futures.Future object, but got",
+    "returns_too_little": "elements",
+    "returns_too_much": "elements",
+    "future_fails": "from the future",
+    "callback_fails": "from the callback",
+    "algorithm_fails": "from the worker",
+    "future_holds_nonsense": "",
+}
+
+
+def train_through_a_fault(fault, at, bad_step, view):
+    """Gradients of every step, those of PyTorch's DDP, the error of the bad step, and whether parameters were kept."""
+    hook = FaultyHook()
+    ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
+    register(ddp, (None, hook))
+    reference = WRAPPERS["pytorch"](build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, reference)]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen, wanted, error, unchanged = [], [], None, None
+    for step in range(6):
+        (batch,) = ddp.module.batch(generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step == bad_step:
+            hook.fault, hook.at = fault, min(at, len(ddp.reducer.buckets) - 1)
+            before = [parameter.detach().clone() for parameter in ddp.parameters()]
+            loss = ddp(batch)
+            error = message_of(loss.backward)
+            unchanged = all(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True))
+            hook.fault = None
+            continue
+        ddp(batch).backward()
+        reference(batch).backward()
+        seen.append(gradients(ddp))
+        wanted.append(gradients(reference))
+        for optimizer in optimizers:
+            optimizer.step()
+    return seen, wanted, error, unchanged
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
+@pytest.mark.parametrize("fault", TEXTS)
+def test_failing_hook_surfaces_and_the_model_trains_on(worlds, fault, at, bad_step, view):
+    # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
+    results = worlds(2).run(train_through_a_fault, fault=fault, at=at, bad_step=bad_step, view=view)
+    for seen, wanted, error, unchanged in results:
+        assert error is not None
+        assert TEXTS[fault] in error[1]
+        assert unchanged
+        assert_same_bits(seen, wanted)
+    assert_same_on_all_ranks([seen for seen, *_ in results])
+
+
+@pytest.mark.parametrize("fault", TEXTS)
+def test_failing_hook_surfaces_on_three_ranks(worlds, fault):
+    results = worlds(3).run(train_through_a_fault, fault=fault, at=2, bad_step=3, view=False)
+    for seen, wanted, error, unchanged in results:
+        assert error is not None
+        assert TEXTS[fault] in error[1]
+        assert unchanged
+        for step, reference in zip(seen, wanted, strict=True):
+            for name, gradient in reference.items():
+                torch.testing.assert_close(step[name], gradient)
+    assert_same_on_all_ranks([seen for seen, *_ in results])
+
+
+class Branches(nn.Module):
+    """Uses one of its layers only if asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.sometimes = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x, skip=False):
+        x = self.first(x)
+        return self.last(x if skip else self.sometimes(x)).square().sum()
+
+
+def skip_a_layer(wrapper, skip_at, cap):
+    torch.manual_seed(0)
+    ddp = WRAPPERS[wrapper](Branches(), bucket_cap_mb=cap)
+    batch = torch.ones(2, 5) * (1 + dist.get_rank())
+    for _ in range(skip_at):
+        ddp(batch).backward()
+    ddp(batch, skip=True).backward()
+    error = message_of(ddp, batch)
+    after = []
+    if wrapper == "gradwire":
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(batch).backward()
+            after.append(gradients(ddp))
+    return error, after
+
+
+def gradients_of_branches():
+    torch.manual_seed(0)
+    ddp = WRAPPERS["pytorch"](Branches(), bucket_cap_mb=100)
+    ddp(torch.ones(2, 5) * (1 + dist.get_rank())).backward()
+    return gradients(ddp)
+
+
+@pytest.mark.parametrize("cap", [SMALLEST, 100], ids=["many-buckets", "one-bucket"])
+@pytest.mark.parametrize("skip_at", [0, 1, 3])
+def test_parameter_without_gradient_raises_pytorchs_error_at_the_next_forward(world, skip_at, cap):
+    for name, text in [error for error, _ in world.run(skip_a_layer, wrapper="pytorch", skip_at=skip_at, cap=cap)]:
+        assert name == "RuntimeError"
+        assert "Expected to have finished reduction in the prior iteration" in text
+    results = world.run(skip_a_layer, wrapper="gradwire", skip_at=skip_at, cap=cap)
+    wanted = world.run(gradients_of_branches)[0]
+    for (name, text), after in results:
+        assert name == "RuntimeError"
+        for part in (
+            "Expected to have finished reduction in the prior iteration before starting a new one.",
+            "passing the keyword argument `find_unused_parameters=True`",
+            "`forward` function outputs participate in calculating loss",
+            "sometimes.weight",
+            "sometimes.bias",
+        ):
+            assert part in text
+        assert "first.weight" not in text
+        assert "last.weight" not in text
+        for step in after:
+            for parameter, gradient in step.items():
+                torch.testing.assert_close(gradient, wanted[parameter])
+    assert_same_on_all_ranks([after for _, after in results])
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Trouble("from autograd")
+
+
+def backward_that_fails(where, view):
+    """The errors of a backward that fails at some point and of the next forward, and the gradients of later steps."""
+    ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
+    batch = torch.ones(2, 11) * (1 + dist.get_rank())
+    errors, after = [], []
+    ddp(batch).backward()
+    handle = None
+    if where == "before":
+        loss = FailsInBackward.apply(ddp(batch))
+    elif where == "middle":
+        handle = ddp.module.layers[4].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
+        loss = ddp(batch)
+    else:
+        loss = ddp(FailsInBackward.apply(batch.clone().requires_grad_()))
+    errors.append(message_of(loss.backward))
+    if handle is not None:
+        handle.remove()
+    errors.append(message_of(ddp, batch))
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(batch).backward()
+        after.append(gradients(ddp))
+    return errors, after
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("where", ["before", "middle", "after"])
+def test_model_trains_on_after_a_backward_that_failed(world, where, view):
+    results = world.run(backward_that_fails, where=where, view=view)
+    wanted = world.run(mean_gradients)[0]
+    for (at_once, next_forward), after in results:
+        assert at_once == ("Trouble", "from autograd")
+        if where == "middle":
+            assert "layers.4.weight" in next_forward[1]
+            assert "layers.6.weight" not in next_forward[1]
+        elif where == "after":
+            assert next_forward is None or "no gradient came for ." not in next_forward[1]
+        for step in after:
+            for parameter, gradient in step.items():
+                torch.testing.assert_close(gradient, wanted[parameter])
+    assert_same_on_all_ranks([after for _, after in results])
+
+
+def mean_gradients():
+    ddp = WRAPPERS["pytorch"](build("mlp"))
+    ddp(torch.ones(2, 11) * (1 + dist.get_rank())).backward()
+    return gradients(ddp)
+
+
+class Reentrant(nn.Module):
+    """The same layer in several reentrant checkpoints, each of whose backwards marks it ready."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        x = self.first(x)
+        for _ in range(times):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x.sum()
+
+
+def marked_twice(wrapper):
+    torch.manual_seed(0)
+    ddp = WRAPPERS[wrapper](Reentrant())
+    reference = WRAPPERS["pytorch"](Reentrant())
+    reference.load_state_dict(ddp.state_dict())
+    batch = torch.ones(2, 4) * (1 + dist.get_rank())
+    error = message_of(ddp(batch, 2).backward)
+    after = []
+    for _ in range(3 if wrapper == "gradwire" else 0):
+        for model in (ddp, reference):
+            model.zero_grad()
+            model(batch, 1).backward()
+        after.append((gradients(ddp), gradients(reference)))
+    return error, after
+
+
+def test_parameter_marked_twice_raises_pytorchs_error(world):
+    for wrapper in WRAPPERS:
+        for error, after in world.run(marked_twice, wrapper=wrapper):
+            assert error is not None
+            assert error[0] == "RuntimeError"
+            assert "Expected to mark a variable ready only once." in error[1]
+            if wrapper == "gradwire":
+                assert "Parameter layer." in error[1]
+            for ours, reference in after:
+                for name, gradient in reference.items():
+                    torch.testing.assert_close(ours[name], gradient)
+
+
+def registrations():
+    """What each wrapper says to bad hooks."""
+
+    def wrong_bucket(state, bucket: int):
+        return None
+
+    def wrong_return(state, bucket: dist.GradBucket) -> torch.Tensor:
+        return None
+
+    def right(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def register_twice(model):
+        model.register_comm_hook(None, right)
+        model.register_comm_hook(None, right)
+
+    def register_both_kinds(model):
+        model.register_comm_hook(None, right)
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+    actions = {
+        "not callable": lambda model: model.register_comm_hook(None, 1),
+        "bucket": lambda model: model.register_comm_hook(None, wrong_bucket),
+        "return": lambda model: model.register_comm_hook(None, wrong_return),
+        "right": lambda model: model.register_comm_hook(None, right),
+        "twice": register_twice,
+        "both kinds": register_both_kinds,
+    }
+    return {
+        (kind, name): message_of(action, wrapper(build("mlp")))
+        for kind, action in actions.items()
+        for name, wrapper in WRAPPERS.items()
+    }
+
+
+def test_bad_registrations_raise_pytorchs_errors(world):
+    parts = {
+        "not callable": "Communication hook must be callable.",
+        "bucket": "bucket annotation should be dist.GradBucket.",
+        "return": "return annotation should be torch.futures.Future[torch.Tensor].",
+        "twice": "register_comm_hook or register_builtin_comm_hook can only be called once.",
+        "both kinds": "can only be called once.",
+    }
+    for outcomes in world.run(registrations):
+        assert outcomes["right", "pytorch"] is None
+        assert outcomes["right", "gradwire"] is None
+        for kind, part in parts.items():
+            theirs, ours = outcomes[kind, "pytorch"], outcomes[kind, "gradwire"]
+            assert ours[0] == theirs[0], kind
+            assert part in theirs[1], kind
+            assert part in ours[1], kind
+
+
+def string_annotations():
+    namespace = {"torch": torch, "dist": dist, "ours": default_hooks}
+    exec(
+        "from __future__ import annotations\n"
+        "def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:\n"
+        "    return ours.allreduce_hook(state, bucket)\n",
+        namespace,
+    )
+    models = {name: wrapper(build("mlp")) for name, wrapper in WRAPPERS.items()}
+    return {name: message_of(model.register_comm_hook, None, namespace["hook"]) for name, model in models.items()}
+
+
+def test_hooks_with_string_annotations_are_accepted(world):
+    for outcomes in world.run(string_annotations):
+        assert outcomes["gradwire"] is None
+        assert outcomes["pytorch"][0] == "ValueError"
+
+
+def hook_with_other_arguments():
+    def one(bucket):
+        return None
+
+    def three(state, bucket, more):
+        return None
+
+    return [message_of(DDP(build("mlp")).register_comm_hook, None, hook) for hook in (one, three)]
+
+
+def test_hook_of_another_number_of_arguments_raises(world):
+    for one, three in world.run(hook_with_other_arguments):
+        assert one[0] == three[0] == "ValueError"
+        assert "takes 1 arguments" in one[1]
+        assert "takes 3 arguments" in three[1]
+
+
+def failed_registration_is_forgotten():
+    ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
+    errors = [message_of(ddp.register_comm_hook, None, 1)]
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    errors.append(message_of(ddp.register_comm_hook, None, default_hooks.allreduce_hook))
+    return errors, [hook.__name__ for hook, _ in ddp._comm_hooks], ddp._get_ddp_logging_data()["comm_hook"]
+
+
+def test_failed_registration_leaves_no_trace(world):
+    for errors, hooks, logged in world.run(failed_registration_is_forgotten):
+        assert None not in errors
+        assert hooks == ["fp16_compress_hook"]
+        assert logged == "fp16_compress_hook"
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self, kind=nn.Embedding):
+        super().__init__()
+        self.embedding = kind(5, 3, sparse=True)
+
+
+def unsupported():
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns, and is slow to import
+
+    module = build("mlp")
+    weight = module.layers[0].weight
+    options = {
+        "find_unused_parameters": {"find_unused_parameters": True},
+        "static_graph": {"static_graph": True},
+        "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
+        "delay_all_reduce_named_params": {
+            "delay_all_reduce_named_params": [("layers.0.weight", weight)],
+            "param_to_hook_all_reduce": module.layers[6].weight,
+        },
+        "param_to_hook_all_reduce": {"param_to_hook_all_reduce": weight},
+        "mixed_precision": {"mixed_precision": torch.nn.parallel.distributed._MixedPrecision(torch.float16)},
+    }
+    errors = {name: message_of(DDP, module, **kwargs) for name, kwargs in options.items()}
+    errors["sparse embedding"] = message_of(DDP, SparseEmbedding())
+    errors["sparse embedding bag"] = message_of(DDP, SparseEmbedding(nn.EmbeddingBag))
+    optimised = build("mlp")
+    _apply_optimizer_in_backward(torch.optim.SGD, optimised.parameters(), {"lr": 0.1})
+    errors["optimizer applied in backward"] = message_of(DDP, optimised)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        errors["python_reducer"] = message_of(DDP, module)
+    ddp = DDP(module)
+    errors["join()"] = message_of(ddp.join)
+    errors["join_hook"] = message_of(ddp.join_hook)
+    errors["_set_static_graph"] = message_of(ddp._set_static_graph)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    errors["later optimizer in backward"] = message_of(ddp, *module.batch(torch.Generator()))
+    return errors
+
+
+def test_what_is_not_supported_raises_not_implemented_error(world):
+    for errors in world.run(unsupported):
+        for name, error in errors.items():
+            assert error is not None, name
+            assert error[0] == "NotImplementedError", (name, error)
+            assert "torch.nn.parallel.DistributedDataParallel" in error[1], "the remedy"
+
+
+def as_pytorch_refuses():
+    frozen = build("mlp").requires_grad_(False)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    group = dist.group.WORLD
+    actions = {
+        "frozen": lambda ddp: ddp(frozen),
+        "lazy": lambda ddp: ddp(lazy),
+        "device ids": lambda ddp: ddp(build("mlp"), device_ids=[0]),
+        "mesh and group": lambda ddp: ddp(build("mlp"), device_mesh=mesh, process_group=group),
+        "sync batch norm": lambda ddp: ddp(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
+        "bucket cap": lambda ddp: ddp(build("mlp"), bucket_cap_mb="1"),
+    }
+    return {
+        name: tuple(message_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()
+    }
+
+
+def test_constructor_refuses_what_pytorch_refuses(world):
+    for outcomes in world.run(as_pytorch_refuses):
+        for name, (theirs, ours) in outcomes.items():
+            assert theirs is not None, name
+            assert ours == theirs, name
+
+
+def different_models():
+    module = nn.Linear(3, 3, bias=dist.get_rank() > 0)
+    return [message_of(wrapper, module) for wrapper in WRAPPERS.values()]
+
+
+def test_models_that_differ_between_ranks_are_refused_as_by_pytorch(world):
+    for theirs, ours in world.run(different_models):
+        assert ours == theirs
+        assert "DDP expects same model across all ranks" in ours[1]

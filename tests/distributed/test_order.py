@@ -1,0 +1,149 @@
+"""Several collectives a bucket: all ranks issue them in one order, whatever delays a backward or a worker."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_on_all_ranks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from training import SMALLEST, register
+from zoo import Probe
+
+import gradwire
+from gradwire.hooks.reduce import reduce_bucket
+from gradwire.kernels import flatten, unflatten
+
+STEPS = 30
+SHAPES = [(size,) for size in (3, 7, 1, 64, 5, 2, 9, 33, 4, 8, 1, 6)] + [(3, 5), (2, 2, 2), ()]
+WEIGHT_OF_SQUARES = 64  # keeps both sums apart in the result
+
+
+def nap(draw):
+    """A fault that the order must not depend on: now and then, up to 5 ms."""
+    if draw.random() < 0.1:
+        time.sleep(draw.random() * 0.005)
+
+
+def sums_and_squares(draw):
+    """A hook of two collectives a bucket: the sum, and the sum of squares that travels on its own."""
+
+    def algorithm(source, target, transport, workspace):
+        nap(draw)
+        wire = flatten(source.tensors, workspace.wire(source.table.numel, source.table.dtype), table=source.table)
+        squares = wire * wire
+        transport.all_reduce(wire)
+        nap(draw)
+        transport.all_reduce(squares)
+        unflatten(wire + WEIGHT_OF_SQUARES * squares, target.tensors, table=target.table)
+
+    def hook(state, bucket):
+        return reduce_bucket(state, bucket, algorithm)
+
+    return hook
+
+
+def inputs(rank, step):
+    """Whole numbers from -3 to 3: sums and sums of squares are exact."""
+    generator = torch.Generator().manual_seed(997 * step + rank)
+    return [torch.randint(-3, 4, shape, generator=generator).float() for shape in SHAPES]
+
+
+def expected(step):
+    ranks = [inputs(rank, step) for rank in range(dist.get_world_size())]
+    return [sum(xs) + WEIGHT_OF_SQUARES * sum(x * x for x in xs) for xs in zip(*ranks, strict=True)]
+
+
+class Straggler(Probe):
+    """A probe in which one rank, another one every step, is late with some of its gradients."""
+
+    def __init__(self, *shapes, draw):
+        super().__init__(*shapes)
+        self.is_late = False
+        for weight in self.weights:
+            weight.register_hook(lambda gradient: nap(draw) if self.is_late else None)
+
+
+WRAPPERS = {
+    "pytorch": lambda module: TorchDDP(module, bucket_cap_mb=SMALLEST),
+    "pytorch_finding_unused": lambda module: TorchDDP(module, bucket_cap_mb=SMALLEST, find_unused_parameters=True),
+    "gradwire": lambda module: gradwire.DistributedDataParallel(module, bucket_cap_mb=SMALLEST),
+    "gradwire_views": lambda module: gradwire.DistributedDataParallel(
+        module, bucket_cap_mb=SMALLEST, gradient_as_bucket_view=True
+    ),
+}
+
+
+def train_with_delays(wrapper):
+    """Steps whose gradients were wrong, and all gradients of the last one."""
+    rank = dist.get_rank()
+    module = Straggler(*SHAPES, draw=random.Random(rank))
+    ddp = WRAPPERS[wrapper](module)
+    register(ddp, (None, sums_and_squares(random.Random(100 + rank))))
+    wrong, seen = [], []
+    for step in range(STEPS):
+        ddp.zero_grad()
+        module.is_late = step % dist.get_world_size() == rank
+        ddp(*inputs(rank, step)).backward()
+        gradients = [weight.grad.clone() for weight in module.weights]
+        seen.append(gradients)
+        if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
+            wrong.append(step)
+    return wrong, seen
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_two_collectives_a_bucket_keep_their_order_under_delays(world, wrapper):
+    results = world.run(train_with_delays, wrapper=wrapper)
+    assert [wrong for wrong, _ in results] == [[]] * world.size
+    assert_same_on_all_ranks([seen for _, seen in results])
+
+
+def train_two_models():
+    """Two models whose backwards follow one another share one worker and one workspace."""
+    rank = dist.get_rank()
+    models = [Straggler(*SHAPES, draw=random.Random(rank)) for _ in range(2)]
+    ddps = [WRAPPERS[name](model) for name, model in zip(("gradwire", "pytorch"), models, strict=True)]
+    for ddp in ddps:
+        register(ddp, (None, sums_and_squares(random.Random(rank))))
+    wrong = []
+    for step in range(6):
+        for model, ddp in zip(models, ddps, strict=True):
+            model.is_late = True
+            ddp.zero_grad()
+            ddp(*inputs(rank, step)).backward()
+        for model in models:
+            gradients = [weight.grad for weight in model.weights]
+            if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
+                wrong.append(step)
+    return wrong
+
+
+def test_two_models_share_one_executor(world):
+    assert world.run(train_two_models) == [[]] * world.size
+
+
+def one_backward_through_two_models():
+    """One loss over two models: the buckets of both are launched in one backward."""
+    rank = dist.get_rank()
+    models = [Probe(*SHAPES) for _ in range(2)]
+    ddps = [WRAPPERS["gradwire"](model) for model in models]
+    for ddp in ddps:
+        register(ddp, (None, sums_and_squares(random.Random(rank))))
+    wrong = []
+    for step in range(4):
+        loss = 0
+        for ddp in ddps:
+            ddp.zero_grad()
+            loss = loss + ddp(*inputs(rank, step))
+        loss.backward()
+        for model in models:
+            gradients = [weight.grad for weight in model.weights]
+            if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
+                wrong.append(step)
+    return wrong
+
+
+def test_two_models_in_one_backward(world):
+    assert world.run(one_backward_through_two_models) == [[]] * world.size

@@ -1,0 +1,119 @@
+"""Training a few steps behind either DDP, and the list of hooks that every law is tested with."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from zoo import MODELS
+
+import gradwire
+from gradwire.hooks import debugging_hooks, default_hooks, scaled_cast_hooks
+
+WRAPPERS = {"pytorch": torch.nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
+
+SMALL = 0.0005  # MiB: several buckets for the models of the zoo
+SMALLEST = 0.00001  # MiB: a bucket for every parameter
+
+
+def _scaled(dtype):
+    return lambda group: (scaled_cast_hooks.ScaledCastState(group, dtype=dtype), scaled_cast_hooks.scaled_cast_hook)
+
+
+# Each makes (state, hook) anew: states remember, and wrappers keep buffers.
+HOOKS = {
+    "allreduce": lambda group: (group, default_hooks.allreduce_hook),
+    "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
+    "bf16": lambda group: (group, default_hooks.bf16_compress_hook),
+    "fp16_of_allreduce": lambda group: (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16_of_allreduce": lambda group: (group, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
+    "fp16_of_pytorch": lambda group: (group, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)),
+    "scaled_fp16": _scaled(torch.float16),
+    "scaled_bf16": _scaled(torch.bfloat16),
+}
+NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
+
+
+def plainly_named(hook):
+    """``hook`` under a name that PyTorch's DDP does not look up in its list of hooks that need NCCL."""
+
+    def plain_hook(state, bucket):
+        return hook(state, bucket)
+
+    return plain_hook
+
+
+def register(model, hook, group=None):
+    """Register the hook of that name in `HOOKS`, or a pair of state and hook; returns the state."""
+    state, function = (HOOKS | NOOP)[hook](group) if isinstance(hook, str) else hook
+    if isinstance(model, gradwire.DistributedDataParallel):
+        model.register_comm_hook(state, function)
+    else:
+        model.register_comm_hook(state, plainly_named(function))
+    return state
+
+
+def build(model, seed=0):
+    """An instance of the zoo's model, equal on all ranks."""
+    torch.manual_seed(seed)
+    return MODELS[model]()
+
+
+def gradients(model):
+    """Copies of all gradients by parameter name, in their strides; None where there is none."""
+    module = getattr(model, "module", model)
+    named = module.named_parameters()
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+
+@dataclass
+class Record:
+    """What a training run leaves: the gradients of every step, and the parameters and buffers at its end."""
+
+    gradients: list
+    state: dict
+
+
+def train(
+    wrapper,
+    model,
+    *,
+    hook=None,
+    steps=3,
+    set_to_none=True,
+    accumulate=1,
+    group=None,
+    prepare=None,
+    seed=0,
+    **options,
+):
+    """Train a model of the zoo on this rank's own batches; returns a `Record`.
+
+    Args:
+        wrapper: "pytorch", "gradwire", or None for the bare module.
+        model: a name of the zoo, or a module.
+        hook: a name of `HOOKS`, or a pair of state and hook.
+        accumulate: micro-batches a step, all but the last under ``no_sync``.
+        prepare: called with the module before it is wrapped.
+        options: for the constructor of the wrapper.
+    """
+    module = build(model) if isinstance(model, str) else model
+    if prepare is not None:
+        prepare(module)
+    ddp = module if wrapper is None else WRAPPERS[wrapper](module, process_group=group, **options)
+    if hook is not None:
+        register(ddp, hook, group)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    steps_taken = []
+    for _ in range(steps):
+        if steps_taken or prepare is None:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for micro_batch in range(accumulate):
+            is_local = wrapper is not None and micro_batch < accumulate - 1
+            with ddp.no_sync() if is_local else nullcontext():
+                ddp(*module.batch(generator)).backward()
+        steps_taken.append(gradients(module))
+        optimizer.step()
+    return Record(steps_taken, {name: value.clone() for name, value in module.state_dict().items()})

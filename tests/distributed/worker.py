@@ -1,0 +1,81 @@
+"""A rank of a `harness.World`: joins its group and runs cases until it is told to end."""
+
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import resource
+import sys
+import traceback
+from datetime import timedelta
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
+# When the test process itself has gone, nobody ends a worker that hangs.
+LAST_RESORT = 600.0
+
+
+def load(path, name):
+    """The module of a case, under the name it has in the test process, so that its functions and classes pickle."""
+    if name not in sys.modules:
+        package = name.partition(".")[0]
+        if package != name:
+            sys.modules.setdefault(package, ModuleType(package))  # unpickling asks for it first
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def run(message):
+    """Answer one message: ("result", value) or ("error", exception or None, traceback)."""
+    path, module, name, arguments = pickle.loads(message)
+    try:
+        torch.manual_seed(0)
+        case = getattr(load(path, module), name)
+        return pickle.dumps(("result", pickle.dumps(case(**pickle.loads(arguments)))))
+    except Exception as error:
+        return pickle.dumps(("error", pickled(error), traceback.format_exc()))
+
+
+def pickled(error):
+    try:
+        pickle.loads(pickle.dumps(error))
+        return pickle.dumps(error)
+    except Exception:
+        return None
+
+
+def write_output_to(log):
+    """Both streams, also of threads in C++, go to a file that the test process reads after a failure."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    faulthandler.enable(file=2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(connection, rank, size, rendezvous, log):
+    write_output_to(log)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=LAST_RESORT)
+    )
+    gc.collect()
+    gc.freeze()  # makes the collection after each case cheap
+    connection.send_bytes(pickle.dumps(("result", None)))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # a group that is still open would wait for its peers
+        faulthandler.dump_traceback_later(LAST_RESORT, exit=True, file=2)
+        answer = run(message)
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()  # a wrapped model is a cycle, and watches its parameters as long as it lives
+        connection.send_bytes(answer)

@@ -1,0 +1,46 @@
+"""Casts of Triton's interpreter, replaced by ones that round as the hardware does: once, to the nearest even.
+
+As shipped, the interpreter truncates fp32 to bf16, and takes fp64 for an integer on the way to bf16.
+"""
+
+import numpy as np
+import torch
+
+SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def install():
+    from triton.runtime import interpreter
+
+    shipped = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(builder, operand, dtype):
+        source, target = operand.dtype.scalar, dtype.scalar
+        if source.is_fp64() and target.is_bf16():
+            return interpreter.TensorHandle(_convert_float(operand.data, source, target, None), target)
+        return shipped(builder, operand, dtype)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+    interpreter._convert_float = _convert_float
+
+
+def _convert_float(data, source, target, rounding_mode):
+    bits = np.ascontiguousarray(data).view(f"int{source.primitive_bitwidth}")
+    values = torch.from_numpy(bits.copy()).view(_torch_dtype(source))
+    if source.is_fp64() and target.primitive_bitwidth == 16:
+        values = _round_to_odd(values)
+    result = values.to(_torch_dtype(target))
+    return result.view(SIGNED[result.itemsize]).numpy().view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
+
+
+def _torch_dtype(dtype):
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[dtype.name]
+
+
+def _round_to_odd(values):
+    """Fp32 numbers that round to 16 bits as the fp64 numbers would have without the stop in between."""
+    nearest = values.float()
+    toward_zero = torch.where(nearest.double().abs() > values.abs(), torch.nextafter(nearest, torch.zeros(())), nearest)
+    inexact = toward_zero.double() != values
+    odd = (toward_zero.view(torch.int32) | 1).view(torch.float32)
+    return torch.where(inexact & values.isfinite(), odd, toward_zero)

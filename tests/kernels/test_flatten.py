@@ -1,0 +1,326 @@
+import pytest
+import torch
+from cases import (
+    LIMITS,
+    PROPERTY,
+    SCALE_SHAPES,
+    SCALES,
+    SOURCES,
+    WIRES,
+    Case,
+    Layout,
+    cases,
+    name,
+    on_the_cpu_path,
+    scale_of_shape,
+)
+from exact import Guarded, as_float64, assert_same_bits, flatten_oracle
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gradwire.kernels import SegmentTable, flatten, segments
+from gradwire.kernels.flatten import compute_dtype, flatten_bytes, flatten_reference
+from gradwire.kernels.segments import BLOCK
+
+INF, NAN = float("inf"), float("nan")
+
+
+def check(case, source, wire, device, *, scale, limit, counted, in_table=True):
+    """`flatten` gives the bits of its reference and of the oracle, and writes nothing else."""
+    sources = case.sources(source, device)
+    tensors = case.views(sources)
+    numel = case.numel(source)
+    table = SegmentTable(tensors)
+    out = Guarded.poisoned(numel, wire, offset=case.wire_offset, device=device)
+    counters = Guarded(torch.tensor([3, 5]), device=device)
+
+    returned = flatten(
+        tensors,
+        out.window,
+        table=table if in_table else None,
+        scale=scale,
+        limit=limit,
+        counters=counters.window if counted else None,
+    )
+
+    assert returned is out.window
+    out.assert_guards_untouched("the wire")
+    counters.assert_guards_untouched("the counters")
+    for i, guarded in enumerate(sources):
+        guarded.assert_untouched(f"gradient {i}")
+
+    reference = torch.full((numel,), NAN, dtype=wire, device=device)
+    reference_counters = torch.tensor([3, 5], device=device) if counted else None
+    # The reference takes a limit that the wire and the arithmetic can hold; `flatten` sees to it.
+    largest = min(torch.finfo(dtype).max for dtype in (wire, compute_dtype(source.to_real())))
+    finite_limit = largest if limit is None else min(limit, largest)
+    flatten_reference(tensors, table, reference, scale, finite_limit, reference_counters)
+    assert_same_bits(out.window, reference, "the wire, compared with the reference")
+
+    parts = [flatten_oracle(as_float64(g.window), source.to_real(), wire, float(scale), limit) for g in sources]
+    oracle = torch.cat([part[0] for part in parts])
+    assert_same_bits(out.window.cpu(), oracle, "the wire, compared with the oracle")
+    if counted:
+        expected = [3 + sum(part[1] for part in parts), 5 + sum(part[2] for part in parts)]
+        assert reference_counters.tolist() == expected
+        assert counters.window.tolist() == expected
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+@PROPERTY
+@given(case=cases(), scale=SCALES, limit=LIMITS, shape=SCALE_SHAPES, counted=st.booleans())
+def test_flatten_matches_reference_and_oracle(source, wire, device, case, scale, limit, shape, counted):
+    check(case, source, wire, device, scale=scale_of_shape(scale, shape, device), limit=limit, counted=counted)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_plain_cast_of_any_bit_pattern_matches_reference_and_oracle(source, wire, scale, device):
+    # No limit, no counters, |scale| <= 1: what the hooks ask for, and a path of its own on the CPU.
+    layouts = (Layout((61, 67), (1, 61)), Layout((), ()), Layout((4096,), (1,), offset=1), Layout((0,), (1,)))
+    case = Case(layouts, wire_offset=0, kind="bits", seed=0)
+    check(case, source, wire, device, scale=scale, limit=None, counted=False, in_table=False)
+
+
+# Source value, scale, expected wire value, and which counter it adds to (0 non-finite, 1 saturated).
+FP16_MAX, FP16_TINY = 65504.0, 2.0**-24
+BF16_MAX, FP32_MAX = float(torch.finfo(torch.bfloat16).max), float(torch.finfo(torch.float32).max)
+EXPLICIT = {
+    torch.float16: [
+        (0.0, 1.0, 0.0, None),
+        (-0.0, 1.0, -0.0, None),
+        (NAN, 1.0, NAN, 0),
+        (INF, 1.0, INF, 0),
+        (-INF, 0.5, -INF, 0),
+        (INF, 0.0, NAN, 0),
+        (65504.0, 1.0, FP16_MAX, None),
+        (65519.99, 1.0, FP16_MAX, 1),
+        (65520.0, 1.0, FP16_MAX, 1),
+        (7e4, 1.0, FP16_MAX, 1),
+        (-7e4, 1.0, -FP16_MAX, 1),
+        (7e4, -1.0, -FP16_MAX, 1),
+        (1e5, 0.5, 49984.0, None),  # scaled before the cast; 5e4 is a tie
+        (3e38, 4.0, FP16_MAX, 1),  # the product overflows fp32
+        (-3e38, 4.0, -FP16_MAX, 1),
+        (1.0, INF, FP16_MAX, 1),
+        (1.0, NAN, NAN, None),  # a finite element, and not above the limit
+        (2.0**-14, 1.0, 2.0**-14, None),  # smallest normal
+        (FP16_TINY, 1.0, FP16_TINY, None),
+        (FP16_TINY / 2, 1.0, 0.0, None),  # ties to even
+        (FP16_TINY * 1.5, 1.0, FP16_TINY * 2, None),
+        (-FP16_TINY / 4, 1.0, -0.0, None),
+        (1 + 2.0**-11, 1.0, 1.0, None),
+        (1 + 3 * 2.0**-11, 1.0, 1 + 2.0**-9, None),
+        (1 + 2.0**-11 + 2.0**-23, 1.0, 1 + 2.0**-10, None),
+    ],
+    torch.bfloat16: [
+        (-0.0, 1.0, -0.0, None),
+        (NAN, 1.0, NAN, 0),
+        (-INF, 1.0, -INF, 0),
+        (BF16_MAX, 1.0, BF16_MAX, None),
+        (FP32_MAX, 1.0, BF16_MAX, 1),  # would round to infinity
+        (-FP32_MAX, 2.0, -BF16_MAX, 1),
+        (2.0**-126, 1.0, 2.0**-126, None),
+        (2.0**-133, 1.0, 2.0**-133, None),  # smallest subnormal
+        (2.0**-134, 1.0, 0.0, None),
+        (2.0**-149, 1.0, 0.0, None),
+        (1 + 2.0**-8, 1.0, 1.0, None),
+        (1 + 3 * 2.0**-8, 1.0, 1 + 2.0**-6, None),
+        (1 + 2.0**-8 + 2.0**-23, 1.0, 1 + 2.0**-7, None),
+    ],
+    torch.float32: [
+        (-0.0, 1.0, -0.0, None),
+        (NAN, 2.0, NAN, 0),
+        (INF, 2.0, INF, 0),
+        (FP32_MAX, 1.0, FP32_MAX, None),
+        (FP32_MAX, 2.0, FP32_MAX, 1),
+        (-FP32_MAX, 2.0, -FP32_MAX, 1),
+        (2.0**-126, 0.5, 2.0**-127, None),  # subnormal numbers are kept
+        (2.0**-149, 1.0, 2.0**-149, None),
+        (2.0**-149, 0.5, 0.0, None),
+    ],
+    torch.float64: [
+        (-0.0, 1.0, -0.0, None),
+        (NAN, 2.0, NAN, 0),
+        (INF, 2.0, INF, 0),
+        (2.0**-149, 1.0, 2.0**-149, None),
+        (1e30, 2.0, None, None),
+    ],
+}
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+def test_fp32_bit_patterns_reach_the_wire_as_written_down(wire, counted, device):
+    for value, scale, expected, counter in EXPLICIT[wire]:
+        source = torch.tensor([1.0, value, 1.0], device=device)
+        out = torch.full((3,), NAN, dtype=wire, device=device)
+        counters = torch.zeros(2, dtype=torch.int64, device=device)
+        flatten([source], out, scale=scale, counters=counters if counted else None)
+        wanted = (source[1] * scale).item() if expected is None else expected
+        what = f"{value!r} * {scale!r}"
+        assert_same_bits(out[1].cpu(), torch.tensor(wanted).to(wire), what)
+        if counted and abs(scale) < INF:
+            assert counters.tolist() == [int(counter == 0), int(counter == 1)], what
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("source", [s for s in SOURCES if not s.is_complex], ids=name)
+def test_extreme_values_of_every_dtype_match_the_oracle(source, wire, device):
+    info = torch.finfo(source)
+    one = torch.ones((), dtype=source)
+    above_one = torch.nextafter(one, 2 * one).item() if source.itemsize > 2 else 1 + info.eps
+    values = [0.0, -0.0, NAN, INF, -INF, info.max, info.min, info.smallest_normal, info.tiny * info.eps, above_one]
+    values += [65504.0, 65519.99, 65520.0, 7e4, -7e4, BF16_MAX, FP32_MAX, -FP32_MAX, 1 + 2.0**-11, 1 + 3 * 2.0**-8]
+    tensor = torch.tensor(values, dtype=torch.float64).to(source).to(device)
+    for scale in (1.0, 0.5, 2.0, -1.0):
+        for limit in (None, 1.0):
+            out = torch.full((len(values),), NAN, dtype=wire, device=device)
+            counters = torch.zeros(2, dtype=torch.int64, device=device)
+            flatten([tensor], out, scale=scale, limit=limit, counters=counters)
+            oracle, nonfinite, saturated = flatten_oracle(as_float64(tensor), source, wire, scale, limit)
+            assert_same_bits(out.cpu(), oracle, f"scale {scale}, limit {limit}")
+            assert counters.tolist() == [nonfinite, saturated]
+
+
+def test_fp64_reaches_16_bits_by_way_of_fp32(device):
+    # Just above a tie: fp32 rounds it onto the tie, which rounds to even. Rounding once would round up.
+    source = torch.tensor([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], dtype=torch.float64, device=device)
+    for wire in (torch.float16, torch.bfloat16):
+        out = torch.full((2,), NAN, dtype=wire, device=device)
+        flatten([source], out)
+        assert_same_bits(out, source.float().to(wire), name(wire))
+
+
+@pytest.mark.parametrize("limit", [2.0**-70, 2.0**-100])
+def test_elements_saturate_at_limits_whose_square_underflows(limit, device):
+    source = torch.tensor([0.0, 4 * limit, -4 * limit, limit], device=device)
+    out = torch.full((4,), NAN, device=device)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    flatten([source], out, limit=limit, counters=counters)
+    assert out.tolist() == [0.0, limit, -limit, limit]
+    assert counters.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 3.0])
+@pytest.mark.parametrize("dtype", WIRES, ids=name)
+def test_the_wire_may_be_the_single_source_itself(dtype, scale, device):
+    case = Case((Layout((9001,), (1,), offset=1),), wire_offset=0, kind="spiked", seed=1)
+    separate = case.sources(dtype, device)[0]
+    expected = flatten([separate.window], torch.full_like(separate.window, NAN), scale=scale)
+    guarded = case.sources(dtype, device)[0]
+    flatten([guarded.window], guarded.window, scale=scale)
+    assert_same_bits(guarded.window, expected, "scaled in place")
+    guarded.assert_guards_untouched("the source")
+
+
+def test_the_wire_may_be_the_memory_of_a_single_matrix(device):
+    matrix = torch.randn(67, 61, device=device).t()
+    wire = matrix.t().view(-1)
+    expected = wire * 0.5
+    flatten([matrix], wire, scale=0.5)
+    assert_same_bits(wire, expected, "scaled in place")
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("source, wire", [(torch.bfloat16, torch.float16), (torch.complex64, torch.float32)], ids=name)
+@PROPERTY
+@given(case=cases(), block=st.sampled_from((2, 64, 1000)), scale=SCALES, limit=LIMITS, counted=st.booleans())
+@example(  # an empty tensor after the pieces of another is a block of its own
+    case=Case((Layout((3,), (1,)), Layout((0,), (1,))), wire_offset=0, kind="normal", seed=0),
+    block=2,
+    scale=1.0,
+    limit=2.0**-70,
+    counted=True,
+)
+def test_any_cut_into_blocks_gives_the_same_bits(source, wire, device, case, block, scale, limit, counted):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "BLOCK", block)
+        check(case, source, wire, device, scale=scale, limit=limit, counted=counted)
+
+
+def large_case(kind):
+    # A small tensor on both sides of one of three pieces, and small ones that share a block.
+    sizes = (5, 2 * BLOCK + 7, 3, 0, BLOCK - 2, 2, 1, BLOCK)
+    return Case(tuple(Layout((n,), (1,), offset=n % 4) for n in sizes), wire_offset=1, kind=kind, seed=2)
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize("source, wire", [(torch.float32, torch.float16), (torch.complex64, torch.float32)])
+def test_wires_of_many_blocks_match_reference_and_oracle(source, wire, scale, counted, device):
+    check(large_case("normal"), source, wire, device, scale=scale, limit=None, counted=counted)
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("special, counter", [(NAN, 0), (INF, 0), (7e4, 1)])
+@pytest.mark.parametrize("block", ["first piece", "last piece", "whole tensors"])
+def test_one_special_element_is_found_in_its_block_alone(special, counter, block, device):
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(n, generator=generator).to(device) for n in (2 * BLOCK + 7, 100, 50)]
+    where = {"first piece": (0, 5), "last piece": (0, 2 * BLOCK + 3), "whole tensors": (2, 49)}
+    tensor, at = where[block]
+    tensors[tensor][at] = special
+    expected = torch.cat(tensors).clamp(-FP16_MAX, FP16_MAX).half()
+    expected[sum(t.numel() for t in tensors[:tensor]) + at] = min(special, FP16_MAX) if special == 7e4 else special
+    out = torch.full_like(expected, NAN)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    flatten(tensors, out, counters=counters)
+    assert_same_bits(out, expected, block)
+    assert counters.tolist() == [int(counter == 0), int(counter == 1)]
+
+
+def test_a_table_serves_other_tensors_of_its_layout(device):
+    layouts = (Layout((61, 7), (1, 61)), Layout((4097,), (1,)))
+    lists = [Case(layouts, 0, "normal", seed).sources(torch.float32, device) for seed in (4, 5)]
+    first, second = (Case(layouts, 0, "normal", 0).views(guarded) for guarded in lists)
+    table = SegmentTable(first)
+    for tensors in (first, second, first):
+        wire = torch.full((table.numel,), NAN, dtype=torch.bfloat16, device=device)
+        flatten(tensors, wire, table=table, scale=3.0)
+        assert_same_bits(wire, flatten(tensors, torch.full_like(wire, NAN), scale=3.0), "with a table of its own")
+
+
+def test_only_empty_tensors_leave_everything_as_it_was(device):
+    counters = torch.tensor([3, 5], device=device)
+    empty = [torch.empty(0, device=device), torch.empty(3, 0, device=device)]
+    out = torch.empty(0, device=device)
+    assert flatten(empty, out, counters=counters) is out
+    assert counters.tolist() == [3, 5]
+
+
+def test_the_wire_keeps_memory_order(device):
+    rows = torch.arange(6.0, device=device).view(2, 3)
+    assert flatten([rows.t()], torch.empty(6, device=device)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert flatten([torch.tensor([1 + 2j, 3 + 4j], device=device)], torch.empty(4, device=device)).tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_unknown_wire_dtypes_are_refused(device):
+    with pytest.raises(ValueError, match=r"The wire is torch\.int32; expected one of torch\.float32"):
+        flatten([torch.ones(3, device=device)], torch.empty(3, dtype=torch.int32, device=device))
+
+
+MISFITS = {
+    "length": lambda device: torch.empty(4, device=device),
+    "dimensions": lambda device: torch.empty(3, 1, device=device),
+    "stride": lambda device: torch.empty(6, device=device)[::2],
+}
+
+
+@pytest.mark.parametrize("make_wire", MISFITS.values(), ids=MISFITS)
+def test_wires_that_do_not_fit_are_refused(make_wire, device):
+    with pytest.raises(ValueError, match=r"expected a contiguous 1-D tensor of 3 elements"):
+        flatten([torch.ones(3, device=device)], make_wire(device))
+
+
+def test_traffic_counts_both_sides():
+    assert flatten_bytes(10, torch.float32, torch.bfloat16) == 60
+    assert flatten_bytes(10, torch.float64, torch.float16) == 100

@@ -1,0 +1,137 @@
+"""The interpreter lane itself: it must round as the hardware does, and the kernels must address 64 bits wide."""
+
+import pytest
+import torch
+from cases import INTERPRETED, name
+from exact import Guarded, as_float64, assert_same_bits, round_to
+
+from gradwire.kernels.flatten import NUM_WARPS, _flatten_kernel
+from gradwire.kernels.segments import CHUNK
+from gradwire.kernels.unflatten import _unflatten_kernel
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton is imported")
+
+
+@triton.jit
+def _cast_kernel(source_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(source_ptr + offs).to(out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=name)
+def test_casts_from_fp32_round_to_nearest_even(target):
+    integers = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=torch.Generator().manual_seed(0))
+    source = integers.to(torch.int32).view(torch.float32)
+    source[:5] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 65520.0, 1 + 2.0**-11, torch.finfo(torch.float32).max])
+    out = torch.full((4096,), torch.nan, dtype=target)
+    _cast_kernel[(1,)](source, out, N=4096)
+    assert_same_bits(out, round_to(as_float64(source), target), "cast")
+
+
+@pytest.mark.parametrize(
+    "target, value, expected",
+    [
+        (torch.float16, 1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-10),
+        (torch.bfloat16, 1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-7),
+        (torch.bfloat16, -1 - 2.0**-8 + 2.0**-40, -1.0),
+        (torch.bfloat16, 1e300, float("inf")),
+        (torch.bfloat16, 2.0**-1074, 0.0),
+    ],
+)
+def test_casts_from_fp64_round_once(target, value, expected):
+    out = torch.full((1,), torch.nan, dtype=target)
+    _cast_kernel[(1,)](torch.tensor([value], dtype=torch.float64), out, N=1)
+    assert out.item() == expected
+
+
+class Shifted:
+    """A tensor argument whose base address lies ``elements`` before its memory: element number ``elements`` is real."""
+
+    def __init__(self, tensor, elements):
+        self.tensor, self.elements, self.dtype = tensor, elements, tensor.dtype
+
+    def data_ptr(self):
+        return self.tensor.data_ptr() - self.elements * self.tensor.itemsize
+
+    # What the interpreter asks of an argument on its way to host memory, where this one is already.
+    def new_empty(self, *_, **__):
+        return self
+
+    def set_(self, *_):
+        pass
+
+    def __getattr__(self, attribute):
+        return getattr(self.tensor, attribute)
+
+
+@triton.jit
+def _address_kernel(base, start_ptr, out_ptr, INDEX: tl.constexpr):
+    # As the kernels address an element, but for INDEX, which is int64 there.
+    start = tl.load(start_ptr).to(INDEX)
+    pointer = base.to(tl.pointer_type(tl.float32)) + start
+    tl.store(out_ptr, pointer.to(tl.int64))
+
+
+@pytest.mark.parametrize("index, is_right", [(tl.int64, True), (tl.int32, False)], ids=["int64", "int32"])
+def test_the_probe_tells_64_bit_indices_from_32_bit_ones(index, is_right):
+    base, start = 2**46, 2**31 + 5
+    out = torch.zeros(1, dtype=torch.int64)
+    _address_kernel[(1,)](base, torch.tensor([start]), out, INDEX=index)
+    assert (out.item() == base + 4 * start) == is_right
+
+
+START = 2**31 + 3  # first element of the segment that the two chunks below are about
+OFFSET = 2**32 + 5  # of that segment in the wire
+NUMEL = CHUNK + 901
+
+
+def table_beyond_2_31(tensor):
+    """Two segments; the two chunks are the last of the second, of which only the last ``NUMEL`` elements are real."""
+    pointers = [0, tensor.data_ptr() - START * tensor.itemsize]
+    lengths = [OFFSET, START + NUMEL]
+    return torch.tensor([*pointers, *lengths, 0, OFFSET, 1, 1, START, START + CHUNK])
+
+
+SHAPE = {"n_segments": 2, "n_chunks": 2, "CHUNK": CHUNK, "num_warps": NUM_WARPS}
+
+
+def test_flatten_addresses_beyond_2_31_elements():
+    source = Guarded(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)))
+    wire = Guarded.poisoned(NUMEL, torch.bfloat16)
+    counters = torch.zeros(2, dtype=torch.int64)
+    _flatten_kernel[(2,)](
+        table_ptr=table_beyond_2_31(source.window),
+        out_ptr=Shifted(wire.window, OFFSET + START),
+        scale_ptr=None,
+        counters_ptr=counters,
+        scale=2.0,
+        limit=1.0,
+        SOURCE=tl.float32,
+        COMPUTE=tl.float32,
+        **SHAPE,
+    )
+    expected = (source.window * 2).clamp(-1, 1).bfloat16()
+    assert_same_bits(wire.window, expected, "the wire")
+    wire.assert_guards_untouched("the wire")
+    assert counters.tolist() == [0, (source.window.abs() > 0.5).sum().item()]
+
+
+def test_unflatten_addresses_beyond_2_31_elements():
+    wire = Guarded(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).bfloat16())
+    target = Guarded.poisoned(NUMEL, torch.float32)
+    absmax = torch.zeros(1)
+    _unflatten_kernel[(2,)](
+        table_ptr=table_beyond_2_31(target.window),
+        wire_ptr=Shifted(wire.window, OFFSET + START),
+        scale_ptr=None,
+        absmax_ptr=absmax.view(torch.int32),
+        scale=2.0,
+        TARGET=tl.float32,
+        COMPUTE=tl.float32,
+        **SHAPE,
+    )
+    assert_same_bits(target.window, wire.window.float() * 2, "the gradient")
+    target.assert_guards_untouched("the gradient")
+    assert absmax.item() == target.window.abs().max().item()

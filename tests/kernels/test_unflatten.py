@@ -1,0 +1,213 @@
+import pytest
+import torch
+from cases import (
+    PROPERTY,
+    SCALE_SHAPES,
+    SCALES,
+    SOURCES,
+    WIRES,
+    Case,
+    Layout,
+    cases,
+    name,
+    on_the_cpu_path,
+    scale_of_shape,
+)
+from exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.kernels import SegmentTable, flatten, segments, unflatten
+from gradwire.kernels.segments import BLOCK
+from gradwire.kernels.unflatten import unflatten_bytes, unflatten_reference
+
+INF, NAN = float("inf"), float("nan")
+
+
+def check(case, wire_dtype, target, device, *, scale, absmax, in_table=True):
+    """`unflatten` gives the bits of its reference and of the oracle, and writes nothing else.
+
+    ``absmax`` is the maximum before the call, or None not to ask for it.
+    """
+    numel = case.numel(target)
+    wire = case.wire(wire_dtype, numel, device)
+    targets = case.targets(target, device)
+    tensors = case.views(targets)
+    table = SegmentTable(tensors)
+    maximum = Guarded(torch.tensor([0.0 if absmax is None else absmax]), device=device)
+
+    unflatten(
+        wire.window,
+        tensors,
+        table=table if in_table else None,
+        scale=scale,
+        absmax=None if absmax is None else maximum.window,
+    )
+
+    wire.assert_untouched("the wire")
+    maximum.assert_guards_untouched("the maximum")
+    for i, guarded in enumerate(targets):
+        guarded.assert_guards_untouched(f"gradient {i}")
+
+    reference = case.targets(target, device)
+    reference_maximum = None if absmax is None else torch.tensor([absmax], device=device)
+    unflatten_reference(wire.window, case.views(reference), table, scale, reference_maximum)
+    for i, (guarded, expected) in enumerate(zip(targets, reference, strict=True)):
+        assert_same_bits(guarded.window, expected.window, f"gradient {i}, compared with the reference")
+
+    oracle, largest = unflatten_oracle(as_float64(wire.window), wire_dtype, target.to_real(), float(scale))
+    segments = oracle.split(table.lengths)
+    for i, (guarded, expected) in enumerate(zip(targets, segments, strict=True)):
+        real = torch.view_as_real(guarded.window).flatten() if target.is_complex else guarded.window
+        assert_same_bits(real.cpu(), expected, f"gradient {i}, compared with the oracle")
+    if absmax is not None:
+        expected = torch.maximum(torch.tensor([absmax]), largest)
+        assert_same_bits(reference_maximum.cpu(), expected, "the reference's maximum, compared with the oracle")
+        assert_same_bits(maximum.window.cpu(), expected, "the maximum, compared with the oracle")
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("target", SOURCES, ids=name)
+@PROPERTY
+@given(
+    case=cases(),
+    scale=SCALES,
+    absmax=st.sampled_from((None, 0.0, 0.0, 1.0, 1e30, INF, NAN)),
+    shape=SCALE_SHAPES,
+)
+def test_unflatten_matches_reference_and_oracle(target, wire, device, case, scale, absmax, shape):
+    check(case, wire, target, device, scale=scale_of_shape(scale, shape, device), absmax=absmax)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("target", SOURCES, ids=name)
+def test_plain_cast_of_any_bit_pattern_matches_reference_and_oracle(target, wire, device):
+    # Scale 1 and no maximum: what the cast hooks ask for, and a path of its own on the CPU.
+    layouts = (Layout((61, 67), (1, 61)), Layout((), ()), Layout((4096,), (1,), offset=1), Layout((0,), (1,)))
+    case = Case(layouts, wire_offset=0, kind="bits", seed=0)
+    check(case, wire, target, device, scale=1.0, absmax=None, in_table=False)
+
+
+# Wire value, scale, expected fp16 gradient.
+EXPLICIT = [
+    (0.0, 1.0, 0.0),
+    (-0.0, 1.0, -0.0),
+    (0.0, -1.0, -0.0),
+    (NAN, 1.0, NAN),
+    (INF, 1.0, INF),
+    (-INF, 2.0, -INF),
+    (INF, 0.0, NAN),
+    (65504.0, 1.0, 65504.0),
+    (65519.99, 1.0, 65504.0),
+    (65520.0, 1.0, INF),  # nothing saturates on the way back
+    (-7e4, 1.0, -INF),
+    (1e5, 0.5, 49984.0),  # scaled before the cast; 5e4 is a tie
+    (3e38, 4.0, INF),
+    (2.0**-24, 1.0, 2.0**-24),
+    (2.0**-25, 1.0, 0.0),
+    (3 * 2.0**-25, 1.0, 2.0**-23),
+    (1 + 2.0**-11, 1.0, 1.0),
+    (1 + 3 * 2.0**-11, 1.0, 1 + 2.0**-9),
+]
+
+
+@pytest.mark.parametrize("value, scale, expected", EXPLICIT)
+def test_fp32_bit_patterns_reach_an_fp16_gradient_as_written_down(value, scale, expected, device):
+    gradient = torch.full((2, 1), NAN, dtype=torch.float16, device=device)
+    absmax = torch.zeros(1, device=device)
+    unflatten(torch.tensor([value, 0.0], device=device), [gradient], scale=scale, absmax=absmax)
+    assert_same_bits(gradient[0, 0].cpu(), torch.tensor(expected, dtype=torch.float16), "the gradient")
+    assert_same_bits(absmax.cpu(), torch.tensor([expected]).abs(), "the maximum")
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=name)
+def test_fp64_reaches_16_bits_by_way_of_fp32(target, device):
+    # Just above a tie: fp32 rounds it onto the tie, which rounds to even. Rounding once would round up.
+    wire = torch.tensor([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], dtype=torch.float64, device=device)
+    for absmax in (None, torch.zeros(1, device=device)):
+        gradient = torch.full((2,), NAN, dtype=target, device=device)
+        unflatten(wire, [gradient], absmax=absmax)
+        assert_same_bits(gradient, wire.float().to(target), "the gradient")
+
+
+def test_the_maximum_is_that_of_the_gradient_as_stored(device):
+    wire = torch.tensor([1 + 2.0**-9, -1.0], device=device)  # bf16 keeps 1.0
+    absmax = torch.zeros(1, device=device)
+    unflatten(wire, [torch.empty(2, dtype=torch.bfloat16, device=device)], absmax=absmax)
+    assert absmax.item() == 1.0
+
+
+def test_the_maximum_of_several_calls_accumulates(device):
+    absmax = torch.zeros(1, device=device)
+    for value, expected in ((-2.0, 2.0), (1.0, 2.0), (3.0, 3.0), (NAN, NAN), (INF, NAN)):
+        unflatten(torch.tensor([value], device=device), [torch.empty((), device=device)], absmax=absmax)
+        assert_same_bits(absmax.cpu(), torch.tensor([expected]), f"after {value}")
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("dtype", SOURCES, ids=name)
+@PROPERTY
+@given(case=cases())
+def test_unflatten_undoes_flatten_where_the_wire_holds_every_value(dtype, wire, device, case):
+    widest = torch.promote_types(dtype.to_real(), wire)
+    wire = widest if widest in WIRES else torch.float32
+    sources = case.sources(dtype, device)
+    out = torch.full((case.numel(dtype),), NAN, dtype=wire, device=device)
+    flatten(case.views(sources), out)
+    targets = case.targets(dtype, device)
+    unflatten(out, case.views(targets))
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        assert_same_bits(target.window, source.window, f"gradient {i}")
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("wire, target", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.complex64)], ids=name)
+@PROPERTY
+@given(case=cases(), block=st.sampled_from((2, 64, 1000)), scale=SCALES, absmax=st.sampled_from((None, 0.0)))
+def test_any_cut_into_blocks_gives_the_same_bits(wire, target, device, case, block, scale, absmax):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "BLOCK", block)
+        check(case, wire, target, device, scale=scale, absmax=absmax)
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("absmax", [None, 0.0], ids=["plain", "absmax"])
+@pytest.mark.parametrize("wire, target", [(torch.float16, torch.float32), (torch.float32, torch.complex64)])
+def test_wires_of_many_blocks_match_reference_and_oracle(wire, target, absmax, device):
+    sizes = (5, 2 * BLOCK + 7, 3, 0, BLOCK - 2, 2, 1, BLOCK)
+    layouts = tuple(Layout((n,), (1,), offset=n % 4) for n in sizes)
+    check(Case(layouts, 1, "normal", 2), wire, target, device, scale=0.125, absmax=absmax)
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("special", [NAN, -INF, -1e5])
+@pytest.mark.parametrize("at", [5, 2 * BLOCK + 3, 2 * BLOCK + 155], ids=["first piece", "last piece", "whole tensors"])
+def test_the_maximum_is_found_in_any_block(special, at, device):
+    wire = torch.ones(2 * BLOCK + 157, device=device)
+    wire[at] = special
+    tensors = [torch.full((n,), NAN, device=device) for n in (2 * BLOCK + 7, 100, 50)]
+    absmax = torch.zeros(1, device=device)
+    unflatten(wire, tensors, absmax=absmax)
+    assert_same_bits(absmax.cpu(), torch.tensor([special]).abs(), "the maximum")
+    assert_same_bits(torch.cat(tensors), wire, "the gradients")
+
+
+def test_only_empty_tensors_leave_the_maximum_as_it_was(device):
+    absmax = torch.tensor([2.0], device=device)
+    unflatten(torch.empty(0, device=device), [torch.empty(3, 0, device=device)], absmax=absmax)
+    assert absmax.item() == 2.0
+
+
+def test_unknown_wire_dtypes_are_refused(device):
+    with pytest.raises(ValueError, match=r"The wire is torch\.int32; expected one of torch\.float32"):
+        unflatten(torch.ones(3, dtype=torch.int32, device=device), [torch.empty(3, device=device)])
+
+
+def test_wires_that_do_not_fit_are_refused(device):
+    with pytest.raises(ValueError, match=r"expected a contiguous 1-D tensor of 3 elements"):
+        unflatten(torch.ones(4, device=device), [torch.empty(3, device=device)])
+
+
+def test_traffic_counts_both_sides():
+    assert unflatten_bytes(10, torch.bfloat16, torch.float32) == 60
+    assert unflatten_bytes(10, torch.float16, torch.float64) == 100
