@@ -1,10 +1,10 @@
-# Every target installs first; the second time that costs a second.
+# Every target installs first; the second time that costs a second. No target may be named like a folder.
 PYTHON ?= python3
 BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 demo bench wheel clean
+.PHONY: install check format test test-slow test-triton36 demo bench-reducer wheel clean
 
 install: .venv/.installed
 
@@ -43,7 +43,7 @@ test-triton36: install
 demo: install
 	$(BIN)/gradwire demo
 
-bench: install
+bench-reducer: install
 	$(BIN)/gradwire bench reducer
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from unittest import mock
@@ -127,7 +128,7 @@ class World:
         """End the workers at once; returns what each had written, its stacks last."""
         members, self._members = self._members, []
         for member in members:
-            if member.process.is_alive():
+            with suppress(ProcessLookupError):
                 os.kill(member.process.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
         for member in members:
             member.end()

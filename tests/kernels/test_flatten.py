@@ -224,6 +224,14 @@ def test_the_wire_may_be_the_memory_of_a_single_matrix(device):
     assert_same_bits(wire, expected, "scaled in place")
 
 
+def test_an_infinite_scale_saturates_the_elements_and_nothing_past_them(device):
+    out = torch.full((3,), NAN, dtype=torch.float16, device=device)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    flatten([torch.tensor([1.0, -1.0, 2.0], device=device)], out, scale=INF, counters=counters)
+    assert out.tolist() == [FP16_MAX, -FP16_MAX, FP16_MAX]
+    assert counters.tolist() == [0, 3]
+
+
 @on_the_cpu_path
 @pytest.mark.parametrize("source, wire", [(torch.bfloat16, torch.float16), (torch.complex64, torch.float32)], ids=name)
 @PROPERTY

@@ -144,6 +144,13 @@ def test_the_maximum_of_several_calls_accumulates(device):
         assert_same_bits(absmax.cpu(), torch.tensor([expected]), f"after {value}")
 
 
+def test_what_lies_past_the_elements_does_not_reach_the_maximum(device):
+    # A program reads zeros there, and zero times this scale is NaN.
+    absmax = torch.zeros(1, device=device)
+    unflatten(torch.tensor([1.0, -2.0], device=device), [torch.empty(2, device=device)], scale=INF, absmax=absmax)
+    assert absmax.item() == INF
+
+
 @pytest.mark.parametrize("wire", WIRES, ids=name)
 @pytest.mark.parametrize("dtype", SOURCES, ids=name)
 @PROPERTY
