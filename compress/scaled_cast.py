@@ -46,7 +46,7 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; expected torch.float16 or torch.bfloat16.")
-        for name, lowest, highest in (("margin", 0, 12), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
+        for name, lowest, highest in (("margin", 1, 12), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
             value = getattr(self, name)
             if not isinstance(value, int) or not lowest <= value <= highest:
                 raise ValueError(f"{name} is {value!r}; expected a whole number of binades, {lowest} to {highest}.")

@@ -25,7 +25,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-# Session-wide: hypothesis runs many examples under one fixture value.
+# One value for the whole run: hypothesis runs many examples under one fixture value.
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     if request.param == "cuda":

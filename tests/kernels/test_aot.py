@@ -44,8 +44,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 MODULES = {
-    "flatten": "gradwire.kernels.flatten",
-    "unflatten": "gradwire.kernels.unflatten",
+    "flatten": "gradwire.kernels.flattening",
+    "unflatten": "gradwire.kernels.unflattening",
     "update_scale": "gradwire.kernels.scale",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, flatten, segments
-from gradwire.kernels.flatten import compute_dtype, flatten_bytes, flatten_reference
+from gradwire.kernels.flattening import compute_dtype, flatten_bytes, flatten_reference
 from gradwire.kernels.segments import BLOCK
 
 INF, NAN = float("inf"), float("nan")

@@ -5,9 +5,9 @@ import torch
 from cases import INTERPRETED, name
 from exact import Guarded, as_float64, assert_same_bits, round_to
 
-from gradwire.kernels.flatten import NUM_WARPS, _flatten_kernel
+from gradwire.kernels.flattening import NUM_WARPS, _flatten_kernel
 from gradwire.kernels.segments import CHUNK
-from gradwire.kernels.unflatten import _unflatten_kernel
+from gradwire.kernels.unflattening import _unflatten_kernel
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, flatten, segments, unflatten
 from gradwire.kernels.segments import BLOCK
-from gradwire.kernels.unflatten import unflatten_bytes, unflatten_reference
+from gradwire.kernels.unflattening import unflatten_bytes, unflatten_reference
 
 INF, NAN = float("inf"), float("nan")
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.kernels.flatten import NUM_WARPS, WIRE_DTYPES, compute_dtype, narrow, narrow_reference, triton_dtype
+from gradwire.kernels.flattening import NUM_WARPS, WIRE_DTYPES, compute_dtype, narrow, narrow_reference, triton_dtype
 from gradwire.kernels.language import jit, tl
 from gradwire.kernels.platform import use_triton
 from gradwire.kernels.segments import CHUNK, SegmentTable, memory_order

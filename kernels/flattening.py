@@ -174,6 +174,8 @@ def _flatten_cpu(
     for index, block in enumerate(table.blocks):
         pieces, views = table.pieces(index, tensors)
         x = scratch[: block.stop - block.start]
+        if x.numel() == 0:
+            continue
         torch._foreach_copy_(views, pieces)
         x.mul_(scale)
         wire = out[block.start : block.stop]
