@@ -9,10 +9,9 @@ from gradwire.hooks.types import GradBucket
 
 class ParameterNames:
     """Finds each parameter's name: from gradwire's bucket, from `bind`, or else from the order of first appearance.
-    from gradwire.hooks.types import GradBucket
 
-        PyTorch's buckets carry no names. Its first backward presents parameters in an order that depends only on the
-        model, so ``parameter.0``, ``parameter.1``, ... name the same parameters when the same script runs again.
+    PyTorch's buckets carry no names. Its first backward presents parameters in an order that depends only on the
+    model, so ``parameter.0``, ``parameter.1``, ... name the same parameters when the same script runs again.
     """
 
     def __init__(self) -> None:
