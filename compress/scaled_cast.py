@@ -109,7 +109,7 @@ def scaled_cast_all_reduce(
 
 def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
     """Give all ranks the smallest exponent that any of them remembers, and the largest |g| of all."""
-    tensors = [torch.view_as_real(g) if g.is_complex() else g for g in source.tensors]
+    tensors = source.table.real(source.tensors)
     norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
     scale.absmax.copy_(torch.stack([norm.float() for norm in norms]).max())
     exponent, calibrated = scale.exponent.unbind()
