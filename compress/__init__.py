@@ -1,7 +1,10 @@
 """The algorithms: what is sent and what is remembered. Straight-line code that blocks; no streams, no futures."""
 
 from gradwire.compress.cast import cast_all_reduce
+from gradwire.compress.error_memory import ErrorMemory
 from gradwire.compress.gradients import Gradients
+from gradwire.compress.policy import LowRankPolicy
+from gradwire.compress.powersgd import Factors, LowRankBucket, alternating_all_reduce, powersgd_all_reduce
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.compress.transport import Transport
 from gradwire.compress.workspace import Workspace
@@ -9,9 +12,15 @@ from gradwire.compress.workspace import Workspace
 __all__ = [
     "BucketScale",
     "DelayedScaling",
+    "ErrorMemory",
+    "Factors",
     "Gradients",
+    "LowRankBucket",
+    "LowRankPolicy",
     "Transport",
     "Workspace",
+    "alternating_all_reduce",
     "cast_all_reduce",
+    "powersgd_all_reduce",
     "scaled_cast_all_reduce",
 ]

@@ -22,3 +22,8 @@ class Gradients(NamedTuple):
         if len(self.tensors) == 1 and self.tensors[0].dim() == 1 and not self.table.is_complex:
             return self.tensors[0]
         return None
+
+    def each(self, table: SegmentTable) -> list[Tensor]:
+        """One real tensor for each parameter whose gradient is among them, laid out as ``table`` says."""
+        flat = self.flat
+        return table.views(flat) if flat is not None else self.table.real(self.tensors)

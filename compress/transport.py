@@ -20,10 +20,18 @@ class Transport:
         self.world_size = group.size()
         self.payload_bytes = 0
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its sum over all ranks."""
-        self.payload_bytes += tensor.nbytes
-        dist.all_reduce(tensor, group=self.group)
+    def all_reduce(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over all ranks. Several travel together: one wait on the wire, not several."""
+        self.payload_bytes += sum(tensor.nbytes for tensor in tensors)
+        if len(tensors) == 1:
+            dist.all_reduce(tensors[0], group=self.group)
+        elif tensors[0].device.type == "cpu":
+            for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
+                work.wait()
+        else:
+            with dist.distributed_c10d._coalescing_manager(self.group, tensors[0].device):
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=self.group)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Replace every element of ``tensor`` by its largest value over all ranks."""

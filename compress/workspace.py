@@ -7,6 +7,9 @@ from collections import deque
 import torch
 from torch import Tensor
 
+# Bytes; a buffer on any device begins at least so aligned.
+ALIGNMENT = 64
+
 
 class Workspace:
     """One buffer that every bucket reuses in turn, as large as the largest bucket of the last few steps.
@@ -34,10 +37,20 @@ class Workspace:
 
     def wire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor, not initialised, valid until the next call."""
-        nbytes = numel * dtype.itemsize
+        return self.wires((numel, dtype))[0]
+
+    def wires(self, *sizes: tuple[int, torch.dtype]) -> list[Tensor]:
+        """A 1-D tensor for each number of elements and dtype, not initialised, valid until the next call."""
+        starts, nbytes = [], 0
+        for numel, dtype in sizes:
+            starts.append(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            nbytes = starts[-1] + numel * dtype.itemsize
         if not self._peaks:
             self._peaks.append(0)
         self._peaks[-1] = max(self._peaks[-1], nbytes)
         if nbytes > self._buffer.nbytes:
             self._buffer = self._buffer.new_empty(nbytes)
-        return self._buffer[:nbytes].view(dtype)
+        return [
+            self._buffer[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (numel, dtype) in zip(starts, sizes, strict=True)
+        ]

@@ -16,6 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from torch.futures import Future
 
 from gradwire.compress import Transport, Workspace
 from gradwire.kernels import SegmentTable
+
+MEETING_TIMEOUT = timedelta(minutes=2)
 
 Task = Callable[[], Any]
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
@@ -109,6 +112,25 @@ def _twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     store = PrefixStore("gradwire", dist.distributed_c10d._get_process_group_store(group))
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
+
+
+def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = MEETING_TIMEOUT) -> None:
+    """Return when every rank of ``group`` has called it for the same purpose as often as this one.
+
+    Raises:
+        RuntimeError: some ranks have not come in time; it names them.
+    """
+    store = PrefixStore("gradwire/meet", dist.distributed_c10d._get_process_group_store(group))
+    meeting = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
+    keys = [f"{meeting}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], "here")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"{purpose} is a collective call: ranks {missing} have not made it within {timeout}. Call it on every rank."
+        ) from error
 
 
 _executors: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Executor]] = {}

@@ -1,5 +1,7 @@
 """Names for the parameters of a bucket, so that a hook's state outlives bucket rebuilds and restarts."""
 
+import weakref
+
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,21 +19,73 @@ class ParameterNames:
     def __init__(self) -> None:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unnamed = 0
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._is_closed = False
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Take the names from ``module.named_parameters()``."""
+        """Take the names from ``module.named_parameters()``; a wrapping DDP is looked through.
+
+        Raises:
+            ValueError: names were taken from another module before.
+        """
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        bound = self.module
+        if bound is not None and bound is not module:
+            raise ValueError(
+                f"This state belongs to another model, a {type(bound).__name__}; a state remembers one model's "
+                f"gradients. Make a new state for this {type(module).__name__}."
+            )
+        self._module = weakref.ref(module)
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
 
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module that `bind` was given, while it lives."""
+        return self._module() if self._module is not None else None
+
+    def close(self) -> None:
+        """Take no parameter by order any more: all have been seen."""
+        self._is_closed = True
+
     def of(self, bucket: GradBucket) -> tuple[str, ...]:
-        """The names of the bucket's parameters, in its order."""
+        """The names of the bucket's parameters, in its order.
+
+        Raises:
+            ValueError: a parameter is not one of the module's, or appears for the first time after `close`.
+        """
         if isinstance(bucket, InPlaceBucket):
             return tuple(bucket.parameter_names())
         return tuple(self._name(parameter) for parameter in bucket.parameters())
 
     def _name(self, parameter: torch.Tensor) -> str:
         if parameter not in self._names:
+            if self._is_closed or self.module is not None:
+                raise ValueError(
+                    f"A parameter of shape {tuple(parameter.shape)} belongs to another model than those before; a "
+                    "state remembers one model's gradients. Make a new state for each model, or bind(module) it to "
+                    "the one whose parameters change."
+                )
             self._names[parameter] = f"parameter.{self._unnamed}"
             self._unnamed += 1
         name: str = self._names[parameter]
         return name
+
+
+class NamedState:
+    """A hook's state that remembers by parameter name."""
+
+    def __init__(self) -> None:
+        self._names = ParameterNames()
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Name the parameters after ``module``. A checkpoint needs it on PyTorch's DDP; gradwire's does it by itself.
+
+        Args:
+            module: the model, wrapped or not.
+
+        Raises:
+            ValueError: the state was bound to another model.
+        """
+        self._names.bind(module)

@@ -72,6 +72,13 @@ def bucket_device(bucket: GradBucket) -> torch.device:
     return bucket.device if isinstance(bucket, InPlaceBucket) else bucket.buffer().device
 
 
+def bucket_dtype(bucket: GradBucket) -> torch.dtype:
+    """The real dtype of the bucket's gradients, or of the buffer that a wrapper has put in their place."""
+    if isinstance(bucket, InPlaceBucket) and bucket.in_place:
+        return bucket.parameters()[0].dtype.to_real()
+    return bucket.buffer().dtype
+
+
 def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     """The gradients of ``bucket``: where they lie if it lends them, else its flat buffer, whose table is kept."""
     if isinstance(bucket, InPlaceBucket) and bucket.in_place:

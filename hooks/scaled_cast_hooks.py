@@ -13,7 +13,7 @@ from gradwire.compress import (
     Workspace,
     scaled_cast_all_reduce,
 )
-from gradwire.hooks.parameter_names import ParameterNames
+from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import in_place, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels.scale import MAX_EXPONENT
@@ -21,7 +21,7 @@ from gradwire.kernels.scale import MAX_EXPONENT
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
-class ScaledCastState:
+class ScaledCastState(NamedState):
     """State of `scaled_cast_hook`: a scale for each bucket, remembered by parameter name.
 
     Args:
@@ -49,21 +49,13 @@ class ScaledCastState:
         growth: int = 1,
         backoff: int = 4,
     ) -> None:
+        super().__init__()
         self.process_group = process_group
         self.scaling = DelayedScaling(dtype=dtype, margin=margin, growth=growth, backoff=backoff)
-        self._names = ParameterNames()
         self._buckets: dict[tuple[str, ...], BucketScale] = {}
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
-
-    def bind(self, module: torch.nn.Module) -> None:
-        """Name the parameters after ``module``. A checkpoint needs it on PyTorch's DDP; gradwire's names them itself.
-
-        Args:
-            module: the model, as it was before it was wrapped.
-        """
-        self._names.bind(module)
 
     @property
     def nonfinite_elements(self) -> int:

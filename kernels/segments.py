@@ -46,6 +46,13 @@ def memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def gradient_layout(parameter: Tensor) -> Tensor:
+    """A tensor in the layout that autograd gives the gradient: the parameter's own if dense, else row-major."""
+    if is_dense(parameter.shape, parameter.stride()):
+        return parameter.detach()
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
 class Block(NamedTuple):
     """A stretch of the wire that the CPU paths handle at once: some whole tensors, or a piece of a large one."""
 

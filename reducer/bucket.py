@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.segments import is_dense
+from gradwire.kernels.segments import gradient_layout
 
 
 class GradBucket:
@@ -216,10 +216,3 @@ class GradBucket:
             views = self._views(self._buffer)
             torch._foreach_copy_([views[i] for i in outside], [self._grads[i] for i in outside])
         return False
-
-
-def gradient_layout(parameter: Tensor) -> Tensor:
-    """A tensor in the layout that autograd gives the gradient: the parameter's own if dense, else row-major."""
-    if is_dense(parameter.shape, parameter.stride()):
-        return parameter.detach()
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.hooks import default_hooks
+from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
 from gradwire.reducer import torch_internals
 from gradwire.reducer.logging import Logger
@@ -152,7 +153,7 @@ class DistributedDataParallel(TorchDDP):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # PyTorch's class forgets the hook here; a copy that trains without compression is not a copy.
         for hook, hook_state in self._comm_hooks:
-            self.reducer.register_comm_hook(hook_state, hook)
+            self._install_comm_hook(hook_state, hook)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` reduce the gradients of every bucket, in place of the plain all-reduce.
@@ -168,9 +169,14 @@ class DistributedDataParallel(TorchDDP):
             RuntimeError: a hook is registered already.
         """
         self._check_comm_hook(hook)
-        self.reducer.register_comm_hook(state, hook)
+        self._install_comm_hook(state, hook)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", repr(hook)))
         self._comm_hooks.append((hook, state))
+
+    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if isinstance(state, NamedState):
+            state.bind(self.module)
+        self.reducer.register_comm_hook(state, hook)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         if not callable(hook):

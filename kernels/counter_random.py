@@ -1,0 +1,59 @@
+"""Counter-based random numbers: the same bits from the same counters, on every rank, device and run.
+
+    u(key, step, index) = uniform in [-1, 1), from the top 24 bits of mix(mix(key + step g) + (index + 1) g)
+
+mix is the finaliser of SplitMix64 and g its increment (Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.language import jit, tl
+
+# As signed 64-bit numbers: torch has no unsigned arithmetic.
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def random_key(seed: int, name: str) -> int:
+    """A signed 64-bit key that depends on the seed and on the name, and on nothing else."""
+    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(key: int, step: int, numel: int, device: torch.device) -> Tensor:
+    """The first ``numel`` numbers of the stream (key, step), in fp32."""
+    stream = _mix(torch.tensor([key], device=device) + torch.tensor([step], device=device) * GAMMA)
+    bits = _mix(stream + torch.arange(1, numel + 1, device=device) * GAMMA)
+    return _shift_right(bits, 40).to(torch.float32) * 2.0**-23 - 1
+
+
+@jit
+def _mix_triton(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit
+def uniform_triton(key, step, index):
+    """`uniform` at the indices ``index``; all three int64."""
+    gamma: tl.constexpr = 0x9E3779B97F4A7C15
+    stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
+    bits = _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma)
+    return (bits >> 40).to(tl.float32) * 1.1920928955078125e-07 - 1.0

@@ -1,0 +1,151 @@
+"""Matrix tables: the matrices of a bucket, their ranks, and where their factors stand in flat buffers.
+
+PowerSGD replaces a matrix M of n rows and m columns by factors that are kept *rank-first*: P as r x n, Q as r x m, so
+M is about P' Q. All P of a bucket are packed one after another in one flat buffer, all Q in another, in list order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.flattening import compute_dtype
+from gradwire.kernels.segments import BLOCK
+
+
+class Matrix(NamedTuple):
+    """The size of one matrix, the rank of its approximation, and the key of its random columns in `warm_start`."""
+
+    rows: int
+    columns: int
+    rank: int
+    key: int = 0
+
+
+class Factor(NamedTuple):
+    """One side of the approximations of a bucket: every P, or every Q, packed rank-first in one flat buffer.
+
+    Attributes:
+        ranks: of each matrix.
+        lengths: of each row of its factor: n for P, m for Q.
+        offsets: where each factor begins.
+        numel: elements of all of them.
+    """
+
+    ranks: list[int]
+    lengths: list[int]
+    offsets: list[int]
+    numel: int
+
+    @classmethod
+    def packed(cls, ranks: list[int], lengths: list[int]) -> Factor:
+        """The layout without gaps."""
+        ends = [0, *accumulate(rank * length for rank, length in zip(ranks, lengths, strict=True))]
+        return cls(ranks, lengths, ends[:-1], ends[-1])
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The factor of each matrix, r x length, as a view of the flat ``buffer``."""
+        return [
+            buffer[offset : offset + rank * length].view(rank, length)
+            for rank, length, offset in zip(self.ranks, self.lengths, self.offsets, strict=True)
+        ]
+
+    def check(self, buffer: Tensor, name: str) -> None:
+        """Raise ValueError unless ``buffer`` is a flat buffer of this layout."""
+        if buffer.dim() != 1 or buffer.numel() != self.numel or not buffer.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(buffer.shape)}; expected a contiguous 1-D tensor of {self.numel} elements."
+            )
+
+
+class MatrixTable:
+    """The layout of a bucket's matrices and of their factors.
+
+    Attributes:
+        matrices: sizes and ranks.
+        dtype: of the gradients: fp32, fp16, bf16 or fp64.
+        device: where they are.
+        compute: the dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for
+            fp64 gradients.
+        p: the layout of the P factors.
+        q: the layout of the Q factors.
+
+    Raises:
+        ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device) -> None:
+        if not matrices:
+            raise ValueError("A matrix table needs at least one matrix; got an empty list.")
+        for i, (rows, columns, rank, _) in enumerate(matrices):
+            if not 1 <= rank <= min(rows, columns):
+                raise ValueError(
+                    f"Matrix {i} is {rows} x {columns} with rank {rank}; expected 1 to min(rows, columns)."
+                )
+        self.matrices = list(matrices)
+        self.dtype = dtype
+        self.device = device
+        self.compute = compute_dtype(dtype)
+        ranks = [matrix.rank for matrix in matrices]
+        self.p = Factor.packed(ranks, [matrix.rows for matrix in matrices])
+        self.q = Factor.packed(ranks, [matrix.columns for matrix in matrices])
+        self.keys = [matrix.key for matrix in matrices]
+        # Rows that the CPU paths handle at once: as many as stay in cache.
+        self.block_rows = [max(1, min(matrix.rows, BLOCK // matrix.columns)) for matrix in matrices]
+        self._scratch: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.matrices)
+
+    def scratch(self, index: int) -> Tensor:
+        """One block of rows of matrix ``index``, not initialised, of the CPU paths."""
+        if self._scratch is None:
+            sizes = (rows * matrix.columns for rows, matrix in zip(self.block_rows, self.matrices, strict=True))
+            self._scratch = torch.empty(max(sizes), dtype=self.compute, device=self.device)
+        rows, columns = self.block_rows[index], self.matrices[index].columns
+        return self._scratch[: rows * columns].view(rows, columns)
+
+
+class Operands(NamedTuple):
+    """The matrices of a bucket where they lie: what the passes of PowerSGD read and write.
+
+    Every matrix is contiguous, n x m, of ``table.dtype``; the error memory is of ``table.compute``.
+
+    Attributes:
+        table: the layout.
+        source: the gradients G.
+        target: where the result goes; may be the source.
+        error: the error memory E, or None without error feedback.
+        keep: whether `project` leaves M = G + E in the target, where the later passes read it. Else they add again,
+            as they must where the target is narrower than the arithmetic.
+    """
+
+    table: MatrixTable
+    source: Sequence[Tensor]
+    target: Sequence[Tensor]
+    error: Sequence[Tensor] | None
+    keep: bool
+
+    def check(self) -> None:
+        """Raise ValueError unless the matrices fit the table."""
+        if self.keep and (self.error is None or self.table.dtype != self.table.compute):
+            raise ValueError(
+                f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
+            )
+        dtypes = ((self.source, self.table.dtype), (self.target, self.table.dtype), (self.error, self.table.compute))
+        for tensors, dtype in dtypes:
+            if tensors is None:
+                continue
+            if len(tensors) != len(self.table):
+                raise ValueError(f"Got {len(tensors)} matrices for a table of {len(self.table)}.")
+            for i, (tensor, matrix) in enumerate(zip(tensors, self.table.matrices, strict=True)):
+                shape = (matrix.rows, matrix.columns)
+                if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                    raise ValueError(
+                        f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
+                        f"a contiguous {dtype} {shape}."
+                    )
