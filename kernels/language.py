@@ -19,4 +19,9 @@ except ModuleNotFoundError as error:
     jit = staticmethod
 
 
-__all__ = ["HAS_TRITON", "jit", "tl"]
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below ``number``, which is positive."""
+    return 1 << (number - 1).bit_length()
+
+
+__all__ = ["HAS_TRITON", "jit", "next_power_of_2", "tl"]

@@ -17,12 +17,28 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.matrices import Operands
+from gradwire.kernels.flattening import triton_dtype
+from gradwire.kernels.language import jit, next_power_of_2, tl
+from gradwire.kernels.matrices import MatrixTable, Operands
+from gradwire.kernels.platform import use_triton
+
+Pass = Callable[..., None]
+
+MAX_RANK = 64
+# A program of the products works through a strip of M, 32 x 512 or 512 x 32, in tiles of 32 x 32: two of these in
+# fp32, and one more of a factor, are in flight three times over within 64 KiB of shared memory.
+BLOCK = 32
+STRIP = 512
+# A program of `reconstruct` writes one tile of 32 x 64.
+TILE_M = 64
+# Elements of a factor that one program adds up.
+CHUNK = 1024
 
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
@@ -61,6 +77,420 @@ def _compensated(operands: Operands, index: int) -> Tensor:
         return operands.target[index]
     m = operands.source[index].to(operands.table.compute)
     return m if operands.error is None else m + operands.error[index]
+
+
+@jit
+def _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT: tl.constexpr, HAS_ERROR: tl.constexpr):
+    """A tile of M in fp32: from the target if `project` kept it there, else added up."""
+    if KEPT:
+        return tl.load(target_ptr + offs, mask=mask, other=0).to(tl.float32)
+    m = tl.load(source_ptr + offs, mask=mask, other=0).to(tl.float32)
+    if HAS_ERROR:
+        m += tl.load(error_ptr + offs, mask=mask, other=0)
+    return m
+
+
+@jit
+def _project_strip(
+    source,
+    target,
+    error,
+    q_ptr,
+    offs_n,
+    first,
+    rows,
+    columns,
+    rank,
+    SOURCE: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    source_ptr = source.to(tl.pointer_type(SOURCE))
+    target_ptr = target.to(tl.pointer_type(SOURCE))
+    error_ptr = error.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        target_ptr = tl.multiple_of(target_ptr, 16)
+        error_ptr = tl.multiple_of(error_ptr, 16)
+        columns = columns // 8 * 8  # which it is already; now the compiler knows
+    offs_r = tl.arange(0, RANK)
+    mask_n = offs_n < rows
+    p = tl.zeros((BLOCK_N, RANK), dtype=tl.float32)
+    for start in range(0, STRIP, BLOCK_M):
+        offs_m = first * STRIP + start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < columns
+        offs = offs_n[:, None] * columns + offs_m[None, :]
+        mask = mask_n[:, None] & mask_m[None, :]
+        m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, False, HAS_ERROR)
+        if KEEP:
+            tl.store(target_ptr + offs, m, mask=mask)
+        q_ptrs = q_ptr + offs_r[None, :] * columns + offs_m[:, None]
+        q = tl.load(q_ptrs, mask=(offs_r < rank)[None, :] & mask_m[:, None], other=0)
+        p = tl.dot(m, q, p, input_precision="ieee")
+    return p
+
+
+@jit
+def _project_kernel(
+    pointers_ptr,
+    layout_ptr,
+    work_ptr,
+    q_ptr,
+    partial_ptr,
+    n_matrices,
+    n_programs,
+    SOURCE: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    """Rows of P from one strip of columns of M, into the partial sums."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix = tl.load(work_ptr + program)
+    offs_n = tl.load(work_ptr + n_programs + program) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.load(work_ptr + 2 * n_programs + program)
+    partial_ptr += tl.load(work_ptr + 3 * n_programs + program)
+    rows = tl.load(layout_ptr + matrix)
+    columns = tl.load(layout_ptr + n_matrices + matrix)
+    rank = tl.load(layout_ptr + 2 * n_matrices + matrix)
+    q_ptr += tl.load(layout_ptr + 4 * n_matrices + matrix)
+    source = tl.load(pointers_ptr + matrix)
+    target = tl.load(pointers_ptr + n_matrices + matrix)
+    error = tl.load(pointers_ptr + 2 * n_matrices + matrix)
+
+    # The aligned branch moves 16 bytes at a time, the other one element.
+    if (source | target | error | columns * 2) % 16 == 0:
+        p = _project_strip(
+            source, target, error, q_ptr, offs_n, first, rows, columns, rank,
+            SOURCE, KEEP, HAS_ERROR, True, RANK, BLOCK_N, BLOCK_M, STRIP,
+        )  # fmt: skip
+    else:
+        p = _project_strip(
+            source, target, error, q_ptr, offs_n, first, rows, columns, rank,
+            SOURCE, KEEP, HAS_ERROR, False, RANK, BLOCK_N, BLOCK_M, STRIP,
+        )  # fmt: skip
+    offs_r = tl.arange(0, RANK)
+    mask = (offs_n < rows)[:, None] & (offs_r < rank)[None, :]
+    tl.store(partial_ptr + offs_r[None, :] * rows + offs_n[:, None], p, mask=mask)
+
+
+@jit
+def _backproject_strip(
+    source,
+    target,
+    error,
+    p_ptr,
+    offs_m,
+    first,
+    rows,
+    columns,
+    rank,
+    SOURCE: tl.constexpr,
+    KEPT: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    source_ptr = source.to(tl.pointer_type(SOURCE))
+    target_ptr = target.to(tl.pointer_type(SOURCE))
+    error_ptr = error.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        target_ptr = tl.multiple_of(target_ptr, 16)
+        error_ptr = tl.multiple_of(error_ptr, 16)
+        columns = columns // 8 * 8
+    offs_r = tl.arange(0, RANK)
+    mask_m = offs_m < columns
+    q = tl.zeros((RANK, BLOCK_M), dtype=tl.float32)
+    for start in range(0, STRIP, BLOCK_N):
+        offs_n = first * STRIP + start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < rows
+        offs = offs_n[:, None] * columns + offs_m[None, :]
+        m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask_n[:, None] & mask_m[None, :], KEPT, HAS_ERROR)
+        p_ptrs = p_ptr + offs_r[:, None] * rows + offs_n[None, :]
+        p = tl.load(p_ptrs, mask=(offs_r < rank)[:, None] & mask_n[None, :], other=0)
+        q = tl.dot(p, m, q, input_precision="ieee")
+    return q
+
+
+@jit
+def _backproject_kernel(
+    pointers_ptr,
+    layout_ptr,
+    work_ptr,
+    p_ptr,
+    partial_ptr,
+    n_matrices,
+    n_programs,
+    SOURCE: tl.constexpr,
+    KEPT: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    """Columns of Q from one strip of rows of M, into the partial sums."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix = tl.load(work_ptr + program)
+    offs_m = tl.load(work_ptr + n_programs + program) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.load(work_ptr + 2 * n_programs + program)
+    partial_ptr += tl.load(work_ptr + 3 * n_programs + program)
+    rows = tl.load(layout_ptr + matrix)
+    columns = tl.load(layout_ptr + n_matrices + matrix)
+    rank = tl.load(layout_ptr + 2 * n_matrices + matrix)
+    p_ptr += tl.load(layout_ptr + 3 * n_matrices + matrix)
+    source = tl.load(pointers_ptr + matrix)
+    target = tl.load(pointers_ptr + n_matrices + matrix)
+    error = tl.load(pointers_ptr + 2 * n_matrices + matrix)
+
+    if (source | target | error | columns * 2) % 16 == 0:
+        q = _backproject_strip(
+            source, target, error, p_ptr, offs_m, first, rows, columns, rank,
+            SOURCE, KEPT, HAS_ERROR, True, RANK, BLOCK_N, BLOCK_M, STRIP,
+        )  # fmt: skip
+    else:
+        q = _backproject_strip(
+            source, target, error, p_ptr, offs_m, first, rows, columns, rank,
+            SOURCE, KEPT, HAS_ERROR, False, RANK, BLOCK_N, BLOCK_M, STRIP,
+        )  # fmt: skip
+    offs_r = tl.arange(0, RANK)
+    mask = (offs_r < rank)[:, None] & (offs_m < columns)[None, :]
+    tl.store(partial_ptr + offs_r[:, None] * columns + offs_m[None, :], q, mask=mask)
+
+
+@jit
+def _sum_partials_kernel(partial_ptr, out_ptr, work_ptr, scale: tl.float64, n_programs, CHUNK: tl.constexpr):
+    """A chunk of a factor: the sum of its partial sums in the order of strips, times ``scale``, cast to the wire."""
+    program = tl.program_id(0).to(tl.int64)
+    start = tl.load(work_ptr + program)
+    size = tl.load(work_ptr + n_programs + program)
+    strips = tl.load(work_ptr + 2 * n_programs + program)
+    partial_ptr += tl.load(work_ptr + 3 * n_programs + program)
+    out_ptr += tl.load(work_ptr + 4 * n_programs + program)
+    offs = start + tl.arange(0, CHUNK)
+    mask = offs < size
+    total = tl.load(partial_ptr + offs, mask=mask, other=0)
+    strip = 1
+    while strip < strips:
+        total += tl.load(partial_ptr + strip * size + offs, mask=mask, other=0)
+        strip += 1
+    total *= tl.full((), scale, tl.float32)
+    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _reconstruct_tile(
+    source,
+    target,
+    error,
+    out,
+    offs_n,
+    offs_m,
+    rows,
+    columns,
+    finite,
+    SOURCE: tl.constexpr,
+    KEPT: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    source_ptr = source.to(tl.pointer_type(SOURCE))
+    target_ptr = target.to(tl.pointer_type(SOURCE))
+    error_ptr = error.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        target_ptr = tl.multiple_of(target_ptr, 16)
+        error_ptr = tl.multiple_of(error_ptr, 16)
+        columns = columns // 8 * 8
+    offs = offs_n[:, None] * columns + offs_m[None, :]
+    mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
+    rounded = out.to(SOURCE)
+    if HAS_ERROR:
+        m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)
+        tl.store(error_ptr + offs, m - rounded.to(tl.float32), mask=mask & finite)
+    tl.store(target_ptr + offs, rounded, mask=mask)
+
+
+@jit
+def _reconstruct_kernel(
+    pointers_ptr,
+    layout_ptr,
+    work_ptr,
+    p_ptr,
+    q_ptr,
+    finite_ptr,
+    n_matrices,
+    n_programs,
+    SOURCE: tl.constexpr,
+    KEPT: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One tile of the result and of the error."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix = tl.load(work_ptr + program)
+    offs_n = tl.load(work_ptr + n_programs + program) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = tl.load(work_ptr + 2 * n_programs + program) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.load(layout_ptr + matrix)
+    columns = tl.load(layout_ptr + n_matrices + matrix)
+    rank = tl.load(layout_ptr + 2 * n_matrices + matrix)
+    p_ptr += tl.load(layout_ptr + 3 * n_matrices + matrix)
+    q_ptr += tl.load(layout_ptr + 4 * n_matrices + matrix)
+    source = tl.load(pointers_ptr + matrix)
+    target = tl.load(pointers_ptr + n_matrices + matrix)
+    error = tl.load(pointers_ptr + 2 * n_matrices + matrix)
+    finite = tl.load(finite_ptr + matrix) > 0
+
+    offs_r = tl.arange(0, RANK)
+    mask_r = offs_r < rank
+    p_ptrs = p_ptr + offs_r[None, :] * rows + offs_n[:, None]
+    p = tl.load(p_ptrs, mask=mask_r[None, :] & (offs_n < rows)[:, None], other=0).to(tl.float32)
+    q_ptrs = q_ptr + offs_r[:, None] * columns + offs_m[None, :]
+    q = tl.load(q_ptrs, mask=mask_r[:, None] & (offs_m < columns)[None, :], other=0).to(tl.float32)
+    out = tl.dot(p, q, input_precision="ieee")
+    if (source | target | error | columns * 2) % 16 == 0:
+        _reconstruct_tile(
+            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, True
+        )
+    else:
+        _reconstruct_tile(
+            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, False
+        )
+
+
+def can_use_triton(table: MatrixTable) -> bool:
+    """Whether the kernels take these matrices: up to rank 64, and not fp64."""
+    return use_triton(table.device) and table.largest_rank <= MAX_RANK and table.compute == torch.float32
+
+
+def _padded_rank(table: MatrixTable) -> int:
+    """The rank as the kernels see it: `tl.dot` takes no side shorter than 16."""
+    return max(16, next_power_of_2(table.largest_rank))
+
+
+def _strips(table: MatrixTable, on_p: bool) -> list[list[int]]:
+    """The programs of `_project_kernel` or `_backproject_kernel`: matrix, block, strip, start of the partial sum."""
+    programs, base = [], 0
+    for i, matrix in enumerate(table.matrices):
+        along, across = (matrix.rows, matrix.columns) if on_p else (matrix.columns, matrix.rows)
+        size = (table.p if on_p else table.q).sizes[i]
+        n_strips = -(-across // STRIP)
+        programs += [(i, block, s, base + s * size) for block in range(-(-along // BLOCK)) for s in range(n_strips)]
+        base += n_strips * size
+    return [list(column) for column in zip(*programs, strict=True)]
+
+
+def _partial_sums(table: MatrixTable, on_p: bool) -> list[list[int]]:
+    """The programs of `_sum_partials_kernel`: start, size, strips, start of the partial sums, offset of the factor."""
+    programs, base = [], 0
+    for i, matrix in enumerate(table.matrices):
+        factor, across = (table.p, matrix.columns) if on_p else (table.q, matrix.rows)
+        size, n_strips = factor.sizes[i], -(-across // STRIP)
+        programs += [(start, size, n_strips, base, factor.offsets[i]) for start in range(0, size, CHUNK)]
+        base += n_strips * size
+    return [list(column) for column in zip(*programs, strict=True)]
+
+
+def _tiles(table: MatrixTable) -> list[list[int]]:
+    """The programs of `_reconstruct_kernel`: matrix, block of rows, block of columns."""
+    programs = [
+        (i, n, m)
+        for i, matrix in enumerate(table.matrices)
+        for n in range(-(-matrix.rows // BLOCK))
+        for m in range(-(-matrix.columns // TILE_M))
+    ]
+    return [list(column) for column in zip(*programs, strict=True)]
+
+
+def _pointers(operands: Operands) -> Tensor:
+    # Without error feedback the third row is not read, but its alignment is asked for.
+    return operands.table.pointers(operands.source, operands.target, operands.error or operands.target)
+
+
+def _multiply_triton(
+    operands: Operands, kernel: Any, known: dict[str, Tensor], out: Tensor, scale: float, on_p: bool, **options: Any
+) -> None:
+    """Launch `_project_kernel` or `_backproject_kernel`, and add up its partial sums."""
+    table = operands.table
+    factor = table.p if on_p else table.q
+    programs = table.on_device.get(("strips", on_p), table.device, lambda: _strips(table, on_p))
+    chunks = table.on_device.get(("sums", on_p), table.device, lambda: _partial_sums(table, on_p))
+    sides = [matrix.columns if on_p else matrix.rows for matrix in table.matrices]
+    n_partials = sum(-(-side // STRIP) * size for side, size in zip(sides, factor.sizes, strict=True))
+    partials = torch.empty(n_partials, dtype=torch.float32, device=table.device)
+    rank = _padded_rank(table)
+    with torch.cuda.device_of(out):
+        kernel[(programs.shape[1],)](
+            pointers_ptr=_pointers(operands),
+            layout_ptr=table.layout(),
+            work_ptr=programs,
+            **known,
+            partial_ptr=partials,
+            n_matrices=len(table),
+            n_programs=programs.shape[1],
+            SOURCE=triton_dtype(table.dtype),
+            HAS_ERROR=operands.error is not None,
+            RANK=rank,
+            BLOCK_N=BLOCK,
+            BLOCK_M=BLOCK,
+            STRIP=STRIP,
+            **options,
+            num_warps=4 if rank == 16 else 8,
+        )
+        _sum_partials_kernel[(chunks.shape[1],)](
+            partial_ptr=partials,
+            out_ptr=out,
+            work_ptr=chunks,
+            scale=scale,
+            n_programs=chunks.shape[1],
+            CHUNK=CHUNK,
+            num_warps=4,
+        )
+
+
+def _project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
+    _multiply_triton(operands, _project_kernel, {"q_ptr": q}, p, scale, True, KEEP=operands.keep)
+
+
+def _backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
+    _multiply_triton(operands, _backproject_kernel, {"p_ptr": p}, q, scale, False, KEPT=operands.keep)
+
+
+def _reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
+    table = operands.table
+    tiles = table.on_device.get("tiles", table.device, lambda: _tiles(table))
+    with torch.cuda.device_of(p):
+        _reconstruct_kernel[(tiles.shape[1],)](
+            pointers_ptr=_pointers(operands),
+            layout_ptr=table.layout(),
+            work_ptr=tiles,
+            p_ptr=p,
+            q_ptr=q,
+            finite_ptr=finite,
+            n_matrices=len(table),
+            n_programs=tiles.shape[1],
+            SOURCE=triton_dtype(table.dtype),
+            KEPT=operands.keep,
+            HAS_ERROR=operands.error is not None,
+            RANK=_padded_rank(table),
+            BLOCK_N=BLOCK,
+            BLOCK_M=TILE_M,
+            num_warps=4,
+        )
 
 
 def _row_blocks(operands: Operands, index: int) -> Iterator[slice]:
@@ -133,6 +563,12 @@ def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -
                 error.sub_(target)
 
 
+def _implementation(table: MatrixTable, triton: Pass, cpu: Pass, reference: Pass) -> Pass:
+    if can_use_triton(table):
+        return triton
+    return cpu if table.device.type == "cpu" else reference
+
+
 def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
     """M = G + E; P' = scale M Q', for every matrix of a bucket.
 
@@ -149,7 +585,8 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
     operands.check()
     operands.table.q.check(q, "q")
     operands.table.p.check(p, "p")
-    _project_cpu(operands, q, p, scale) if p.device.type == "cpu" else project_reference(operands, q, p, scale)
+    run = _implementation(operands.table, _project_triton, _project_cpu, project_reference)
+    run(operands, q, p, scale)
 
 
 def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
@@ -166,10 +603,8 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
     """
     operands.table.p.check(p, "p")
     operands.table.q.check(q, "q")
-    if p.device.type == "cpu":
-        _backproject_cpu(operands, p, q, scale)
-    else:
-        backproject_reference(operands, p, q, scale)
+    run = _implementation(operands.table, _backproject_triton, _backproject_cpu, backproject_reference)
+    run(operands, p, q, scale)
 
 
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -186,7 +621,5 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
     """
     operands.table.p.check(p, "p")
     operands.table.q.check(q, "q")
-    if p.device.type == "cpu":
-        _reconstruct_cpu(operands, p, q, finite)
-    else:
-        reconstruct_reference(operands, p, q, finite)
+    run = _implementation(operands.table, _reconstruct_triton, _reconstruct_cpu, reconstruct_reference)
+    run(operands, p, q, finite)

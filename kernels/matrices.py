@@ -6,7 +6,7 @@ M is about P' Q. All P of a bucket are packed one after another in one flat buff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.flattening import compute_dtype
-from gradwire.kernels.segments import BLOCK
+from gradwire.kernels.segments import BLOCK, upload
 
 
 class Matrix(NamedTuple):
@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
     key: int = 0
 
 
-class Factor(NamedTuple):
+class Factor:
     """One side of the approximations of a bucket: every P, or every Q, packed rank-first in one flat buffer.
 
     Attributes:
@@ -36,16 +36,13 @@ class Factor(NamedTuple):
         numel: elements of all of them.
     """
 
-    ranks: list[int]
-    lengths: list[int]
-    offsets: list[int]
-    numel: int
-
-    @classmethod
-    def packed(cls, ranks: list[int], lengths: list[int]) -> Factor:
-        """The layout without gaps."""
-        ends = [0, *accumulate(rank * length for rank, length in zip(ranks, lengths, strict=True))]
-        return cls(ranks, lengths, ends[:-1], ends[-1])
+    def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self.lengths = list(lengths)
+        self.sizes = [rank * length for rank, length in zip(ranks, lengths, strict=True)]
+        self.offsets = [0, *accumulate(self.sizes)][:-1]
+        self.numel = sum(self.sizes)
+        self.on_device = Uploads()
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The factor of each matrix, r x length, as a view of the flat ``buffer``."""
@@ -60,6 +57,21 @@ class Factor(NamedTuple):
             raise ValueError(
                 f"{name} has shape {tuple(buffer.shape)}; expected a contiguous 1-D tensor of {self.numel} elements."
             )
+
+
+class Uploads:
+    """Tables of integers that kernels read, each made once and kept on the device."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[object, Tensor] = {}
+
+    def get(self, key: object, device: torch.device, make: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+        """The table ``key``, int64, one row for each sequence of ``make()``, which is called the first time."""
+        if (key, device) not in self._tensors:
+            rows = make()
+            numbers = [number for row in rows for number in row]
+            self._tensors[key, device] = upload(numbers, device).view(len(rows), -1)
+        return self._tensors[key, device]
 
 
 class MatrixTable:
@@ -91,15 +103,34 @@ class MatrixTable:
         self.device = device
         self.compute = compute_dtype(dtype)
         ranks = [matrix.rank for matrix in matrices]
-        self.p = Factor.packed(ranks, [matrix.rows for matrix in matrices])
-        self.q = Factor.packed(ranks, [matrix.columns for matrix in matrices])
+        self.p = Factor(ranks, [matrix.rows for matrix in matrices])
+        self.q = Factor(ranks, [matrix.columns for matrix in matrices])
         self.keys = [matrix.key for matrix in matrices]
+        self.on_device = Uploads()
+        self._pointers: tuple[list[int], Tensor] | None = None
         # Rows that the CPU paths handle at once: as many as stay in cache.
         self.block_rows = [max(1, min(matrix.rows, BLOCK // matrix.columns)) for matrix in matrices]
         self._scratch: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.matrices)
+
+    @property
+    def largest_rank(self) -> int:
+        """Of all matrices."""
+        return max(self.p.ranks)
+
+    def layout(self) -> Tensor:
+        """Rows, columns, ranks, and offsets of P and of Q, on the device: int64, 5 x matrices."""
+        columns = ([m.rows for m in self.matrices], [m.columns for m in self.matrices], self.p.ranks)
+        return self.on_device.get("layout", self.device, lambda: (*columns, self.p.offsets, self.q.offsets))
+
+    def pointers(self, *tensors: Sequence[Tensor]) -> Tensor:
+        """The addresses of the matrices of several lists, on the device; uploaded again only when one has changed."""
+        addresses = [tensor.data_ptr() for of_list in tensors for tensor in of_list]
+        if self._pointers is None or self._pointers[0] != addresses:
+            self._pointers = (addresses, upload(addresses, self.device))
+        return self._pointers[1]
 
     def scratch(self, index: int) -> Tensor:
         """One block of rows of matrix ``index``, not initialised, of the CPU paths."""

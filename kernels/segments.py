@@ -149,9 +149,9 @@ class SegmentTable:
     def packed(self) -> Tensor:
         """The packed int64 table on the device, with the pointers of the tensors that `check` saw last."""
         if self._packed is None:
-            self._packed = _upload([*self._pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+            self._packed = upload([*self._pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
         elif self._pointers != self._uploaded:
-            self._packed[: len(self)].copy_(_upload(self._pointers, self.device))
+            self._packed[: len(self)].copy_(upload(self._pointers, self.device))
         self._uploaded = self._pointers
         return self._packed
 
@@ -214,6 +214,7 @@ class SegmentTable:
         return blocks
 
 
-def _upload(numbers: list[int], device: torch.device) -> Tensor:
+def upload(numbers: list[int], device: torch.device) -> Tensor:
+    """An int64 tensor on the device, sent without a synchronisation."""
     pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
