@@ -25,12 +25,11 @@ from torch import Tensor
 
 from gradwire.kernels.flattening import triton_dtype
 from gradwire.kernels.language import jit, next_power_of_2, tl
-from gradwire.kernels.matrices import MatrixTable, Operands
+from gradwire.kernels.matrices import MAX_RANK, MatrixTable, Operands
 from gradwire.kernels.platform import use_triton
 
 Pass = Callable[..., None]
 
-MAX_RANK = 64
 # A program of the products works through a strip of M, 32 x 512 or 512 x 32, in tiles of 32 x 32: two of these in
 # fp32, and one more of a factor, are in flight three times over within 64 KiB of shared memory.
 BLOCK = 32

@@ -16,6 +16,9 @@ from torch import Tensor
 from gradwire.kernels.flattening import compute_dtype
 from gradwire.kernels.segments import BLOCK, upload
 
+# The highest rank that the kernels take. Beyond it the passes run as plain PyTorch.
+MAX_RANK = 64
+
 
 class Matrix(NamedTuple):
     """The size of one matrix, the rank of its approximation, and the key of its random columns in `warm_start`."""

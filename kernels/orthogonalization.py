@@ -19,7 +19,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.kernels.matrices import Factor
+from gradwire.kernels.language import jit, next_power_of_2, tl
+from gradwire.kernels.matrices import MAX_RANK, Factor
+from gradwire.kernels.platform import use_triton
+
+# Elements of a factor in the registers of one program: 64 for each of 256 threads, and as many again at work.
+SMALL = 1 << 14
+# A program works through a tile of 512 columns of a large factor, 64 at a time.
+TILE = 512
+BLOCK = 64
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -30,26 +38,260 @@ def tolerance(dtype: torch.dtype) -> float:
 def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
     """What `orthogonalize` computes, written for reading: Gram-Schmidt, twice, in fp64."""
     for i, (w, p) in enumerate(zip(factor.views(wire), factor.views(out), strict=True)):
-        if not w.isfinite().all():
+        finite[i] = w.isfinite().all()
+        if finite[i]:
+            p.copy_(_gram_schmidt(w.to(torch.float64), tolerance(out.dtype)))
+        else:
             p.fill_(torch.nan)
-            finite[i] = 0
-            continue
-        finite[i] = 1
-        basis = w.to(torch.float64, copy=True)
-        for c in range(len(basis)):
-            column = basis[c]
-            largest = column.abs().max()
-            if largest > 0:
-                column /= largest
-            norm = column.norm()
-            for _ in range(2):
-                column -= (basis[:c] @ column) @ basis[:c]
-            remainder = column.norm()
-            if remainder > tolerance(out.dtype) * norm:
-                column /= remainder
-            else:
-                column.zero_()
-        p.copy_(basis)
+
+
+def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
+    basis = torch.zeros_like(rows)
+    for c, row in enumerate(rows):
+        largest = row.abs().max()
+        column = row / largest if largest > 0 else row
+        norm = column.norm()
+        for _ in range(2):
+            column = column - (basis[:c] @ column) @ basis[:c]
+        if column.norm() > limit * norm:
+            basis[c] = column / column.norm()
+    return basis
+
+
+@jit
+def _load_rows(ptr, offs_r, offs_n, rank, length):
+    mask = (offs_r < rank)[:, None] & (offs_n < length)[None, :]
+    return tl.load(ptr + offs_r[:, None] * length + offs_n[None, :], mask=mask, other=0).to(tl.float32)
+
+
+@jit
+def _store_rows(ptr, x, offs_r, offs_n, rank, length):
+    mask = (offs_r < rank)[:, None] & (offs_n < length)[None, :]
+    tl.store(ptr + offs_r[:, None] * length + offs_n[None, :], x, mask=mask)
+
+
+@jit
+def _or_one(x):
+    return tl.where(x > 0, x, 1.0)
+
+
+@jit
+def _gram_schmidt_kernel(
+    wire_ptr,
+    out_ptr,
+    finite_ptr,
+    layout_ptr,
+    members_ptr,
+    n_factors,
+    TOLERANCE: tl.constexpr,
+    RANK: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """A small factor in one program: Gram-Schmidt in registers, twice for each row."""
+    factor = tl.load(members_ptr + tl.program_id(0).to(tl.int64))
+    rank = tl.load(layout_ptr + factor)
+    length = tl.load(layout_ptr + n_factors + factor)
+    start = tl.load(layout_ptr + 2 * n_factors + factor)
+    offs_r = tl.arange(0, RANK)
+    offs_n = tl.arange(0, LENGTH)
+    p = _load_rows(wire_ptr + start, offs_r, offs_n, rank, length)
+    n_bad = tl.sum(tl.sum(tl.where(tl.abs(p) < float("inf"), 0, 1), axis=1), axis=0)
+    p = p / _or_one(tl.max(tl.abs(p), axis=1))[:, None]
+    for c in range(0, RANK):
+        is_c = offs_r == c
+        column = tl.sum(tl.where(is_c[:, None], p, 0.0), axis=0)
+        norm = tl.sqrt(tl.sum(column * column, axis=0))
+        for _ in tl.static_range(2):
+            products = tl.where(offs_r < c, tl.sum(p * column[None, :], axis=1), 0.0)
+            column -= tl.sum(p * products[:, None], axis=0)
+        remainder = tl.sqrt(tl.sum(column * column, axis=0))
+        column = tl.where(remainder > TOLERANCE * norm, column / _or_one(remainder), 0.0)
+        p = tl.where(is_c[:, None], column[None, :], p)
+    p = tl.where(n_bad > 0, float("nan"), p)
+    _store_rows(out_ptr + start, p, offs_r, offs_n, rank, length)
+    tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
+
+
+@jit
+def _gram_of_tile(p_ptr, first, rank, length, RANK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Gram matrix of a tile of columns, and the largest magnitude of each row, by which its rows were divided."""
+    offs_r = tl.arange(0, RANK)
+    largest = tl.zeros((RANK,), dtype=tl.float32)
+    for start in range(0, TILE, BLOCK):
+        p = _load_rows(p_ptr, offs_r, first + start + tl.arange(0, BLOCK), rank, length)
+        largest = tl.maximum(largest, tl.max(tl.abs(p), axis=1))
+    gram = tl.zeros((RANK, RANK), dtype=tl.float32)
+    for start in range(0, TILE, BLOCK):
+        p = _load_rows(p_ptr, offs_r, first + start + tl.arange(0, BLOCK), rank, length)
+        # inf / inf and NaN make the Gram matrix NaN, which is how the next kernel learns of them.
+        p = p / _or_one(largest)[:, None]
+        gram = tl.dot(p, tl.trans(p), gram, input_precision="ieee")
+    return gram, largest
+
+
+@jit
+def _store_gram(gram_ptr, gram, largest, RANK: tl.constexpr):
+    offs_r = tl.arange(0, RANK)
+    tl.store(gram_ptr + offs_r[:, None] * RANK + offs_r[None, :], gram)
+    tl.store(gram_ptr + RANK * RANK + offs_r, largest)
+
+
+@jit
+def _gram_kernel(
+    wire_ptr,
+    grams_ptr,
+    layout_ptr,
+    work_ptr,
+    n_factors,
+    n_programs,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The Gram matrix of one tile of a large factor."""
+    program = tl.program_id(0).to(tl.int64)
+    factor = tl.load(work_ptr + program)
+    first = tl.load(work_ptr + n_programs + program) * TILE
+    rank = tl.load(layout_ptr + factor)
+    length = tl.load(layout_ptr + n_factors + factor)
+    p_ptr = wire_ptr + tl.load(layout_ptr + 2 * n_factors + factor)
+    gram, largest = _gram_of_tile(p_ptr, first, rank, length, RANK, BLOCK, TILE)
+    _store_gram(grams_ptr + program * (RANK * RANK + RANK), gram, largest, RANK)
+
+
+@jit
+def _inverse_cholesky(gram, limit, RANK: tl.constexpr):
+    """T, lower triangular, with T gram T' = 1, for a Gram matrix of unit diagonal; zero rows where a pivot is small."""
+    offs = tl.arange(0, RANK)
+    inverse = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
+    for k in range(0, RANK):
+        is_k = offs == k
+        column = tl.sum(tl.where(is_k[None, :], gram, 0.0), axis=1)
+        pivot = tl.sum(tl.where(is_k, column, 0.0), axis=0)
+        root = tl.where(pivot > limit, 1 / tl.sqrt(_or_one(pivot)), 0.0)
+        gram_row = tl.sum(tl.where(is_k[:, None], gram, 0.0), axis=0) * root
+        inverse_row = tl.sum(tl.where(is_k[:, None], inverse, 0.0), axis=0) * root
+        below = tl.where(offs > k, column * root, 0.0)
+        gram -= below[:, None] * gram_row[None, :]
+        inverse -= below[:, None] * inverse_row[None, :]
+        inverse = tl.where(is_k[:, None], inverse_row[None, :], inverse)
+    return inverse
+
+
+@jit
+def _apply_kernel(
+    in_ptr,
+    out_ptr,
+    grams_ptr,
+    next_grams_ptr,  # None in the second round
+    finite_ptr,
+    layout_ptr,
+    work_ptr,
+    n_factors,
+    n_programs,
+    EPSILON: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile of a large factor, orthogonalised by its Gram matrix, which every program factorises for itself."""
+    program = tl.program_id(0).to(tl.int64)
+    factor = tl.load(work_ptr + program)
+    tile = tl.load(work_ptr + n_programs + program)
+    first_program = tl.load(work_ptr + 2 * n_programs + program)
+    n_tiles = tl.load(work_ptr + 3 * n_programs + program)
+    rank = tl.load(layout_ptr + factor)
+    length = tl.load(layout_ptr + n_factors + factor)
+    start = tl.load(layout_ptr + 2 * n_factors + factor)
+
+    SIZE: tl.constexpr = RANK * RANK + RANK
+    offs_r = tl.arange(0, RANK)
+    grams_ptr += first_program * SIZE
+    largest = tl.zeros((RANK,), dtype=tl.float32)
+    i = 0
+    while i < n_tiles:
+        largest = tl.maximum(largest, tl.load(grams_ptr + i * SIZE + RANK * RANK + offs_r))
+        i += 1
+    gram = tl.zeros((RANK, RANK), dtype=tl.float32)
+    i = 0
+    while i < n_tiles:
+        ratio = tl.load(grams_ptr + i * SIZE + RANK * RANK + offs_r) / _or_one(largest)
+        part = tl.load(grams_ptr + i * SIZE + offs_r[:, None] * RANK + offs_r[None, :])
+        gram += part * ratio[:, None] * ratio[None, :]
+        i += 1
+    n_bad = tl.sum(tl.sum(tl.where(tl.abs(gram) < float("inf"), 0, 1), axis=1), axis=0)
+    diagonal = tl.sum(tl.where(offs_r[:, None] == offs_r[None, :], gram, 0.0), axis=1)
+    scale = 1 / tl.sqrt(_or_one(diagonal))
+    transform = _inverse_cholesky(gram * scale[:, None] * scale[None, :], 4 * rank * EPSILON, RANK)
+    # The factor's rows are divided by their largest magnitude first: the product of both may not be representable.
+    transform = tl.where(n_bad > 0, float("nan"), transform * scale[None, :])
+    gram = tl.zeros((RANK, RANK), dtype=tl.float32)
+    for block in range(0, TILE, BLOCK):
+        offs_n = tile * TILE + block + tl.arange(0, BLOCK)
+        p = _load_rows(in_ptr + start, offs_r, offs_n, rank, length) / _or_one(largest)[:, None]
+        p = tl.dot(transform, p, input_precision="ieee")
+        _store_rows(out_ptr + start, p, offs_r, offs_n, rank, length)
+        if next_grams_ptr is not None:
+            gram = tl.dot(p, tl.trans(p), gram, input_precision="ieee")
+    if next_grams_ptr is not None:
+        _store_gram(next_grams_ptr + program * SIZE, gram, tl.full((RANK,), 1.0, tl.float32), RANK)
+    else:
+        tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
+
+
+def can_use_triton(factor: Factor, out: Tensor) -> bool:
+    """Whether the kernels take these factors: up to rank 64, into fp32."""
+    return use_triton(out.device) and max(factor.ranks) <= MAX_RANK and out.dtype == torch.float32
+
+
+def _tiles(factor: Factor, large: list[int]) -> list[list[int]]:
+    """The programs of the large factors: factor, tile, first program of the factor, number of its tiles."""
+    programs: list[tuple[int, int, int, int]] = []
+    for i in large:
+        first, n_tiles = len(programs), -(-factor.lengths[i] // TILE)
+        programs += [(i, tile, first, n_tiles) for tile in range(n_tiles)]
+    return [list(column) for column in zip(*programs, strict=True)]
+
+
+def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
+    # Small is what fits into the registers of one program, padded to powers of two.
+    rank = next_power_of_2(max(factor.ranks))
+    small = [i for i, length in enumerate(factor.lengths) if rank * next_power_of_2(length) <= SMALL]
+    large = [i for i, length in enumerate(factor.lengths) if rank * next_power_of_2(length) > SMALL]
+    layout = factor.on_device.get("layout", out.device, lambda: (factor.ranks, factor.lengths, factor.offsets))
+    common = {"finite_ptr": finite, "layout_ptr": layout, "n_factors": len(factor.ranks)}
+    with torch.cuda.device_of(out):
+        if small:
+            _gram_schmidt_kernel[(len(small),)](
+                wire_ptr=wire,
+                out_ptr=out,
+                members_ptr=factor.on_device.get("small", out.device, lambda: [small]),
+                **common,
+                TOLERANCE=tolerance(torch.float32),
+                RANK=rank,
+                LENGTH=next_power_of_2(max(factor.lengths[i] for i in small)),
+                num_warps=8,
+            )
+        if large:
+            work = factor.on_device.get("tiles", out.device, lambda: _tiles(factor, large))
+            rank = max(16, rank)  # `tl.dot` takes no side shorter than 16
+            grams = torch.empty(2, work.shape[1], rank * rank + rank, dtype=torch.float32, device=out.device)
+            sizes = {"RANK": rank, "BLOCK": BLOCK, "TILE": TILE, "num_warps": 4 if rank == 16 else 8}
+            programs = {"work_ptr": work, "n_programs": work.shape[1]}
+            _gram_kernel[(work.shape[1],)](
+                wire_ptr=wire, grams_ptr=grams[0], layout_ptr=layout, n_factors=len(factor.ranks), **programs, **sizes
+            )
+            for source, first, second in ((wire, grams[0], grams[1]), (out, grams[1], None)):
+                _apply_kernel[(work.shape[1],)](
+                    in_ptr=source,
+                    out_ptr=out,
+                    grams_ptr=first,
+                    next_grams_ptr=second,
+                    **common,
+                    **programs,
+                    EPSILON=torch.finfo(torch.float32).eps,
+                    **sizes,
+                )
 
 
 def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
@@ -64,11 +306,12 @@ def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor
         # Scaled, because squares of a column must neither overflow nor vanish.
         largest = w.abs().amax(1, keepdim=True)
         scaled = w.to(out.dtype) / torch.where(largest > 0, largest, 1)
-        # Householder's QR is orthonormal for any input, and |R_cc| is the norm of the remainder of column c.
         basis, triangle = torch.linalg.qr(scaled.t())
-        diagonal = triangle.diagonal()
-        kept = diagonal.abs() > limit * torch.linalg.vector_norm(triangle, dim=0)
-        p.copy_((basis * torch.where(kept, diagonal.sign(), 0)).t())
+        remainders = triangle.diagonal()
+        if (remainders.abs() > limit * torch.linalg.vector_norm(triangle, dim=0)).all():
+            p.copy_((basis * remainders.sign()).t())
+        else:  # QR puts an arbitrary direction in place of a dependent column, and takes it out of those that follow
+            p.copy_(_gram_schmidt(w.to(torch.float64), limit))
 
 
 def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
@@ -85,7 +328,9 @@ def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> 
     """
     factor.check(wire, "wire")
     factor.check(out, "out")
-    if out.device.type == "cpu":
+    if can_use_triton(factor, out):
+        _orthogonalize_triton(wire, factor, out, finite)
+    elif out.device.type == "cpu":
         _orthogonalize_cpu(wire, factor, out, finite)
     else:
         orthogonalize_reference(wire, factor, out, finite)

@@ -16,8 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.kernels.counter_random import uniform
+from gradwire.kernels.counter_random import uniform, uniform_triton
+from gradwire.kernels.language import jit, tl
 from gradwire.kernels.matrices import Factor
+from gradwire.kernels.platform import use_triton
+
+BLOCK = 1024
 
 
 def renew_reference(
@@ -31,6 +35,111 @@ def renew_reference(
         scaled = columns / columns.abs().amax(1, keepdim=True)
         unit = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
         after.copy_(torch.where(finite[i] > 0, unit, after))
+
+
+@jit
+def _norms_kernel(
+    wire_ptr,
+    norms_ptr,
+    finite_ptr,
+    work_ptr,
+    n_rows,
+    BLOCK: tl.constexpr,
+):
+    """Largest magnitude of one row of a factor, and its norm divided by that; clears the flag if it is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(work_ptr + row)
+    length = tl.load(work_ptr + n_rows + row)
+    wire_ptr += tl.load(work_ptr + 2 * n_rows + row)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    n_bad = tl.zeros((BLOCK,), dtype=tl.int32)
+    start = 0
+    while start < length:
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.abs(tl.load(wire_ptr + offs, mask=offs < length, other=0).to(tl.float32))
+        largest = tl.maximum(largest, x)
+        n_bad += tl.where(x < float("inf"), 0, 1)
+        start += BLOCK
+    top = tl.max(largest, axis=0)
+    divisor = tl.where(top > 0, top, 1.0)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    start = 0
+    while start < length:
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.load(wire_ptr + offs, mask=offs < length, other=0).to(tl.float32) / divisor
+        squares += x * x
+        start += BLOCK
+    tl.store(norms_ptr + row, top)
+    tl.store(norms_ptr + n_rows + row, tl.sqrt(tl.sum(squares, axis=0)))
+    if tl.sum(n_bad, axis=0) > 0:
+        tl.atomic_min(finite_ptr + factor, 0)
+
+
+@jit
+def _drawn_norm(key, step, base, length, BLOCK: tl.constexpr):
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    start = 0
+    while start < length:
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.where(offs < length, uniform_triton(key, step, base + offs), 0.0)
+        squares += x * x
+        start += BLOCK
+    return tl.sqrt(tl.sum(squares, axis=0))
+
+
+@jit
+def _renew_kernel(
+    wire_ptr,
+    norms_ptr,
+    following_ptr,
+    finite_ptr,
+    work_ptr,
+    step: tl.int64,
+    n_rows,
+    BLOCK: tl.constexpr,
+):
+    """One row of the next factor: of unit norm, random where the row is zero."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(work_ptr + row)
+    length = tl.load(work_ptr + n_rows + row)
+    offset = tl.load(work_ptr + 2 * n_rows + row)
+    base = tl.load(work_ptr + 3 * n_rows + row)  # of the row within its factor
+    key = tl.load(work_ptr + 4 * n_rows + row)
+    step = tl.full((), step, tl.int64)
+    if tl.load(finite_ptr + factor) > 0:
+        top = tl.load(norms_ptr + row)
+        norm = tl.load(norms_ptr + n_rows + row)
+        if top == 0:
+            norm = _drawn_norm(key, step, base, length, BLOCK)
+        start = 0
+        while start < length:
+            offs = start + tl.arange(0, BLOCK)
+            x = tl.load(wire_ptr + offset + offs, mask=offs < length, other=0).to(tl.float32)
+            x = uniform_triton(key, step, base + offs) if top == 0 else x / top
+            tl.store(following_ptr + offset + offs, x / norm, mask=offs < length)
+            start += BLOCK
+
+
+def _rows(factor: Factor, keys: Sequence[int]) -> list[list[int]]:
+    """The programs: factor, length, offset of the row, its place within the factor, key."""
+    programs = [
+        (i, length, factor.offsets[i] + row * length, row * length, keys[i])
+        for i, (rank, length) in enumerate(zip(factor.ranks, factor.lengths, strict=True))
+        for row in range(rank)
+    ]
+    return [list(column) for column in zip(*programs, strict=True)]
+
+
+def _renew_triton(
+    wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor
+) -> None:
+    rows = factor.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(factor, keys))
+    n_rows = rows.shape[1]
+    norms = torch.empty(2, n_rows, dtype=torch.float32, device=following.device)
+    common = {"wire_ptr": wire, "norms_ptr": norms, "finite_ptr": finite, "work_ptr": rows, "n_rows": n_rows}
+    with torch.cuda.device_of(following):
+        _norms_kernel[(n_rows,)](**common, BLOCK=BLOCK, num_warps=4)
+        _renew_kernel[(n_rows,)](**common, following_ptr=following, step=step, BLOCK=BLOCK, num_warps=4)
 
 
 def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor) -> None:
@@ -65,7 +174,9 @@ def renew(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, followin
     """
     factor.check(wire, "wire")
     factor.check(following, "following")
-    if following.device.type == "cpu":
+    if use_triton(following.device) and following.dtype == torch.float32:
+        _renew_triton(wire, factor, keys, step, following, finite)
+    elif following.device.type == "cpu":
         _renew_cpu(wire, factor, keys, step, following, finite)
     else:
         renew_reference(wire, factor, keys, step, following, finite)
