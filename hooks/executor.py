@@ -27,6 +27,8 @@ from torch.futures import Future
 from gradwire.compress import Transport, Workspace
 from gradwire.kernels import SegmentTable
 
+# Seconds that a worker which waits for a lost peer may hold up the exit of the interpreter.
+EXIT_LIMIT = 2.0
 MEETING_TIMEOUT = timedelta(minutes=2)
 
 Task = Callable[[], Any]
@@ -74,8 +76,9 @@ class WorkerExecutor(Executor):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(_twin_group(group), device)
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Task] | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._tasks,), name="gradwire", daemon=True).start()
-        weakref.finalize(self, self._tasks.put, None)
+        thread = threading.Thread(target=_work, args=(self._tasks,), name="gradwire", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._tasks, thread)
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future: Future[Any] = Future()
@@ -89,6 +92,13 @@ def _work(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]") -> None:
     while (entry := tasks.get()) is not None:
         _complete(*entry)
         del entry  # a task holds gradients; it must not outlive its step
+
+
+def _end(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]", thread: threading.Thread) -> None:
+    """End a worker, also when the interpreter exits: a thread that returns from C++ later than that aborts it."""
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(EXIT_LIMIT)
 
 
 def _complete(future: Future[Any], task: Task) -> None:

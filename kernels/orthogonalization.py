@@ -25,9 +25,10 @@ from gradwire.kernels.platform import use_triton
 
 # Elements of a factor in the registers of one program: 64 for each of 256 threads, and as many again at work.
 SMALL = 1 << 14
-# A program works through a tile of 512 columns of a large factor, 64 at a time.
+# A program works through a tile of 512 columns of a large factor, 1024 elements at a time: beside two matrices of
+# r x r, more would not fit into registers at rank 64.
 TILE = 512
-BLOCK = 64
+BLOCK = 1024
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -276,7 +277,7 @@ def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Ten
             work = factor.on_device.get("tiles", out.device, lambda: _tiles(factor, large))
             rank = max(16, rank)  # `tl.dot` takes no side shorter than 16
             grams = torch.empty(2, work.shape[1], rank * rank + rank, dtype=torch.float32, device=out.device)
-            sizes = {"RANK": rank, "BLOCK": BLOCK, "TILE": TILE, "num_warps": 4 if rank == 16 else 8}
+            sizes = {"RANK": rank, "BLOCK": BLOCK // rank, "TILE": TILE, "num_warps": 4 if rank == 16 else 8}
             programs = {"work_ptr": work, "n_programs": work.shape[1]}
             _gram_kernel[(work.shape[1],)](
                 wire_ptr=wire, grams_ptr=grams[0], layout_ptr=layout, n_factors=len(factor.ranks), **programs, **sizes

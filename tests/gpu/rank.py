@@ -9,17 +9,30 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 import gradwire
 from gradwire.hooks import default_hooks, scaled_cast_hooks
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.reduce import in_place, reduce_bucket
 from gradwire.kernels import flatten, unflatten
 
 DEVICE = torch.device("cuda", 0)
 TorchDDP = nn.parallel.DistributedDataParallel
+
+
+def powersgd(hook=powerSGD_hook, rank=4, **options):
+    return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
+
+
 HOOKS = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "fp16": lambda: (None, default_hooks.fp16_compress_hook),
     "bf16": lambda: (None, default_hooks.bf16_compress_hook),
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "scaled": lambda: (scaled_cast_hooks.ScaledCastState(), scaled_cast_hooks.scaled_cast_hook),
+    "powersgd": powersgd(),
+    "powersgd, rank 32": powersgd(rank=32),
+    "powersgd, bf16 factors": powersgd(factor_dtype=torch.bfloat16),
+    "powersgd, alternating": powersgd(alternating=True),
+    "powersgd, batched": powersgd(batched_powerSGD_hook),
+    "fp16 of powersgd": powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
 
 
@@ -149,6 +162,70 @@ def scaled_cast_keeps_tiny_gradients():
     assert model.module.weight.grad.isnan().all()
     assert state.exponents() == exponents
     assert state.skipped_steps == 1
+
+
+def powersgd_loses_nothing():
+    """What all ranks put in is what came out of all steps and what is left in their errors, up to rounding."""
+    for name in ("powersgd", "powersgd, rank 32", "powersgd, bf16 factors", "powersgd, alternating"):
+        weight = nn.Linear(300, 200, bias=False).to(DEVICE)
+        model = gradwire.DistributedDataParallel(weight, device_ids=[0])
+        state, hook = HOOKS[name]()
+        model.register_comm_hook(state, hook)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        balance = torch.zeros(200, 300, dtype=torch.float64, device=DEVICE)
+        largest = 0.0
+        for _ in range(20):
+            model.zero_grad()
+            # The gradient of the weight is the sum over the batch of one-hot rows times columns: the columns, exactly.
+            columns = torch.randn(200, 300, generator=generator).to(DEVICE)
+            (model(columns) * torch.eye(200, device=DEVICE)).sum().backward()
+            balance += columns.double() - weight.weight.grad.double()
+            largest = max(largest, columns.abs().max().item())
+        balance -= state._memory.errors["weight"].double()
+        dist.all_reduce(balance)
+        # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
+        bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
+        assert balance.abs().max() <= bound, (name, balance.abs().max().item(), bound)
+        assert state.compression_stats()[0] > 1, name
+
+
+def powersgd_survives_a_nonfinite_gradient():
+    model = gradwire.DistributedDataParallel(nn.Linear(300, 200, bias=False).to(DEVICE), device_ids=[0])
+    state = PowerSGDState(None, 4, 2, 1)
+    model.register_comm_hook(state, powerSGD_hook)
+    batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for _ in range(4):
+        model.zero_grad()
+        model(batch).square().sum().backward()
+    error = state._memory.errors["weight"].clone()
+    factor = state._factors.q["weight"].clone()
+    bad = batch.clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        bad[0, 0] = float("inf")
+    model.zero_grad()
+    model(bad).square().sum().backward()
+    assert model.module.weight.grad.isnan().all()
+    assert torch.equal(state._memory.errors["weight"], error)
+    assert torch.equal(state._factors.q["weight"], factor)
+    model.zero_grad()
+    model(batch).square().sum().backward()
+    assert model.module.weight.grad.isfinite().all()
+
+
+def powersgd_launches_a_dozen_kernels_for_each_bucket():
+    model, _ = train(gradwire.DistributedDataParallel, HOOKS["powersgd"]())
+    batch = torch.randn(4, 3, 8, 8, device=DEVICE)
+    for _ in range(4):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if event.name.lstrip("_").endswith("_kernel")]
+    print(len(model.reducer.buckets), "buckets:", launches)
+    # flatten, project and its sum, orthogonalise (1 to 4), backproject and its sum, renew (2), reconstruct, unflatten
+    assert 0 < len(launches) <= 13 * len(model.reducer.buckets)
 
 
 def wrapped_hooks_of_pytorch_run():

@@ -68,6 +68,9 @@ def run_ranks(case, world_size, folder):
         "no_flat_buffer_is_allocated",
         "two_collectives_per_bucket_stay_in_order",
         "scaled_cast_keeps_tiny_gradients",
+        "powersgd_loses_nothing",
+        "powersgd_survives_a_nonfinite_gradient",
+        "powersgd_launches_a_dozen_kernels_for_each_bucket",
         "wrapped_hooks_of_pytorch_run",
     ],
 )

@@ -3,24 +3,15 @@
 What is compiled is what the public functions launch: their arguments are recorded, not written down again here.
 """
 
-import re
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
+import ahead_of_time
 import pytest
 import torch
-from cases import INTERPRETED, REALS, name
-
-if INTERPRETED:
-    pytest.skip("kernels decorated under TRITON_INTERPRET cannot be compiled", allow_module_level=True)
-triton = pytest.importorskip("triton")
-GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
-
-FP32, FP16, BF16, FP64 = REALS
+from ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
+from cases import REALS, name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of
 # 8 warps share a multiprocessor, 80 three, 128 two. No kernel may spill, and full aligned chunks must move through
@@ -37,18 +28,11 @@ LIMITS = {
     ("unflatten", FP64, True): {80: 72, 90: 72, 100: 72, "gfx942": 64},  # 69/69  69/69  69/69  55/58
     ("update_scale", FP32, True): {80: 32, 90: 32, 100: 32, "gfx942": 16},  # 26/26  30/30  30/30  8/8
 }
-TARGETS = {
-    80: GPUTarget("cuda", 80, 32),
-    90: GPUTarget("cuda", 90, 32),
-    100: GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 MODULES = {
     "flatten": "gradwire.kernels.flattening",
     "unflatten": "gradwire.kernels.unflattening",
     "update_scale": "gradwire.kernels.scale",
 }
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 # Gradient dtype and wire dtype.
 PAIRS = [(gradient, wire) for gradient in REALS for wire in (FP32, FP16, BF16)] + [(FP64, FP64)]
@@ -75,26 +59,12 @@ class Launch:
         return "-".join([self.function, name(self.gradient), name(self.wire), *(o for o, on in options.items() if on)])
 
 
-class Recorder:
-    """Stands in for a kernel, and keeps what it is launched with."""
-
-    def __getitem__(self, grid):
-        def keep(**arguments):
-            self.arguments = arguments
-
-        return keep
-
-
+@cache
 def recorded(launch):
     """The kernel that a call launches, and its arguments."""
     module = import_module(MODULES[launch.function])
-    kernel = f"_{launch.function}_kernel"
-    recorder = Recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, kernel, recorder)
-        patch.setattr(module, "use_triton", lambda device: True)
-        _call(getattr(module, launch.function), launch)
-    return getattr(module, kernel), recorder.arguments
+    call = getattr(module, launch.function)
+    return ahead_of_time.recorded([module], lambda: _call(call, launch))[launch.function]
 
 
 def _call(function, launch):
@@ -114,80 +84,9 @@ def _call(function, launch):
         function(wire, gradients, scale=scales[1] if launch.tensor_scale else 0.5, absmax=absmax)
 
 
-def signature_of(kernel, arguments):
-    """What the launcher makes of arguments: types, constants, and which are multiples of 16."""
-    pointers = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16", FP64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(i,)] = value
-            continue
-        address = value
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name], address = pointers[value.dtype], value.data_ptr()
-        else:
-            signature[parameter.name] = parameter.annotation_type or ("fp32" if isinstance(value, float) else "i32")
-        if isinstance(address, int) and address % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
-
-
-@dataclass(frozen=True)
-class Binary:
-    """What became of a kernel.
-
-    Attributes:
-        registers: of one thread.
-        spills: accesses or slots of memory that stands in for registers.
-        loaded: bytes that the wide (128 bits or more) loads of one program read.
-        stored: bytes that its wide stores write.
-    """
-
-    registers: int
-    spills: int
-    loaded: int
-    stored: int
-
-
 @cache
-def compiled(launch, target_name):
-    kernel, arguments = recorded(launch)
-    signature, constants, attributes = signature_of(kernel, arguments)
-    target = TARGETS[target_name]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    binary = triton.compile(source, target=target, options={"num_warps": arguments["num_warps"]})
-    threads = arguments["num_warps"] * target.warp_size
-    return _amd(binary.asm["amdgcn"], threads) if target.backend == "hip" else _nvidia(binary.asm["cubin"], threads)
-
-
-def _nvidia(cubin, threads):
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    return Binary(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)) + int(re.search(r"STACK:(\d+)", usage)[1]),
-        loaded=threads * sum(int(bits) // 8 for bits in re.findall(r"\bLDG\.\S*?(128|256)\b", sass)),
-        stored=threads * sum(int(bits) // 8 for bits in re.findall(r"\bSTG\.\S*?(128|256)\b", sass)),
-    )
-
-
-def _amd(assembly, threads):
-    def counted(field):
-        return int(re.search(rf"\.{field}:\s+(\d+)", assembly)[1])
-
-    return Binary(
-        registers=counted("vgpr_count"),
-        spills=counted("vgpr_spill_count") + counted("sgpr_spill_count") + counted("private_segment_fixed_size"),
-        loaded=threads * 16 * len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", assembly)),
-        stored=threads * 16 * len(re.findall(r"\b(?:global|buffer)_store_dwordx4\b", assembly)),
-    )
+def compiled(launch, target):
+    return ahead_of_time.compiled(*recorded(launch), target)
 
 
 def check(launch, target):

@@ -67,8 +67,8 @@ def test_blocks_cover_the_wire_once_in_order(case, block):
 
 def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypatch):
     uploads = []
-    upload = segments._upload
-    monkeypatch.setattr(segments, "_upload", lambda numbers, to: uploads.append(len(numbers)) or upload(numbers, to))
+    upload = segments.upload
+    monkeypatch.setattr(segments, "upload", lambda numbers, to: uploads.append(len(numbers)) or upload(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
     wire = torch.empty(5003, device=device)
     table = SegmentTable(first)

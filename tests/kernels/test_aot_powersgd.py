@@ -1,0 +1,104 @@
+"""The kernels of PowerSGD, compiled ahead of time, must not spill, and must move aligned matrices in wide accesses."""
+
+from functools import cache
+
+import pytest
+import torch
+from ahead_of_time import BF16, FP16, FP32, TARGETS, compiled, recorded
+from cases import name
+
+from gradwire.kernels import lowrank, orthogonalization, warm_start
+from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
+
+# The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is.
+# Measured with Triton 3.7.1 on sm_80, sm_90, sm_100 and gfx942, over all variants.
+LIMITS = {
+    "project": {16: 128, 32: 168, 64: 168},
+    "backproject": {16: 168, 32: 168, 64: 255},
+    "reconstruct": {16: 168, 32: 168, 64: 168},
+    "sum_partials": {16: 40, 32: 40, 64: 40},
+    "gram_schmidt": {16: 128, 32: 128, 64: 192},
+    "gram": {16: 96, 32: 104, 64: 128},
+    "apply": {16: 168, 32: 208, 64: 208},
+    "norms": {16: 40, 32: 40, 64: 40},
+    "renew": {16: 48, 32: 48, 64: 48},
+}
+# Of 64 KiB, which every target has.
+SHARED = 1 << 16
+# gradient, wire, whether M is kept, whether there is error feedback
+VARIANTS = [
+    (FP32, FP32, True, True),
+    (FP32, BF16, False, True),
+    (FP32, FP32, False, False),
+    (BF16, BF16, False, True),
+    (FP16, BF16, False, True),
+]
+RANKS = (4, 32, 64)
+
+
+@cache
+def launches(gradient, wire, keep, error, rank):
+    """The kernels of one step on a bucket with a small and a large P, whose matrices are aligned."""
+
+    def step():
+        table = MatrixTable([Matrix(64, 512, rank), Matrix(8192, 64, rank)], gradient, torch.device("cpu"))
+        matrices = [torch.zeros(matrix.rows, matrix.columns, dtype=gradient) for matrix in table.matrices]
+        errors = [torch.zeros(matrix.shape) for matrix in matrices] if error else None
+        operands = Operands(table, matrices, matrices, errors, keep)
+        q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
+        p_wire, q_wire = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
+        finite = torch.ones(2, dtype=torch.int32)
+        lowrank.project(operands, q, p_wire, scale=0.5)
+        orthogonalization.orthogonalize(p_wire, table.p, basis, finite)
+        lowrank.backproject(operands, basis, q_wire, scale=0.5)
+        warm_start.renew(q_wire, table.q, table.keys, 5, q, finite)
+        lowrank.reconstruct(operands, basis, q_wire, finite)
+
+    return recorded([lowrank, orthogonalization, warm_start], step)
+
+
+def matrix_bytes(kernel, gradient, keep, error):
+    """Bytes of a full block of matrix elements that a program reads and writes in wide accesses, at the least."""
+    read = gradient.itemsize + (4 if error and not (keep and kernel != "project") else 0)
+    written = {"project": gradient.itemsize if keep else 0, "reconstruct": gradient.itemsize + (4 if error else 0)}
+    if kernel == "reconstruct" and not error:
+        read = 0
+    return read, written.get(kernel, 0)
+
+
+def check(kernel, variant, rank, target):
+    gradient, _, keep, error = variant
+    function, arguments = launches(*variant, rank)[kernel]
+    binary = compiled(function, arguments, target)
+    assert binary.spills == 0, binary
+    assert binary.registers <= LIMITS[kernel][max(16, rank)], binary
+    assert binary.shared <= SHARED, binary
+    if kernel in ("project", "backproject", "reconstruct") and target != "gfx942":
+        read, written = matrix_bytes(kernel, gradient, keep, error)
+        block = arguments["BLOCK_N"] * arguments["BLOCK_M"]
+        # 16-bit elements of a block that 8 warps share are too few for 16 bytes a thread.
+        if block * gradient.itemsize >= 16 * 32 * arguments["num_warps"]:
+            assert binary.loaded >= block * read, binary
+            assert binary.stored >= block * written, binary
+
+
+@pytest.mark.parametrize("rank", (4, 64))
+@pytest.mark.parametrize("kernel", LIMITS)
+def test_powersgd_kernels_fit_sm_90(kernel, rank):
+    check(kernel, VARIANTS[0], rank, 90)
+
+
+@pytest.mark.parametrize("kernel", LIMITS)
+def test_powersgd_kernels_of_16_bit_gradients_fit_sm_90(kernel):
+    check(kernel, VARIANTS[3], 4, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: f"{name(v[0])}-{name(v[1])}{'-kept' * v[2]}{'-error' * v[3]}"
+)
+@pytest.mark.parametrize("kernel", LIMITS)
+def test_every_powersgd_kernel_fits_every_gpu(kernel, variant, rank, target):
+    check(kernel, variant, rank, target)
