@@ -4,19 +4,23 @@ import shlex
 import signal
 import sys
 import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 from rich.console import Console
 
 import gradwire
-from gradwire.bench import reducer
-from gradwire.bench.hooks import HOOKS
+from gradwire.bench import hook_cost, namespaces, network, reducer
+from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 from gradwire.bench.launch import LaunchError, launch
+from gradwire.bench.measuring import Neighbours, backend_of, bench_device
+from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.report import results_table, save_plot
-from gradwire.bench.results import Results, Settings, load_results, save_measurements, save_results
+from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
 
 app = typer.Typer(
     help="gradwire: gradient compression for PyTorch data-parallel training.",
@@ -27,6 +31,14 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure what gradwire's parts cost, beside PyTorch's own.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+_DEMO_HOOKS = ",".join(DEMO_HOOKS)
+_COST_HOOKS = ",".join(hook_cost.DEFAULT_HOOKS)
+_NETWORK_HOOKS = ",".join(network.DEFAULT_HOOKS)
+_NETWORK_RATES = ",".join(network.DEFAULT_RATES)
+
+HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False)]
 
 
 def _print_version(asked: bool) -> None:
@@ -44,14 +56,25 @@ def _root(
     pass
 
 
-def _parse_hooks(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    unknown = [name for name in names if name not in HOOKS]
+def _parse_list(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
+    names = _parse_list(text)
+    unknown = [name for name in names if name not in choices]
     if unknown:
         raise typer.BadParameter(
-            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(HOOKS)}.", param_hint="--hooks"
+            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(choices)}.", param_hint="--hooks"
         )
     return names
+
+
+def _parse_rates(text: str) -> list[Rate]:
+    try:
+        return [Rate.parse(name) for name in _parse_list(text)]
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.", param_hint="--rates") from None
 
 
 @app.command()
@@ -62,15 +85,15 @@ def demo(
     processes: Annotated[int, typer.Option(min=1, max=16, help="Processes to train on, on this machine.")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images, for each hook.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
-    hooks: Annotated[str, typer.Option(help="Which hooks, in which order, separated by commas.")] = ",".join(HOOKS),
+    hooks: HooksOption = _DEMO_HOOKS,
 ) -> None:
     """Train a small network on real images once with each hook, and compare loss, accuracy, bytes and time."""
     settings = Settings(
-        hooks=_parse_hooks(hooks),
+        hooks=_parse_hooks(hooks, [name for name in HOOKS if name != "noop"]),  # with which ranks drift apart
         processes=processes,
         epochs=epochs,
         seed=seed,
-        command=shlex.join(["gradwire", *sys.argv[1:]]),
+        command=_command_line(),
     )
     _make_folder(output)
     console = Console()
@@ -78,19 +101,10 @@ def demo(
         f"Training with {', '.join(settings.hooks)} in turns; processes: {processes} ...",
         highlight=False,
     )
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
+    with _stoppable("gradwire demo", console):
         results = _measure(settings)
         save_results(results, output / "results.json")
         save_plot(results, output / "loss_vs_bytes.png")
-    except KeyboardInterrupt:
-        typer.echo("\nInterrupted.", err=True)
-        raise typer.Exit(128 + signal.SIGINT) from None
-    except LaunchError as error:
-        typer.echo(f"{error.log}\ngradwire demo: {error}", err=True)
-        raise typer.Exit(1) from None
-    finally:
-        console.show_cursor()  # a worker that was stopped has left it hidden
     console.print()
     console.print(results_table(results))
     console.print(
@@ -101,13 +115,109 @@ def demo(
 @bench.command("reducer")
 def bench_reducer(
     steps: Annotated[int, typer.Option(min=10, help="Timed backwards of each reducer.")] = 60,
-    output: Annotated[Path | None, typer.Option(help="A JSON file for the numbers.", dir_okay=False)] = None,
+    output: OutputOption = None,
 ) -> None:
     """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns."""
-    measured = reducer.measure(steps)
+    device, facts, neighbours = _begin(threads=1)
+    measured = reducer.measure(steps, device)
+    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
     Console().print(*reducer.reducer_tables(measured))
-    if output is not None:
-        save_measurements(measured, shlex.join(["gradwire", *sys.argv[1:]]), output)
+    _save(measured, facts, output)
+
+
+@bench.command("hooks")
+def bench_hooks(
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook on each DDP.")] = 30,
+    threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
+    hooks: HooksOption = _COST_HOOKS,
+    output: OutputOption = None,
+) -> None:
+    """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks, in one process."""
+    names = _parse_hooks(hooks, HOOKS)
+    device, facts, neighbours = _begin(threads)
+    measured = hook_cost.measure(names, steps, threads, device)
+    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
+    Console().print(hook_cost.cost_table(measured, facts))
+    _save(measured, facts, output)
+
+
+@bench.command("network")
+def bench_network(
+    hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
+    rates: Annotated[str, typer.Option(help="Rates of the hosts' links, separated by commas.")] = _NETWORK_RATES,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook at each rate.")] = 15,
+    hooks: HooksOption = _NETWORK_HOOKS,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"5 steps of {', '.join(network.QUICK_HOOKS)} at 1gbit.")
+    ] = False,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="No network: ranks share this machine's loopback. Needs no root.")
+    ] = False,
+    output: OutputOption = None,
+) -> None:
+    """Time steps over a slow network between hosts that are network namespaces of this machine. Needs root, iproute2.
+
+    gradwire's hooks on its own DDP, PyTorch's on PyTorch's. A few minutes, most of them at 100mbit.
+    """
+    names = network.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
+    links = _parse_rates(",".join(network.QUICK_RATES) if quick else rates)
+    obstacle = None if loopback else namespaces.obstacle()
+    if obstacle is not None:
+        _refuse_network(obstacle)
+    facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
+    console = Console()
+    with _stoppable("gradwire bench network", console):
+        try:
+            measured = network.measure(names, [network.LOOPBACK] if loopback else links, 5 if quick else steps, hosts)
+        except NamespaceError as error:
+            _refuse_network(str(error))
+    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
+    console.print(*network.step_tables(measured, facts))
+    _save(measured, facts, output)
+
+
+def _refuse_network(reason: str) -> NoReturn:
+    typer.echo(
+        f"gradwire bench network: {reason}. It needs Linux, root and iproute2 (ip, tc); with --loopback it needs none "
+        "of them, and measures hooks where the link is memory.",
+        err=True,
+    )
+    raise typer.Exit(1)
+
+
+def _begin(threads: int) -> tuple[torch.device, dict[str, Any], Neighbours]:
+    """Where to measure, and with what; the neighbours are watched from now on."""
+    device = bench_device()
+    return device, _facts(device, threads), Neighbours()
+
+
+def _facts(device: torch.device, threads: int) -> dict[str, Any]:
+    return provenance(device, backend_of(device), threads) | {"command": _command_line()}
+
+
+def _command_line() -> str:
+    return shlex.join(["gradwire", *sys.argv[1:]])
+
+
+def _save(measured: dict[str, Any], facts: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        save_measurements(measured, facts, path)
+
+
+@contextmanager
+def _stoppable(command: str, console: Console) -> Iterator[None]:
+    """Ends the command in good order if it is interrupted or terminated, or if a worker fails."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted.", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except LaunchError as error:
+        typer.echo(f"{error.log}\n{command}: {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        console.show_cursor()  # a worker that was stopped has left it hidden
 
 
 def _make_folder(path: Path) -> None:

@@ -30,6 +30,7 @@ from gradwire.hooks.executor import executor_for
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0
+PLAIN_STEPS = 10  # before low-rank hooks begin to compress
 
 
 class Digits(NamedTuple):
@@ -80,7 +81,7 @@ class Training:
         torch.manual_seed(settings.seed)
         self.hook = hook
         self.model = DistributedDataParallel(make_network().to(device))
-        registration = HOOKS[hook].make(self.model.process_group)
+        registration = HOOKS[hook].make(self.model.process_group, PLAIN_STEPS)
         if registration is not None:
             self.model.register_comm_hook(*registration)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
@@ -198,16 +199,18 @@ def main(settings: Settings, path: Path) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if use_gpus else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device if use_gpus else None)
+    facts = provenance(device, backend, torch.get_num_threads())
     data = load_data(device)
     runs = train_all(settings, data, device)
     if dist.get_rank() == 0:
         results = Results(
-            provenance=provenance(device, backend),
+            provenance=facts,
             settings=settings,
             train_images=len(data.train_labels),
             test_images=len(data.test_labels),
             parameters=sum(parameter.numel() for parameter in make_network().parameters()),
             batch_size=GLOBAL_BATCH // settings.processes * settings.processes,
+            plain_steps=PLAIN_STEPS,
             runs=runs,
         )
         save_results(results, path)

@@ -7,17 +7,12 @@ whatever else the machine does falls on both.
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich import box
 from rich.progress import track
 from rich.table import Table
@@ -26,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
 from gradwire import DistributedDataParallel
+from gradwire.bench.measuring import percentiles_ms, synchronize, world_of_one
 from gradwire.hooks import debugging_hooks, default_hooks
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -77,20 +73,20 @@ class Case:
         """Forward, and the time of the backward until every gradient is final."""
         self.model.zero_grad(set_to_none=True)
         loss = self.model(self.batch).square().mean()
-        _synchronize(self.batch.device)
+        synchronize(self.batch.device)
         start = time.perf_counter()
         loss.backward()
-        _synchronize(self.batch.device)
+        synchronize(self.batch.device)
         return time.perf_counter() - start
 
 
-def measure(steps: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(steps: int, device: torch.device) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds of a backward (p20, p50, p80) by model and provider, after a check that the gradients agree.
 
     Raises:
         RuntimeError: a provider's gradients differ from those without a reducer by more than its wire rounds.
     """
-    with _process_group() as device:
+    with world_of_one(device, threads=1):
         return {name: _measure_model(name, build, device, steps) for name, build in MODELS.items()}
 
 
@@ -105,7 +101,7 @@ def _measure_model(
     for _ in track(range(steps), description=name):
         for case in cases.values():
             case.seconds.append(case.step())
-    return {provider: _percentiles_ms(case.seconds) for provider, case in cases.items()}
+    return {provider: percentiles_ms(case.seconds) for provider, case in cases.items()}
 
 
 def _case(build: Callable[[], Residual], device: torch.device, wrap: Any, hook: Any) -> Case:
@@ -131,11 +127,6 @@ def _check(cases: dict[str, Case]) -> None:
                 raise RuntimeError(f"{provider}: the gradients differ from those without a reducer; nothing is timed.")
 
 
-def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(seconds, n=10)
-    return {"p20": 1e3 * cuts[1], "p50": 1e3 * cuts[4], "p80": 1e3 * cuts[7]}
-
-
 def reducer_tables(results: dict[str, dict[str, dict[str, float]]]) -> Iterator[Table]:
     """A table for each model: medians, microseconds for each parameter beyond no reducer, and ratios to PyTorch's."""
     for model, providers in results.items():
@@ -153,23 +144,3 @@ def reducer_tables(results: dict[str, dict[str, dict[str, float]]]) -> Iterator[
                 f"{ms['p50'] / peer['p50']:.2f}x" if provider.startswith("gradwire") else "",
             )
         yield out
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _process_group() -> Iterator[torch.device]:
-    """A world of one rank on the GPU, if there is one, else on the CPU with one thread."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        dist.init_process_group(backend, init_method=Path(folder, "store").as_uri(), rank=0, world_size=1)
-        try:
-            yield device
-        finally:
-            dist.destroy_process_group()

@@ -2,15 +2,17 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from gradwire.bench.hooks import HOOKS
 from gradwire.bench.results import Results, Run, replacing
 
 BASELINE = "none"
 _COLORS = ("#0072b2", "#f0b400", "#009e73", "#a0307a", "#d55e00", "#56b4e9", "#000000")
-_WIDTHS = (2.0, 6.0, 3.2, 1.2)  # curves of hooks that train alike lie on each other: the wide ones first
+_WIDTHS = (2.0, 6.0, 3.2, 1.2, 2.0, 2.0)  # curves that lie on each other, as those of casts do: the wide ones first
 
 
 def results_table(results: Results) -> Table:
@@ -21,6 +23,9 @@ def results_table(results: Results) -> Table:
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=0,
+        min_width=79,  # title and caption are as wide as the table
+        pad_edge=False,
     )
     table.add_column("hook", no_wrap=True)
     for header in ("training\nloss", "test\naccuracy", "sent per\nstep", "vs\nnone", "ms per\nstep *", "vs\nnone"):
@@ -61,12 +66,27 @@ def _caption(results: Results) -> str:
     return (
         "loss: training loss, mean of the last epoch\n"
         f"accuracy: of {results.test_images} test images\n"
-        "sent: payload that each rank hands to collectives\n"
-        "ms: whole step, median and (20th-80th percentile); the hooks took turns\n"
+        f"sent: payload that each rank hands to collectives, mean of all steps{_plain_steps(results)}\n"
+        "ms: whole step, median (20th-80th percentile); the hooks took turns\n"
         f"* All processes ran on one machine, where the link is {link}:\n"
         "  this time does not show what a network would.\n"
+        f"{machine_line(facts)}"
+    )
+
+
+def _plain_steps(results: Results) -> str:
+    """How the payload of low-rank hooks is to be read, if there are any."""
+    has_low_rank = any(HOOKS[run.hook].rank is not None for run in results.runs)
+    return f";\n  PowerSGD sends the first {results.plain_steps} whole" if has_low_rank else ""
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """Where, when and with what numbers were made, in a line; and in one more how busy others kept the machine."""
+    others = facts.get("cpus_busy_with_others")
+    return (
         f"{facts['gpu'] or facts['cpu']}, {facts['cpu_count']} CPUs, {facts['backend']}, torch {facts['torch']}, "
         f"gradwire {facts['gradwire']}, {facts['date'][:10]}"
+        + (f"\n{others:.1f} of these CPUs were busy with other processes meanwhile" if others is not None else "")
     )
 
 
@@ -82,6 +102,7 @@ def format_bytes(count: float) -> str:
 def save_plot(results: Results, path: Path) -> None:
     """Draw training loss against megabytes sent per rank, one curve for each hook, as a PNG, whole or not at all."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     steps = len(results.runs[0].losses)
     window = max(1, steps // 20)
@@ -100,11 +121,14 @@ def save_plot(results: Results, path: Path) -> None:
     totals = [run.sent_bytes[-1] for run in results.runs]
     if max(totals) > 8 * min(totals) > 0:
         axes.set_xscale("log")
-    axes.set_xlabel("payload sent per rank (MB)")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("payload sent per rank so far (MB)")
     axes.set_ylabel(f"training loss (mean of {window} steps)" if window > 1 else "training loss")
     axes.set_title(_title(results), fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     with replacing(path) as partial:
         figure.savefig(partial, format="png")
 

@@ -1,4 +1,4 @@
-"""What a demo measured, as data: the only source of its table and its plot."""
+"""What a demo or a bench measured, as data with its provenance: the only source of tables and plots."""
 
 import json
 import os
@@ -80,6 +80,7 @@ class Results:
         train_images, test_images: how many.
         parameters: how many the network has.
         batch_size: images of a step, over all ranks.
+        plain_steps: of each training, before low-rank hooks begin to compress.
         runs: one for each hook, in the order of the settings.
     """
 
@@ -89,23 +90,25 @@ class Results:
     test_images: int
     parameters: int
     batch_size: int
+    plain_steps: int
     runs: list[Run]
 
 
-def provenance(device: torch.device, backend: str) -> dict[str, Any]:
-    """Where, when and with what the numbers were made."""
+def provenance(device: torch.device, backend: str, threads: int) -> dict[str, Any]:
+    """Where, when and with what the numbers are made. To be called before: the load is to be that of others."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gradwire": gradwire.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "backend": backend,
-        "threads_per_process": torch.get_num_threads(),
+        "threads_per_process": threads,
+        "load_average_before": round(os.getloadavg()[0], 2),
     }
 
 
@@ -138,13 +141,10 @@ def save_results(results: Results, path: Path) -> None:
         partial.write_text(json.dumps(asdict(results), indent=1) + "\n")
 
 
-def save_measurements(measurements: dict[str, Any], command: str, path: Path) -> None:
+def save_measurements(measurements: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
     """Write a bench's numbers with their provenance as JSON, whole or not at all."""
-    is_gpu = torch.cuda.is_available()
-    facts = provenance(torch.device("cuda" if is_gpu else "cpu"), "nccl" if is_gpu else "gloo")
     with replacing(path) as partial:
-        document = {"provenance": facts | {"command": command}, "measurements": measurements}
-        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.write_text(json.dumps({"provenance": facts, "measurements": measurements}, indent=1) + "\n")
 
 
 def load_results(path: Path) -> Results:

@@ -47,8 +47,8 @@ class LowRankPolicy:
     stacks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"The rank is {self.rank}; expected at least 1.")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"The rank is {self.rank!r}; expected at least 1, a whole number.")
         for pattern, rank in self.ranks.items():
             if not isinstance(rank, int) or rank < 0:
                 raise ValueError(f"ranks[{pattern!r}] is {rank!r}; expected a rank, or 0 to send it uncompressed.")
@@ -99,9 +99,9 @@ def _memory_matrix(layout: Tensor) -> tuple[int, int]:
     if layout.numel() == 0 or layout.dim() == 0:
         return layout.numel(), 1
     pair = 2 if layout.is_complex() else 1
+    if layout.numel() == max(layout.shape):  # a vector, however many dimensions it has
+        return layout.numel() * pair, 1
     order = sorted((d for d in range(layout.dim()) if layout.shape[d] > 1), key=layout.stride, reverse=True)
-    if not order:
-        return 1, pair
     outermost, innermost = order[0], order[-1]
     if innermost == 0 and outermost != 0:
         rest = prod(layout.shape[1:])

@@ -24,8 +24,8 @@ from gradwire.compress.transport import Transport
 from gradwire.compress.workspace import Workspace
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.lowrank import backproject, project, reconstruct
-from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
+from gradwire.kernels.lowrank import backproject, can_keep, project, reconstruct
+from gradwire.kernels.matrices import ALIGNMENT, Factor, Matrix, MatrixTable, Operands
 from gradwire.kernels.orthogonalization import orthogonalize
 from gradwire.kernels.segments import memory_order
 from gradwire.kernels.warm_start import draw, renew
@@ -105,7 +105,7 @@ class LowRankBucket:
     def operands(self, source: Sequence[Tensor], target: Sequence[Tensor], keep: bool) -> Operands:
         """The matrices of the bucket's gradients, where they lie."""
         matrices = [self._cut([tensors[i] for i, _ in self._compressed]) for tensors in (source, target)]
-        keep = keep and self._errors is not None and self.table.dtype == self.table.compute
+        keep = keep and self._errors is not None and can_keep(self.table)
         return Operands(self.table, matrices[0], matrices[1], self._errors, keep)
 
     def wires(self, workspace: Workspace, sent: Factor, *sizes: tuple[Factor, bool]) -> Wires:
@@ -120,9 +120,14 @@ class LowRankBucket:
         others = [(factor.numel, self._factor_dtype if on_wire else compute) for factor, on_wire in sizes]
         if self._factor_dtype == dtype:  # then one collective takes both
             message, *buffers = workspace.wires((sent.numel + self.raw_numel, dtype), *others)
-            return Wires([message], message[: sent.numel], message[sent.numel :], buffers)
-        factor, raw, *buffers = workspace.wires((sent.numel, self._factor_dtype), (self.raw_numel, dtype), *others)
-        return Wires([factor, raw] if self._raw else [factor], factor, raw, buffers)
+            wires = Wires([message], message[: sent.numel], message[sent.numel :], buffers)
+        else:
+            factor, raw, *buffers = workspace.wires((sent.numel, self._factor_dtype), (self.raw_numel, dtype), *others)
+            wires = Wires([factor, raw] if self._raw else [factor], factor, raw, buffers)
+        for (factor_of, _), buffer in zip(((sent, True), *sizes), (wires.factor, *buffers), strict=True):
+            if factor_of.has_gaps:
+                buffer.zero_()
+        return wires
 
     def pack(self, source: Sequence[Tensor], wire: Tensor, scale: float) -> None:
         """Write what is not compressed, times ``scale``, into its wire."""
@@ -144,17 +149,18 @@ class LowRankBucket:
 
     def _remembered(self, factor: Factor, names: Sequence[str], known: dict[str, Tensor], iteration: int) -> Tensor:
         """The packed factors of one side, random where ``known`` has none; its entries become views of them."""
-        buffer = torch.empty(factor.numel, dtype=self.table.compute, device=self.table.device)
+        buffer = torch.zeros(factor.numel, dtype=self.table.compute, device=self.table.device)
         draw(factor, self.table.keys, iteration, buffer)
-        start = first = 0
+        first = 0
         for i, shape in self._compressed:
             length = factor.lengths[first]
-            stop = start + shape.matrices * shape.rank * length
-            view = buffer[start:stop].view(shape.matrices, shape.rank, length)
+            distance = -(-factor.sizes[first] // ALIGNMENT) * ALIGNMENT
+            size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
+            view = buffer.as_strided(size, stride, factor.offsets[first])
             if names[i] in known and known[names[i]].shape == view.shape:
                 view.copy_(known[names[i]])
             known[names[i]] = view
-            start, first = stop, first + shape.matrices
+            first += shape.matrices
         return buffer
 
 

@@ -131,12 +131,15 @@ def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = MEETING_TI
         RuntimeError: some ranks have not come in time; it names them.
     """
     store = PrefixStore("gradwire/meet", dist.distributed_c10d._get_process_group_store(group))
-    meeting = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
+    meeting = ""
+    while not meeting or store.check([f"{meeting}/failed"]):  # a rank that missed one goes on to the next
+        meeting = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
     keys = [f"{meeting}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], "here")
     try:
         store.wait(keys, timeout)
-    except dist.DistError as error:
+    except RuntimeError as error:
+        store.set(f"{meeting}/failed", "")
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
             f"{purpose} is a collective call: ranks {missing} have not made it within {timeout}. Call it on every rank."

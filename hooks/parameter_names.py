@@ -8,6 +8,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradwire.hooks.reduce import InPlaceBucket
 from gradwire.hooks.types import GradBucket
 
+NUMBERED = "parameter."
+
+
+def is_number(name: str) -> bool:
+    """Whether a name stands for a place in the order of first appearance."""
+    return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
+
 
 class ParameterNames:
     """Finds each parameter's name: from gradwire's bucket, from `bind`, or else from the order of first appearance.
@@ -45,6 +52,11 @@ class ParameterNames:
         """The module that `bind` was given, while it lives."""
         return self._module() if self._module is not None else None
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of the module, if there is one."""
+        module = self.module
+        return list(module.parameters()) if module is not None else []
+
     def close(self) -> None:
         """Take no parameter by order any more: all have been seen."""
         self._is_closed = True
@@ -67,7 +79,7 @@ class ParameterNames:
                     "state remembers one model's gradients. Make a new state for each model, or bind(module) it to "
                     "the one whose parameters change."
                 )
-            self._names[parameter] = f"parameter.{self._unnamed}"
+            self._names[parameter] = f"{NUMBERED}{self._unnamed}"
             self._unnamed += 1
         name: str = self._names[parameter]
         return name
@@ -81,6 +93,8 @@ class NamedState:
 
     def bind(self, module: torch.nn.Module) -> None:
         """Name the parameters after ``module``. A checkpoint needs it on PyTorch's DDP; gradwire's does it by itself.
+
+        Without it, names are places in the order of first appearance, and PowerSGD's random columns follow the names.
 
         Args:
             module: the model, wrapped or not.

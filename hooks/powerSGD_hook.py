@@ -27,7 +27,7 @@ from gradwire.compress import (
 )
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks.executor import executor_for, meet
-from gradwire.hooks.parameter_names import NamedState
+from gradwire.hooks.parameter_names import NamedState, is_number
 from gradwire.hooks.reduce import bucket_dtype, in_place, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
@@ -149,6 +149,8 @@ class PowerSGDState(NamedState):
         super().__init__()
         self._memory = ErrorMemory()
         self._factors = Factors()
+        self._is_batched = False
+        self._is_loaded = False
         self._plans: dict[tuple[str, ...], _Plan] = {}
 
     @property
@@ -158,8 +160,8 @@ class PowerSGDState(NamedState):
             rank=self.matrix_approximation_rank,
             start_iteration=self.start_powerSGD_iter,
             min_compression_rate=self.min_compression_rate,
-            ranks=self.ranks,
-            stacks=self.stacks,
+            ranks=dict(self.ranks),
+            stacks=dict(self.stacks),
         )
 
     @property
@@ -183,9 +185,11 @@ class PowerSGDState(NamedState):
 
     def _plan(self, names: tuple[str, ...], bucket: GradBucket, batched: bool) -> "_Plan":
         """How this bucket is compressed; made anew when its parameters, its dtype or the options have changed."""
-        signature = (bucket_dtype(bucket), batched, self.policy, self.use_error_feedback, self.factor_dtype)
+        options = (self.policy, self.use_error_feedback, self.factor_dtype, self.alternating)
+        signature = (bucket_dtype(bucket), batched, *options)
         plan = self._plans.get(names)
         if plan is None or plan.signature != signature:
+            self._check_names(names)
             members = set(names)
             self._plans = {key: kept for key, kept in self._plans.items() if members.isdisjoint(key)}
             divide = self._divide_flat if batched else self._divide
@@ -236,13 +240,21 @@ class PowerSGDState(NamedState):
     ) -> LowRankBucket | None:
         if not any(shapes):
             return None
-        factors, seed = self._factors, self.random_seed
         return LowRankBucket(
-            names, layouts, shapes, self.factor_dtype, errors, factors, seed, self.iter, self.alternating
+            names,
+            layouts,
+            shapes,
+            self.factor_dtype,
+            errors,
+            self._factors,
+            seed=self.random_seed,
+            iteration=max(self.iter, self.start_powerSGD_iter),
+            alternating=self.alternating,
         )
 
     def _run(self, bucket: GradBucket, batched: bool) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
+        self._is_batched = batched
         names = self._names.of(bucket)
         plan = self._plan(names, bucket, batched) if self.policy.has_started(self.iter) else None
         iteration = self.iter
@@ -277,7 +289,8 @@ class PowerSGDState(NamedState):
         Every rank must call it, between two steps; all get the same. The errors are averaged over the ranks, which is
         exact: PowerSGD depends on their mean only, so any number of ranks can go on from it. Once the state is bound
         to a model, there is an entry for every parameter that is compressed, also before the first step, so that
-        ``torch.distributed.checkpoint`` finds where to load.
+        ``torch.distributed.checkpoint`` finds where to load. (With `batched_powerSGD_hook` that needs a first step, and
+        loads no factors, which belong to buckets.)
 
         Raises:
             RuntimeError: some ranks have not called it within two minutes.
@@ -285,11 +298,11 @@ class PowerSGDState(NamedState):
         group = self.process_group or dist.distributed_c10d._get_default_group()
         meet(group, "PowerSGDState.state_dict()")
         self._fill_in()
-        device = next((error.device for error in self._memory.errors.values()), None)
+        devices = [tensor.device for tensor in (*self._names.parameters(), *self._memory.errors.values())]
         errors = {}
-        if device is not None:
-            executor = executor_for(self.process_group, device)
-            errors = executor.submit(lambda: self._memory.averaged(executor.transport)).wait()
+        if self._memory.errors:
+            executor = executor_for(self.process_group, devices[0])
+            errors = executor.submit(lambda: self._memory.averaged(executor.transport, devices[0])).wait()
         return {
             "iter": self.iter,
             "errors": errors,
@@ -304,9 +317,22 @@ class PowerSGDState(NamedState):
         known = self._memory.errors if self.use_error_feedback else self._factors.q
         if module is None or known:
             return
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        for name, parameter in parameters.items():
-            self._divide([name], [parameter], parameter.dtype.to_real())
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and self._is_batched:  # its factors belong to buckets, which are not known yet
+                self._memory.of(name, as_real(gradient_layout(parameter)), compute_dtype(parameter.dtype.to_real()))
+            elif parameter.requires_grad:
+                self._divide([name], [parameter], parameter.dtype.to_real())
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Raise if the loaded state names parameters and this bucket numbers them, or the other way round."""
+        known = set(self._memory.errors) | set(self._factors.q)
+        if self._is_loaded and known and known.isdisjoint(names):
+            numbered = [all(is_number(name) for name in some) for some in (known, names)]
+            if numbered[0] != numbered[1]:
+                raise ValueError(
+                    f"The loaded state remembers {min(known)!r}, this bucket has {names[0]!r}: one was bound to its "
+                    "model, the other was not. Call state.bind(model) in both runs, or in neither."
+                )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, whatever the buckets and the number of ranks are now.
@@ -315,13 +341,15 @@ class PowerSGDState(NamedState):
             ValueError: an entry is missing or of another kind; nothing is changed then.
         """
         if not _is_state(state_dict):
+            entries = sorted(state_dict) if isinstance(state_dict, Mapping) else state_dict
             raise ValueError(
-                f"The state has the entries {sorted(state_dict)}; expected iter, errors, q, p and numel, as "
+                f"The state has the entries {entries}; expected iter, errors, q, p and numel, as "
                 "PowerSGDState.state_dict() returns them."
             )
         self.iter = int(state_dict["iter"])
         self.total_numel_before_compression, self.total_numel_after_compression = map(int, state_dict["numel"])
         self._plans = {}
+        self._is_loaded = True
         self._memory.errors = {name: error.clone() for name, error in state_dict["errors"].items()}
         self._factors.q = {name: factor.clone() for name, factor in state_dict["q"].items()}
         self._factors.p = {name: factor.clone() for name, factor in state_dict["p"].items()}
@@ -354,7 +382,7 @@ class _Plan(NamedTuple):
         """Real elements that a step hands to collectives."""
         if self.bucket is None:
             return self.table.numel
-        sides = self.bucket.table.p.numel, self.bucket.table.q.numel
+        sides = sum(self.bucket.table.p.sizes), sum(self.bucket.table.q.sizes)
         return self.bucket.raw_numel + (sides[iteration % 2] if alternating else sum(sides))
 
 
@@ -364,14 +392,16 @@ def _in_dtype(layout: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
 
 
-def _is_state(state: Mapping[str, Any]) -> bool:
+def _is_state(state: object) -> bool:
     """Whether ``state`` has the entries of `PowerSGDState.state_dict`."""
+    if not isinstance(state, Mapping):
+        return False
     tensors = [state.get(key) for key in ("errors", "q", "p")]
     numel = state.get("numel")
     return (
         isinstance(state.get("iter"), int)
         and isinstance(numel, list)
-        and len(numel) == 2
+        and [type(number) for number in numel] == [int, int]
         and all(
             isinstance(entries, Mapping)
             and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in entries.items())

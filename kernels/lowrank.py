@@ -2,7 +2,7 @@
 
     project       M = G + E,   P' = scale M Q'       G, E: n x m;  Q: r x m;  P: r x n
     backproject   Q = scale P M
-    reconstruct   out = P' Q,  E = M - out           only for matrices whose factors are finite
+    reconstruct   out = P' Q,  E = M - out           if the factors are finite; else out = NaN, and E stays
 
 E is the error memory; the update conserves G + E = out + E (new) to the rounding of one subtraction, and that of a
 16-bit result is part of the error. E is overwritten in the last pass alone, when it is known on every rank whether all
@@ -64,6 +64,7 @@ def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tens
     table = operands.table
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).to(table.dtype)
+        out = torch.where(finite[i] > 0, out, torch.nan)
         if operands.error is not None:
             error = _compensated(operands, i) - out.to(table.compute)
             operands.error[i].copy_(torch.where(finite[i] > 0, error, operands.error[i]))
@@ -315,7 +316,7 @@ def _reconstruct_tile(
         columns = columns // 8 * 8
     offs = offs_n[:, None] * columns + offs_m[None, :]
     mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
-    rounded = out.to(SOURCE)
+    rounded = tl.where(finite, out, float("nan")).to(SOURCE)
     if HAS_ERROR:
         m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)
         tl.store(error_ptr + offs, m - rounded.to(tl.float32), mask=mask & finite)
@@ -374,6 +375,14 @@ def _reconstruct_kernel(
 def can_use_triton(table: MatrixTable) -> bool:
     """Whether the kernels take these matrices: up to rank 64, and not fp64."""
     return use_triton(table.device) and table.largest_rank <= MAX_RANK and table.compute == torch.float32
+
+
+def can_keep(table: MatrixTable) -> bool:
+    """Whether `project` had better leave M in the target: where that holds it, and where it saves a read.
+
+    The CPU paths copy M into their scratch in any case, and add there at no cost.
+    """
+    return can_use_triton(table) and table.dtype == table.compute
 
 
 def _padded_rank(table: MatrixTable) -> int:
@@ -499,41 +508,40 @@ def _row_blocks(operands: Operands, index: int) -> Iterator[slice]:
 
 
 def _block_of_m(operands: Operands, index: int, rows: slice) -> Tensor:
-    """M in a block of rows: a view where it lies somewhere, else added up in the scratch."""
+    """M in a block of rows, in the scratch: BLAS may round by alignment, and that of gradients is anybody's."""
+    block = operands.table.scratch(index)[: rows.stop - rows.start]
     if operands.keep:
-        return operands.target[index][rows]
-    source = operands.source[index][rows]
-    if operands.error is not None:
-        return torch.add(source, operands.error[index][rows], out=operands.table.scratch(index)[: len(source)])
-    if source.dtype == operands.table.compute:
-        return source
-    return operands.table.scratch(index)[: len(source)].copy_(source)
+        return block.copy_(operands.target[index][rows])
+    if operands.error is None:
+        return block.copy_(operands.source[index][rows])
+    return torch.add(operands.source[index][rows], operands.error[index][rows], out=block)
 
 
 def _project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     table = operands.table
     product = p if p.dtype == table.compute else torch.empty_like(p, dtype=table.compute)
+    adding = operands._replace(keep=False)
     for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(product), strict=True)):
         for rows in _row_blocks(operands, i):
+            m = _block_of_m(adding, i, rows)
+            torch.mm(q_i, m.t(), out=p_i[:, rows])
             if operands.keep:
-                assert operands.error is not None
-                torch.add(operands.source[i][rows], operands.error[i][rows], out=operands.target[i][rows])
-            torch.mm(q_i, _block_of_m(operands, i, rows).t(), out=p_i[:, rows])
-    torch.mul(product, scale, out=p) if product is p else p.copy_(product.mul_(scale))
+                operands.target[i][rows] = m
+        p_i.mul_(scale)
+    if product is not p:
+        p.copy_(product)
 
 
 def _backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     table = operands.table
     product = q if q.dtype == table.compute else torch.empty_like(q, dtype=table.compute)
-    is_whole = operands.keep or (operands.error is None and table.dtype == table.compute)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(product), strict=True)):
-        if is_whole:  # one read of M needs no blocks
-            torch.mm(p_i, operands.target[i] if operands.keep else operands.source[i], out=q_i)
-            continue
         for rows in _row_blocks(operands, i):
             m = _block_of_m(operands, i, rows)
             torch.addmm(q_i, p_i[:, rows], m, beta=0 if rows.start == 0 else 1, out=q_i)
-    torch.mul(product, scale, out=q) if product is q else q.copy_(product.mul_(scale))
+        q_i.mul_(scale)
+    if product is not q:
+        q.copy_(product)
 
 
 def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -542,24 +550,22 @@ def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -
     p, q = p.to(table.compute), q.to(table.compute)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         if not is_finite[i]:
-            operands.target[i].copy_(p_i.t() @ q_i)
+            operands.target[i].fill_(torch.nan)
             continue
         for rows in _row_blocks(operands, i):
             target = operands.target[i][rows]
-            if operands.error is None:
-                product = target if target.dtype == table.compute else table.scratch(i)[: len(target)]
-            else:
-                product = table.scratch(i)[: len(target)]
-                error = operands.error[i][rows]
-                if not operands.keep:
-                    error.add_(operands.source[i][rows])
+            product = table.scratch(i)[: len(target)]
             torch.mm(p_i[:, rows].t(), q_i, out=product)
-            if operands.error is not None and operands.keep:
-                torch.sub(target, product, out=error)
-            if product is not target:
+            if operands.error is None:
                 target.copy_(product)
-            if operands.error is not None and not operands.keep:
-                error.sub_(target)
+                continue
+            error = operands.error[i][rows]
+            if operands.keep:
+                error.copy_(target)
+            else:
+                error.add_(operands.source[i][rows])
+            target.copy_(product)
+            error.sub_(target)
 
 
 def _implementation(table: MatrixTable, triton: Pass, cpu: Pass, reference: Pass) -> Pass:
@@ -613,7 +619,7 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
         operands: the matrices, after `project` if it keeps M. Target and error memory are overwritten.
         p: the packed factors P, as they came off the wire or orthogonalised.
         q: the packed factors Q, likewise.
-        finite: int32, one element a matrix: 0 leaves its error memory alone. The result is then not finite.
+        finite: int32, one element a matrix: 0 leaves its error memory alone and makes its result NaN.
 
     Raises:
         ValueError: an operand does not fit the table.

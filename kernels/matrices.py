@@ -16,6 +16,10 @@ from torch import Tensor
 from gradwire.kernels.flattening import compute_dtype
 from gradwire.kernels.segments import BLOCK, upload
 
+# Elements: 64 bytes of fp32, which CPUs and GPUs read at once.
+ALIGNMENT = 16
+# Elements between the rows of the CPU paths' scratch: a stride of a power of two halves the speed of BLAS.
+ROW_GAP = 16
 # The highest rank that the kernels take. Beyond it the passes run as plain PyTorch.
 MAX_RANK = 64
 
@@ -32,19 +36,26 @@ class Matrix(NamedTuple):
 class Factor:
     """One side of the approximations of a bucket: every P, or every Q, packed rank-first in one flat buffer.
 
+    Each begins at a multiple of `ALIGNMENT` elements, because products may round by the alignment of what they read:
+    so the bits of a matrix's result do not depend on its neighbours in the bucket.
+
     Attributes:
         ranks: of each matrix.
         lengths: of each row of its factor: n for P, m for Q.
+        sizes: elements of each factor.
         offsets: where each factor begins.
-        numel: elements of all of them.
+        numel: elements of the buffer.
+        has_gaps: whether there are elements between the factors, which nothing writes.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self.lengths = list(lengths)
         self.sizes = [rank * length for rank, length in zip(ranks, lengths, strict=True)]
-        self.offsets = [0, *accumulate(self.sizes)][:-1]
-        self.numel = sum(self.sizes)
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes]
+        self.offsets = [0, *accumulate(padded)][:-1]
+        self.numel = sum(padded)
+        self.has_gaps = padded != self.sizes
         self.on_device = Uploads()
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -138,10 +149,11 @@ class MatrixTable:
     def scratch(self, index: int) -> Tensor:
         """One block of rows of matrix ``index``, not initialised, of the CPU paths."""
         if self._scratch is None:
-            sizes = (rows * matrix.columns for rows, matrix in zip(self.block_rows, self.matrices, strict=True))
-            self._scratch = torch.empty(max(sizes), dtype=self.compute, device=self.device)
+            pairs = zip(self.block_rows, self.matrices, strict=True)
+            size = max(rows * (matrix.columns + ROW_GAP) for rows, matrix in pairs)
+            self._scratch = torch.empty(size, dtype=self.compute, device=self.device)
         rows, columns = self.block_rows[index], self.matrices[index].columns
-        return self._scratch[: rows * columns].view(rows, columns)
+        return self._scratch[: rows * (columns + ROW_GAP)].view(rows, -1)[:, :columns]
 
 
 class Operands(NamedTuple):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.bench import cli
 from gradwire.bench.commands import app
-from gradwire.bench.hooks import HOOKS
+from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
 
@@ -32,7 +32,7 @@ def test_help_names_the_commands():
 def test_demo_help_names_options_and_hooks():
     done = in_process("demo", "--help")
     assert done.exit_code == 0, done.output
-    for word in ("--output", "--processes", "--epochs", "--seed", "--hooks", *HOOKS):
+    for word in ("--output", "--processes", "--epochs", "--seed", "--hooks", *DEMO_HOOKS):
         assert word in done.output, word
 
 
@@ -48,9 +48,31 @@ def test_unknown_hook_is_refused_with_the_names_of_all(tmp_path):
     assert done.returncode == 2
     assert "'fp17'" in done.stderr
     assert "Traceback" not in done.stderr
-    for name in HOOKS:
+    for name in HOOKS.keys() - {"noop"}:
         assert re.search(rf"\b{name}\b", done.stderr), name
     assert not output.exists()
+
+
+def test_noop_is_no_hook_to_train_with(tmp_path):
+    done = in_process("demo", "--hooks", "none,noop", "--output", str(tmp_path / "demo"))
+    assert done.exit_code == 2
+    assert "'noop'" in done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("reducer", ["--steps", "--output"]),
+        ("hooks", ["--steps", "--threads", "--hooks", "--output"]),
+        ("network", ["--hosts", "--rates", "--steps", "--hooks", "--quick", "--loopback", "--output"]),
+    ],
+)
+def test_bench_help_names_options(command, words):
+    assert command in in_process("bench", "--help").output
+    done = in_process("bench", command, "--help")
+    assert done.exit_code == 0, done.output
+    for word in words:
+        assert word in done.output, word
 
 
 @pytest.mark.parametrize("option", [("--processes", "0"), ("--epochs", "0"), ("--seed", "-1"), ("--hooks", "")])

@@ -1,6 +1,7 @@
 """The demo for real, with the smallest settings, and its report from made-up results."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ DEMO = [sys.executable, "-m", "gradwire.bench", "demo"]
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     output = tmp_path_factory.mktemp("demo") / "out"
-    command = [*DEMO, "--epochs", "2", "--hooks", "none,fp16", "--seed", "3", "--output", str(output)]
+    command = [*DEMO, "--epochs", "2", "--hooks", "none,fp16,powersgd-r4-bf16", "--seed", "3", "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return output, done.stdout
@@ -34,7 +35,7 @@ def demo(tmp_path_factory):
 
 def test_demo_sends_half_the_bytes_in_fp16(demo):
     results = json.loads((demo[0] / "results.json").read_text())
-    none, fp16 = results["runs"]
+    none, fp16, _ = results["runs"]
     assert none["bytes_per_step"] == 4 * results["parameters"]
     assert 2 * fp16["bytes_per_step"] == none["bytes_per_step"]
     for run in (none, fp16):
@@ -42,10 +43,22 @@ def test_demo_sends_half_the_bytes_in_fp16(demo):
         assert run["sent_bytes"] == [run["bytes_per_step"] * (step + 1) for step in range(steps)]
 
 
+def test_demo_sends_whole_gradients_and_then_factors(demo):
+    """Of the matrices that twice their factors are smaller than: o x (i 9) for a convolution of i to o channels."""
+    results = json.loads((demo[0] / "results.json").read_text())
+    powersgd = results["runs"][2]
+    matrices = [(64, 32 * 9), (128, 64 * 9), (512, 512), (10, 512)]
+    rest = results["parameters"] - sum(n * m for n, m in matrices)
+    compressed = 4 * rest + 2 * sum(4 * (n + m) for n, m in matrices)  # the rest in fp32, factors of rank 4 in bf16
+    sizes = [after - before for before, after in itertools.pairwise([0, *powersgd["sent_bytes"]])]
+    assert sizes == [4 * results["parameters"]] * 10 + [compressed] * (len(sizes) - 10)
+    assert compressed < 0.03 * 4 * results["parameters"]
+
+
 def test_demo_trains_alike_with_both_hooks(demo):
-    none, fp16 = load_results(demo[0] / "results.json").runs
-    assert (none.hook, fp16.hook) == ("none", "fp16")
-    for run in (none, fp16):
+    none, fp16, powersgd = load_results(demo[0] / "results.json").runs
+    assert (none.hook, fp16.hook, powersgd.hook) == ("none", "fp16", "powersgd-r4-bf16")
+    for run in (none, fp16, powersgd):
         assert len(run.losses) == len(run.sent_bytes)
         assert all(map(math.isfinite, run.losses))
         assert run.final_loss < 0.5 * run.losses[0]
@@ -54,6 +67,8 @@ def test_demo_trains_alike_with_both_hooks(demo):
     assert fp16.losses[0] == none.losses[0]  # no gradient was sent yet: same weights, same data
     assert fp16.losses != none.losses
     assert abs(fp16.final_loss - none.final_loss) < 0.1
+    assert powersgd.losses[:11] == none.losses[:11]  # the first ten gradients are sent whole
+    assert powersgd.losses[11] != none.losses[11]
 
 
 def test_demo_says_where_its_numbers_come_from(demo):
@@ -62,7 +77,7 @@ def test_demo_says_where_its_numbers_come_from(demo):
     assert facts["gradwire"] == gradwire.__version__
     assert {"date", "commit", "torch", "python", "cpu", "gpu", "backend"} <= facts.keys()
     assert facts["threads_per_process"] == int(os.environ.get("OMP_NUM_THREADS", 1))
-    assert results.settings.command.startswith("gradwire demo --epochs 2 --hooks none,fp16 --seed 3")
+    assert results.settings.command.startswith("gradwire demo --epochs 2 --hooks none,fp16,powersgd-r4-bf16 --seed 3")
 
 
 def test_demo_leaves_a_plot_and_no_other_files(demo):
@@ -74,7 +89,7 @@ def test_demo_leaves_a_plot_and_no_other_files(demo):
 
 def test_demo_prints_progress_and_a_table(demo):
     lines = demo[1].splitlines()
-    for hook in ("none", "fp16"):
+    for hook in ("none", "fp16", "powersgd-r4-bf16"):
         assert sum(line.strip().startswith(hook) for line in lines) == 2, demo[1]
     assert "0.50x" in demo[1]
     assert "does not show what a network would" in demo[1]
@@ -167,6 +182,7 @@ def made_up_results(*hooks: str, backend: str = "gloo") -> Results:
         test_images=4,
         parameters=1_000_000,
         batch_size=2,
+        plain_steps=10,
         runs=runs,
     )
 
@@ -197,6 +213,11 @@ def test_table_of_every_hook_fits_into_80_columns():
     text = printed(made_up_results(*HOOKS))
     for hook in HOOKS:
         assert row_of(text, hook)[-1].endswith("x")
+
+
+def test_footnote_tells_of_the_first_steps_of_powersgd_only():
+    assert "PowerSGD sends the first 10 whole" in printed(made_up_results("none", "powersgd-r4"))
+    assert "PowerSGD" not in printed(made_up_results("none", "fp16"))
 
 
 def test_footnote_names_the_link():

@@ -9,7 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from zoo import MODELS
 
 import gradwire
-from gradwire.hooks import debugging_hooks, default_hooks, scaled_cast_hooks
+from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks
+from gradwire.hooks.parameter_names import NamedState
 
 WRAPPERS = {"pytorch": torch.nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
 
@@ -19,6 +20,12 @@ SMALLEST = 0.00001  # MiB: a bucket for every parameter
 
 def _scaled(dtype):
     return lambda group: (scaled_cast_hooks.ScaledCastState(group, dtype=dtype), scaled_cast_hooks.scaled_cast_hook)
+
+
+def _power_sgd(hook, **options):
+    """Compressing from the third step on, the first that a state with error feedback may."""
+    options |= {"start_powerSGD_iter": 2, "min_compression_rate": 1}
+    return lambda group: (powerSGD_hook.PowerSGDState(group, **options), hook())
 
 
 # Each makes (state, hook) anew: states remember, and wrappers keep buffers.
@@ -31,6 +38,9 @@ HOOKS = {
     "fp16_of_pytorch": lambda group: (group, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)),
     "scaled_fp16": _scaled(torch.float16),
     "scaled_bf16": _scaled(torch.bfloat16),
+    "powersgd": _power_sgd(lambda: powerSGD_hook.powerSGD_hook),
+    "powersgd_alternating": _power_sgd(lambda: powerSGD_hook.powerSGD_hook, alternating=True),
+    "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
 }
 NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
 
@@ -47,6 +57,8 @@ def plainly_named(hook):
 def register(model, hook, group=None):
     """Register the hook of that name in `HOOKS`, or a pair of state and hook; returns the state."""
     state, function = (HOOKS | NOOP)[hook](group) if isinstance(hook, str) else hook
+    if isinstance(hook, str) and isinstance(state, NamedState):
+        state.bind(model)  # random numbers depend on names, which PyTorch's buckets have not
     if isinstance(model, gradwire.DistributedDataParallel):
         model.register_comm_hook(state, function)
     else:

@@ -1,0 +1,71 @@
+"""What the benches share: a world of one rank, clocks that wait for the device, percentiles."""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def bench_device() -> torch.device:
+    """The GPU, if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of collectives on ``device``."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def world_of_one(device: torch.device, threads: int) -> Iterator[None]:
+    """The default process group with this process as its only rank, which computes with ``threads`` threads."""
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        store = Path(folder, "store").as_uri()
+        dist.init_process_group(backend_of(device), init_method=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """The 20th, 50th and 80th percentile of at least one time, in milliseconds."""
+    cuts = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else [*seconds] * 9
+    return {f"p{10 * i}": round(1e3 * cuts[i - 1], 3) for i in (2, 5, 8)}
+
+
+class Neighbours:
+    """How busy other processes keep this machine's CPUs, from construction on. Linux only."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def busy_cpus(self) -> float | None:
+        """How many CPUs they took on average, not counting children of this process that it has waited for."""
+        end = self._read()
+        if self._start is None or end is None:
+            return None
+        elapsed, total, own = (after - before for before, after in zip(self._start, end, strict=True))
+        return round(max(0.0, total - own) / elapsed, 2) if elapsed > 0 else None
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: of the clock, of all processes together, of this process and its children."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return None
+        user, nice, system = map(int, stat.read_text().split(maxsplit=4)[1:4])
+        return time.monotonic(), (user + nice + system) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])

@@ -1,0 +1,306 @@
+"""Steps over a network: the same model with each hook, on hosts that are joined at a chosen rate.
+
+One rank on each host, one thread each. All contenders live in the same processes and take turns step by step, at one
+rate after another. `measure` starts the ranks; each runs `main`, checks the gradients, sets the rate of its own
+interface, and times its steps.
+"""
+
+import itertools
+import json
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from gradwire.bench import namespaces
+from gradwire.bench.contenders import (
+    BUCKETS,
+    FIRST_COMPRESSED,
+    GRADWIRE,
+    MODEL,
+    PYTORCH,
+    WARM_UP,
+    Contender,
+    make_batch,
+    provider_label,
+)
+from gradwire.bench.hooks import HOOKS
+from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
+from gradwire.bench.measuring import percentiles_ms
+from gradwire.bench.namespaces import Rate
+from gradwire.bench.report import format_bytes, machine_line
+
+REFERENCE = "noop"
+DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "powersgd-r1", "powersgd-r4", "powersgd-r16")
+QUICK_HOOKS = ("noop", "none", "powersgd-r4")
+DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
+QUICK_RATES = ("1gbit",)
+LOOPBACK = Rate("loopback", None)
+_PORT = 29500
+_PROBE_BYTES = 8_000_000
+_DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step took at a rate.
+
+    Attributes:
+        rate: as asked for.
+        hook: its name in `gradwire.bench.hooks.HOOKS`.
+        provider: whose hook, on whose DDP.
+        one_bucket: whether the model was one bucket; else buckets of 25 MiB.
+        step_ms: a forward and a backward on the slower rank of each step: p20, p50, p80.
+        link_bytes: what a rank's interface sent in a step, headers and the barrier around it included: the median;
+            None on loopback.
+        vs_noop: the median in units of that of noop_hook on the same DDP with the same buckets.
+        vs_pytorch: the median in units of that of PyTorch's hook on its DDP; None for that itself.
+    """
+
+    rate: str
+    hook: str
+    provider: str
+    one_bucket: bool
+    step_ms: dict[str, float]
+    link_bytes: float | None
+    vs_noop: float
+    vs_pytorch: float | None
+
+
+def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int) -> dict[str, Any]:
+    """Step times of each hook at each rate.
+
+    Args:
+        hooks: names in `HOOKS`.
+        rates: between the hosts, in this order; ``[LOOPBACK]`` for ranks that share this machine's loopback.
+        steps: timed steps of each contender at each rate.
+        count: hosts.
+
+    Returns:
+        What `step_tables` takes and JSON holds: the settings, the rate that a plain all-reduce reached, and a list of
+        `Step` as dictionaries.
+
+    Raises:
+        NamespaceError: the system refuses to make hosts.
+        LaunchError: a rank failed.
+    """
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")), "measured.json")
+        places, address, port = stack.enter_context(_places(list(rates) == [LOOPBACK], count))
+        settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "path": str(path)}
+        launch_at("gradwire.bench.network", [json.dumps(settings)], places, address, port)
+        measured: dict[str, Any] = json.loads(path.read_text())
+    return measured
+
+
+@contextmanager
+def _places(is_loopback: bool, count: int) -> Iterator[tuple[list[Place], str, int]]:
+    """Where the ranks run, and where rank 0 listens."""
+    if is_loopback:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        yield [Place((), loopback_interface() or "lo")] * count, "127.0.0.1", port
+    else:
+        with namespaces.hosts(count) as made:
+            yield [Place(host.prefix, namespaces.INTERFACE) for host in made], made[0].address, _PORT
+
+
+def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, path: Path) -> None:
+    """One rank."""
+    exit_with_launcher()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    rank = dist.get_rank()
+    is_loopback = list(rates) == [LOOPBACK]
+    contenders = make_contenders(hooks)
+    for step, contender in _turns(range(WARM_UP), contenders, "warm-up"):
+        contender.step(make_batch(step, rank, _DEVICE))
+    for step, contender in _turns(range(WARM_UP, WARM_UP + 1), contenders, "check"):
+        contender.check(make_batch(step, rank, _DEVICE))
+    first = WARM_UP + 1
+    measured: list[Step] = []
+    reached: dict[str, float] = {}
+    for rate in rates:
+        if not is_loopback:
+            namespaces.limit(rate)
+        reached[rate.name] = _probe()
+        for contender in contenders:
+            contender.seconds, contender.link_bytes = [], []
+        for step, contender in _turns(range(first, first + steps), contenders, rate.name):
+            batch = make_batch(step, rank, _DEVICE)
+            sent_before = 0 if is_loopback else namespaces.sent_bytes()
+            dist.barrier()
+            contender.seconds.append(contender.step(batch))
+            dist.barrier()
+            contender.link_bytes.append(0 if is_loopback else namespaces.sent_bytes() - sent_before)
+        first += steps
+        slowest = [_slowest(contender.seconds) for contender in contenders]
+        measured += summarize(rate.name, contenders, slowest, is_loopback)
+    if rank == 0:
+        document = {
+            "model": MODEL,
+            "hosts": dist.get_world_size(),
+            "steps": steps,
+            "first_compressed_step": FIRST_COMPRESSED,
+            "reached_mbit": reached,
+            "measured": [asdict(step) for step in measured],
+        }
+        path.write_text(json.dumps(document))
+    dist.destroy_process_group()
+
+
+def make_contenders(hooks: Sequence[str]) -> list[Contender]:
+    """PyTorch's and gradwire's of each hook, and noop_hook on every kind of DDP among them."""
+    contenders = []
+    for hook in dict.fromkeys((REFERENCE, *hooks)):
+        peer = HOOKS[hook].peer
+        assert peer is not None
+        contenders.append(Contender(hook, PYTORCH, _DEVICE, one_bucket=peer.one_bucket))
+        contenders.append(Contender(hook, GRADWIRE, _DEVICE))
+    if any(contender.one_bucket for contender in contenders):
+        contenders.insert(1, Contender(REFERENCE, PYTORCH, _DEVICE, one_bucket=True))
+    return contenders
+
+
+def _turns(steps: range, contenders: Sequence[Contender], title: str) -> Iterator[tuple[int, Contender]]:
+    """Every contender in every step, with a line of progress on rank 0."""
+    for step in track(steps, description=f"{title:<12}", disable=dist.get_rank() != 0):
+        for contender in contenders:
+            yield step, contender
+
+
+def _probe() -> float:
+    """The megabits a second that each rank sends in a plain all-reduce."""
+    tensor = torch.zeros(_PROBE_BYTES // 4)
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append(time.perf_counter() - start)
+    n = dist.get_world_size()
+    return round(2 * (n - 1) / n * 8e-6 * _PROBE_BYTES / median(times), 1)
+
+
+def _slowest(seconds: Sequence[float]) -> list[float]:
+    """Element by element, the largest over the ranks."""
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    values: list[float] = largest.tolist()
+    return values
+
+
+def summarize(
+    rate: str, contenders: Sequence[Contender], seconds: Sequence[Sequence[float]], is_loopback: bool
+) -> list[Step]:
+    """What contenders took at a rate.
+
+    Args:
+        rate: its name.
+        contenders: with their bytes; among them noop_hook on every kind of DDP.
+        seconds: of each contender's steps.
+        is_loopback: whether the bytes are unknown.
+    """
+    medians = {
+        (contender.hook, contender.provider, contender.one_bucket): median(times)
+        for contender, times in zip(contenders, seconds, strict=True)
+    }
+
+    def step_of(contender: Contender, times: Sequence[float]) -> Step:
+        hook, provider, one_bucket = key = contender.hook, contender.provider, contender.one_bucket
+        noop = medians[REFERENCE, provider, one_bucket]
+        theirs = None
+        if provider != PYTORCH:
+            theirs = medians.get((hook, PYTORCH, False)) or medians[hook, PYTORCH, True]
+        return Step(
+            rate=rate,
+            hook=hook,
+            provider=provider,
+            one_bucket=one_bucket,
+            step_ms=percentiles_ms(times),
+            link_bytes=None if is_loopback else median(contender.link_bytes),
+            vs_noop=round(medians[key] / noop, 3),
+            vs_pytorch=round(medians[key] / theirs, 3) if theirs is not None else None,
+        )
+
+    return [step_of(contender, times) for contender, times in zip(contenders, seconds, strict=True)]
+
+
+def step_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[Table]:
+    """A table for each rate; what the numbers mean is below the last."""
+    rates = list(measured["reached_mbit"])
+    for rate, steps in itertools.groupby(measured["measured"], key=itemgetter("rate")):
+        table = Table(
+            title=_title(rate, measured),
+            caption=_caption(measured, facts) if rate == rates[-1] else None,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=0,
+            min_width=79,  # title and caption are as wide as the table
+            pad_edge=False,
+        )
+        table.add_column("hook", no_wrap=True)
+        for header in ("ms per step", "vs\nnoop", "vs\nPyTorch", "sent"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for hook, providers in itertools.groupby(steps, key=itemgetter("hook")):
+            table.add_row(hook, style="bold")
+            for step in providers:
+                table.add_row(*_row(step))
+            table.add_section()
+        yield table
+
+
+def _row(step: dict[str, Any]) -> tuple[str, ...]:
+    ms, sent = step["step_ms"], step["link_bytes"]
+    return (
+        f"  {provider_label(step['hook'], step['provider'], step['one_bucket'])}",
+        f"{ms['p50']:.0f} ({ms['p20']:.0f}-{ms['p80']:.0f})",
+        f"{step['vs_noop']:.2f}x",
+        f"{step['vs_pytorch']:.2f}x" if step["vs_pytorch"] is not None else "",
+        format_bytes(sent) if sent is not None else "-",
+    )
+
+
+def _title(rate: str, measured: dict[str, Any]) -> str:
+    place = "this machine's loopback" if rate == LOOPBACK.name else f"link: {rate}"
+    reached = measured["reached_mbit"][rate]
+    return f"{measured['hosts']} hosts, {place} (a plain all-reduce reaches {reached:,.0f} Mb/s)"
+
+
+def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
+    return (
+        f"{measured['model']}\n"
+        "ms: forward and backward on the slower rank,\n"
+        f"  median (20th-80th percentile) of {measured['steps']}, in turns\n"
+        "vs noop: in units of the median with noop_hook on the same DDP\n"
+        "vs PyTorch: in units of the median with PyTorch's hook on its DDP\n"
+        "sent: by rank 0's interface in a step, headers and a barrier included\n"
+        f"{BUCKETS}\n"
+        f"{facts['cpu_count']} CPUs run all {measured['hosts']} hosts, one thread each\n"
+        f"{machine_line(facts)}"
+    )
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    main(
+        given["hooks"],
+        [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in given["rates"]],
+        given["steps"],
+        Path(given["path"]),
+    )

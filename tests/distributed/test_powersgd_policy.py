@@ -1,0 +1,344 @@
+"""`LowRankPolicy`: which parameters are compressed, as which matrices, and what is sent then."""
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
+from training import SMALL, WRAPPERS, build, register
+from zoo import Probe
+
+from gradwire.compress.policy import LowRankPolicy, MatrixShape
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.kernels.segments import memory_order
+
+# Derandomised: a failure in one run is a failure in every run.
+PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+SIZES = st.one_of(st.integers(1, 12), st.sampled_from((13, 64, 127, 1000, 4096)))
+SHAPES = st.lists(SIZES, min_size=1, max_size=4).map(tuple)
+RATES = st.one_of(st.just(1), st.just(2), st.floats(1, 50))
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def permuted(shape, order, dtype=torch.float32):
+    """A dense tensor of that shape whose dimensions lie in memory in that order, outermost first."""
+    count = prod(shape)
+    values = torch.arange(count, dtype=torch.float32).to(dtype)
+    return values.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
+
+
+@PROPERTY
+@given(shape=SHAPES, rank=st.integers(1, 40), rate=RATES)
+def test_decisions_are_pytorchs_for_rates_of_at_least_one(shape, rank, rate):
+    n, m = shape[0], prod(shape[1:])
+    expected, _, _ = _should_compress(n, m, min(n, m, rank), rate)
+    policy = LowRankPolicy(rank=rank, min_compression_rate=rate)
+    chosen = policy.matrix_shape("weight", meta(*shape))
+    assert chosen == (MatrixShape(1, n, m, min(n, m, rank)) if expected else None)
+
+
+# The boundary itself: (n + m) r times the rate equals n m.
+@pytest.mark.parametrize(("n", "m", "rank", "rate"), [(4, 4, 1, 2), (6, 3, 1, 2), (12, 12, 2, 3), (2, 2, 1, 1)])
+def test_a_matrix_exactly_at_the_rate_is_sent_as_it_is(n, m, rank, rate):
+    assert (n + m) * rank * rate == n * m
+    assert not _should_compress(n, m, rank, rate)[0]
+    assert LowRankPolicy(rank=rank, min_compression_rate=rate).matrix_shape("w", meta(n, m)) is None
+    larger = LowRankPolicy(rank=rank, min_compression_rate=rate).matrix_shape("w", meta(n, m + 1))
+    assert larger == MatrixShape(1, n, m + 1, rank)
+
+
+@PROPERTY
+@given(shape=SHAPES, rank=st.integers(1, 40), rate=st.floats(-3, 1))
+def test_nothing_is_compressed_that_would_not_shrink(shape, rank, rate):
+    chosen = LowRankPolicy(rank=rank, min_compression_rate=rate).matrix_shape("weight", meta(*shape))
+    assert chosen == LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shape("weight", meta(*shape))
+    assert chosen is None or (chosen.rows + chosen.columns) * chosen.rank < chosen.rows * chosen.columns
+
+
+def test_pytorch_expands_matrices_at_rates_below_one():
+    # Rank 3 of a 4 x 4 matrix is 24 elements in place of 16.
+    assert _should_compress(4, 4, 3, 0.5)[0]
+    assert LowRankPolicy(rank=3, min_compression_rate=0.5).matrix_shape("weight", meta(4, 4)) is None
+
+
+def rows_as_sets(matrix):
+    return {frozenset(row) for row in matrix.tolist()}
+
+
+@st.composite
+def dense_layouts(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    return permuted(shape, draw(st.permutations(range(len(shape)))))
+
+
+def side(layout):
+    """The dimension that should be one side of the matrix: the first, unless it lies between others in memory."""
+    by_memory = sorted((d for d in range(layout.dim()) if layout.shape[d] > 1), key=layout.stride, reverse=True)
+    if layout.shape[0] == 1 or by_memory[0] == 0 or by_memory[-1] == 0:
+        return 0
+    return by_memory[0]
+
+
+EVERYTHING = LowRankPolicy(rank=1, min_compression_rate=1)
+
+
+@PROPERTY
+@given(layout=dense_layouts())
+def test_the_matrix_in_memory_has_one_dimension_as_its_rows_or_as_its_columns(layout):
+    # Up to the order of columns, on which PowerSGD's result does not depend; each element is a different number.
+    d = side(layout)
+    expected = layout.movedim(d, 0).reshape(layout.shape[d], -1)
+    chosen = EVERYTHING.matrix_shape("weight", layout)
+    n, m = expected.shape
+    assert (chosen is not None) == (n + m < n * m)
+    if chosen is not None:
+        matrix = memory_order(layout).view(chosen.rows, chosen.columns)
+        assert rows_as_sets(expected) in (rows_as_sets(matrix), rows_as_sets(matrix.t()))
+
+
+@PROPERTY
+@given(layout=dense_layouts(), rank=st.integers(1, 5))
+def test_sides_and_sizes_fit_every_dense_layout_real_or_complex(layout, rank):
+    for dtype, pair in ((torch.float32, 1), (torch.complex64, 2)):
+        chosen = LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shape("weight", layout.to(dtype))
+        if chosen is not None:
+            assert chosen.matrices * chosen.rows * chosen.columns == layout.numel() * pair
+            assert 1 <= chosen.rank == min(rank, chosen.rows, chosen.columns)
+
+
+LAYOUTS = {
+    "row-major": (meta(8, 5), (8, 5)),
+    "transposed": (meta(5, 8).t(), (5, 8)),
+    "conv": (meta(8, 5, 3, 3), (8, 45)),
+    "channels_last": (meta(8, 5, 3, 3).contiguous(memory_format=torch.channels_last), (8, 45)),
+    "channels_last_3d": (meta(8, 5, 2, 3, 3).contiguous(memory_format=torch.channels_last_3d), (8, 90)),
+    "first innermost": (meta(5, 3, 8).permute(2, 0, 1), (15, 8)),
+    "first in the middle": (meta(5, 8, 3).permute(1, 0, 2), (5, 24)),
+    "size-1 dimensions": (meta(1, 8, 1, 5, 1).squeeze(0), (8, 5)),
+    "size 1 with a wild stride": (torch.empty_strided((8, 1, 5), (5, 77, 1), device="meta"), (8, 5)),
+    "transposed with size 1": (meta(5, 8, 1).transpose(0, 1), (5, 8)),
+    "complex": (meta(8, 5, dtype=torch.complex64), (8, 10)),
+    "complex transposed": (meta(5, 8, dtype=torch.complex64).t(), (5, 16)),
+    "vector": (meta(100), None),
+    "row": (meta(1, 100), None),
+    "column": (meta(100, 1), None),
+    "first dimension of size 1": (meta(1, 8, 5), None),
+    "0-d": (meta(), None),
+    "0-d complex": (meta(dtype=torch.complex64), None),
+    "empty": (meta(0, 3), None),
+    "empty inside": (meta(5, 0, 7), None),
+    "ones": (meta(1, 1, 1), None),
+    "complex vector": (meta(100, dtype=torch.complex64), None),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_the_matrices_that_lie_in_memory(layout):
+    tensor, sides = LAYOUTS[layout]
+    assert EVERYTHING.matrix_shape("weight", tensor) == (None if sides is None else MatrixShape(1, *sides, 1))
+
+
+PATTERNS = {"embedding.weight": 0, "layers.*.mlp.*": 8, "layers.0.*": 3, "*.[qk].weight": 2, "Head.*": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("embedding.weight", 0),
+        ("module.embedding.weight", 4),  # a pattern is the whole name
+        ("layers.0.mlp.up.weight", 8),  # the first that matches counts, not the closest
+        ("layers.0.attention.weight", 3),
+        ("layers.1.attention.q.weight", 2),
+        ("layers.1.attention.v.weight", 4),
+        ("layers.0.attention.k.weight", 3),
+        ("head.weight", 4),  # upper and lower case are different
+        ("Head.weight", 5),
+    ],
+)
+def test_the_first_pattern_that_matches_gives_the_rank(name, rank):
+    chosen = LowRankPolicy(rank=4, ranks=PATTERNS).matrix_shape(name, meta(200, 300))
+    assert chosen == (MatrixShape(1, 200, 300, rank) if rank else None)
+
+
+def test_the_order_of_patterns_is_the_order_of_precedence():
+    orders = [{"*": 2, "a.*": 0}, {"a.*": 0, "*": 2}]
+    chosen = [LowRankPolicy(ranks=ranks).matrix_shape("a.weight", meta(64, 64)) for ranks in orders]
+    assert chosen == [MatrixShape(1, 64, 64, 2), None]
+
+
+def test_a_higher_rank_may_leave_a_matrix_uncompressed():
+    policy = LowRankPolicy(rank=1, ranks={"wide": 20})
+    assert policy.matrix_shape("narrow", meta(64, 64)) == MatrixShape(1, 64, 64, 1)
+    assert policy.matrix_shape("wide", meta(64, 64)) is None
+
+
+STACKS = {
+    "fused query, key and value": (permuted((96, 32), (0, 1)), 3, (32, 32)),
+    "experts": (permuted((4, 16, 24), (0, 1, 2)), 4, (16, 24)),
+    "transposed experts": (permuted((4, 16, 24), (0, 2, 1)), 4, (24, 16)),
+    "experts of convolutions": (permuted((4, 8, 6, 3, 3), (0, 1, 2, 3, 4)), 4, (8, 54)),
+    "channels_last experts": (permuted((4, 8, 6, 3, 3), (0, 1, 3, 4, 2)), 4, (8, 54)),
+    "two experts in each of three": (permuted((6, 16, 24), (0, 1, 2)), 3, (2, 384)),
+    "grouped convolution": (permuted((32, 8, 3, 3), (0, 1, 2, 3)), 4, (8, 72)),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_stack_is_that_many_matrices_along_the_first_dimension(stack):
+    layout, count, sides = STACKS[stack]
+    chosen = LowRankPolicy(min_compression_rate=1, stacks={"w*": count}).matrix_shape("weight", layout)
+    assert chosen == MatrixShape(count, *sides, 1)
+    matrices = memory_order(layout).view(count, *sides)
+    for matrix, part in zip(matrices, layout.chunk(count), strict=True):
+        inner = part[0] if part.shape[0] == 1 else part
+        expected = inner.reshape(inner.shape[0], -1)
+        assert rows_as_sets(expected) in (rows_as_sets(matrix), rows_as_sets(matrix.t()))
+
+
+def test_a_stack_is_judged_by_one_of_its_matrices():
+    # 96 x 4 would shrink at rank 1 and rate 2, to 100 of 384 elements; 4 x 4 would not, to 8 of 16.
+    assert LowRankPolicy().matrix_shape("w", meta(96, 4)) == MatrixShape(1, 96, 4, 1)
+    assert LowRankPolicy(stacks={"w": 24}).matrix_shape("w", meta(96, 4)) is None
+
+
+def test_a_stack_of_one_is_no_stack():
+    assert LowRankPolicy(stacks={"*": 1}).matrix_shape("w", meta(64, 64).t()) == MatrixShape(1, 64, 64, 1)
+    assert LowRankPolicy(stacks={"*": 1}).matrix_shape("w", meta()) is None
+
+
+def test_a_stack_takes_its_rank_from_the_patterns():
+    policy = LowRankPolicy(rank=1, ranks={"*.experts": 2, "*": 0}, stacks={"*.experts": 4})
+    assert policy.matrix_shape("0.experts", meta(4, 64, 64)) == MatrixShape(4, 64, 64, 2)
+    assert policy.matrix_shape("0.router", meta(4, 64, 64)) is None
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [meta(8, 8), meta(), meta(9), meta(8, 9).t(), meta(2, 9, 4).transpose(0, 1)],
+    ids=["not divisible", "0-d", "vector", "transposed", "first in the middle"],
+)
+def test_a_stack_that_does_not_fit_raises(layout):
+    with pytest.raises(ValueError, match=r"stacks asks for 3 matrices in blocks\.qkv.*expected") as error:
+        LowRankPolicy(stacks={"*.qkv": 3}).matrix_shape("blocks.qkv", layout)
+    assert str(tuple(layout.shape)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rank": 0}, "rank is 0; expected at least 1"),
+        ({"rank": -3}, "rank is -3; expected at least 1"),
+        ({"ranks": {"a.*": -1}}, r"ranks\['a\.\*'\] is -1; expected"),
+        ({"ranks": {"a.*": 1.5}}, r"ranks\['a\.\*'\] is 1\.5; expected"),
+        ({"ranks": {"b": 1, "a.*": None}}, r"ranks\['a\.\*'\] is None; expected"),
+        ({"stacks": {"*.qkv": 0}}, r"stacks\['\*\.qkv'\] is 0; expected"),
+        ({"stacks": {"*.qkv": "3"}}, r"stacks\['\*\.qkv'\] is '3'; expected"),
+    ],
+)
+def test_bad_options_raise(options, named):
+    with pytest.raises(ValueError, match=named):
+        LowRankPolicy(**options)
+
+
+def test_compression_starts_at_the_start_iteration():
+    policy = LowRankPolicy(start_iteration=3)
+    assert [policy.has_started(iteration) for iteration in range(5)] == [False, False, False, True, True]
+
+
+# --- the paper's table
+
+
+def resnet18():
+    """ResNet-18 for CIFAR-10: a first convolution of 3 x 3, and 10 classes."""
+    shapes = [(64, 3, 3, 3), (64,), (64,)]
+    inner = 64
+    for planes, stride in product((64, 128, 256, 512), (2, 1)):
+        shapes += [(planes, inner, 3, 3), (planes,), (planes,), (planes, planes, 3, 3), (planes,), (planes,)]
+        if stride == 2 and planes != 64:
+            shapes += [(planes, inner, 1, 1), (planes,), (planes,)]
+        inner = planes
+    return [*shapes, (10, 512), (10,)]
+
+
+def lstm():
+    """Three layers of 650 on WikiText-2's 28,869 tokens, the embedding shared with the output layer."""
+    layer = [(2600, 650), (2600, 650), (2600,), (2600,)]
+    return [(28869, 650), *layer * 3, (28869,)]
+
+
+def sent_numel(policy, layouts):
+    """Real elements of a compressed step, from the shapes alone."""
+    total = 0
+    for name, layout in layouts.items():
+        chosen = policy.matrix_shape(name, layout)
+        real = layout.numel() * (2 if layout.is_complex() else 1)
+        total += real if chosen is None else chosen.matrices * chosen.rank * (chosen.rows + chosen.columns)
+    return total
+
+
+# Table 3 of the paper: the factor to one decimal, and MiB an epoch in fp32 to two.
+TABLE_3 = {
+    (resnet18, 1): (11_173_962, 24, 243.3, 4.21),
+    (resnet18, 2): (11_173_962, 24, 135.8, 7.53),
+    (resnet18, 4): (11_173_962, 24, 72.1, 14.18),
+    (lstm, 1): (28_949_319, 70, 309.7, 24.96),
+    (lstm, 2): (28_949_319, 70, 203.1, 38.05),
+    (lstm, 4): (28_949_319, 70, 120.3, 64.23),
+}
+
+
+@pytest.mark.parametrize(("model", "rank"), TABLE_3, ids=lambda value: getattr(value, "__name__", value))
+def test_compression_factors_are_those_of_the_papers_table_3(model, rank):
+    numel, steps, factor, mebibytes = TABLE_3[model, rank]
+    layouts = {f"parameter.{i}": meta(*shape) for i, shape in enumerate(model())}
+    assert sum(layout.numel() for layout in layouts.values()) == numel
+    sent = sent_numel(LowRankPolicy(rank=rank, min_compression_rate=1), layouts)
+    assert round(numel / sent, 1) == factor
+    assert round(sent * 4 * steps / 2**20, 2) == mebibytes
+
+
+def hook_statistics(wrapper, model, rank, rate, steps, **options):
+    """(rate, before, after) of the hook, and the layouts of the parameters, by name."""
+    module = build(model) if isinstance(model, str) else Probe(*model)
+    state = PowerSGDState(None, rank, 2, rate)
+    ddp = WRAPPERS[wrapper](module, **options)
+    register(ddp, (state, powerSGD_hook))
+    generator = torch.Generator().manual_seed(0)
+    inputs = None if isinstance(model, str) else [torch.ones(shape) for shape in model]
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(*(inputs or module.batch(generator))).backward()
+    layouts = {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in module.named_parameters() if p.requires_grad}
+    return state.compression_stats(), layouts
+
+
+@pytest.mark.parametrize("cap", [SMALL, 25], ids=["small-buckets", "one-bucket"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("model", ["mlp", "transformer", "conv", "complex", "frozen"])
+def test_the_hooks_statistics_are_what_the_policy_says(worlds, model, wrapper, cap):
+    ((rate, before, after), layouts) = worlds(1).run(
+        hook_statistics, wrapper=wrapper, model=model, rank=2, rate=1, steps=5, bucket_cap_mb=cap
+    )[0]
+    layouts = {
+        name: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for name, (shape, stride, dtype) in layouts.items()
+    }
+    numel = sum(layout.numel() * (2 if layout.is_complex() else 1) for layout in layouts.values())
+    sent = sent_numel(LowRankPolicy(rank=2, min_compression_rate=1), layouts)
+    assert sent < numel
+    assert (before, after) == (3 * numel, 3 * sent)  # two of the five steps came before the start
+    assert rate == numel / sent
+
+
+def test_the_hook_itself_reaches_the_papers_factor_on_resnet18(worlds):
+    case = {"wrapper": "gradwire", "model": resnet18(), "rank": 2, "rate": 1, "steps": 3}
+    ((rate, before, _), _) = worlds(1).run(hook_statistics, **case)[0]
+    assert before == 11_173_962
+    assert round(rate, 1) == 135.8

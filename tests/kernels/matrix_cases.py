@@ -1,0 +1,219 @@
+"""Buckets of matrices that the property tests draw, in guarded memory, and the bounds that rounding sets."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from cases import INTERPRETED
+from exact import Guarded
+from hypothesis import strategies as st
+
+from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
+
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FACTOR_WIRES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def compute_dtype(gradient):
+    return torch.float64 if gradient == torch.float64 else torch.float32
+
+
+def numbers(tensor):
+    """A copy of the elements in numpy's fp64, exact from every dtype."""
+    return tensor.detach().cpu().to(torch.float64, copy=True).numpy()
+
+
+def unit(dtype):
+    """The relative error of rounding to nearest once."""
+    return torch.finfo(dtype).eps / 2
+
+
+def rounding(operations, compute):
+    """The relative error of so many roundings one after another: k u / (1 - k u) (Higham, lemma 3.1).
+
+    Twice that in fp64, because the oracle's own fp64 rounds as often.
+    """
+    k = operations * unit(compute)
+    return (2 if compute == torch.float64 else 1) * k / (1 - k)
+
+
+def stored_within(expected, error, dtype):
+    """The bound of a number known to ``error`` after it has been stored in ``dtype``, which rounds once more."""
+    info = torch.finfo(dtype)
+    return error + (np.abs(expected) + error) * unit(dtype) + info.tiny * unit(dtype)
+
+
+def assert_within(actual, expected, bound, what):
+    wrong = ~(np.abs(actual - expected) <= bound)
+    if wrong.any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        raise AssertionError(
+            f"{what}: {wrong.sum()} of {wrong.size} elements are out of bounds; the first, at {at}, is {actual[at]!r}, "
+            f"expected {expected[at]!r} within {np.broadcast_to(bound, wrong.shape)[at]!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A matrix: its size, its rank, and how many elements past an aligned address it lies."""
+
+    rows: int
+    columns: int
+    rank: int
+    offset: int = 0
+
+
+LARGEST = 40 if INTERPRETED else 200
+# Powers of two and their neighbours, multiples of 4 and 16, primes, and anything between.
+LENGTHS = st.one_of(
+    st.sampled_from(
+        [n for n in (1, 2, 3, 4, 5, 7, 12, 16, 17, 31, 32, 33, 48, 64, 127, 128, 199, 200) if n <= LARGEST]
+    ),
+    st.integers(1, LARGEST),
+)
+RANKS = st.one_of(st.sampled_from((1, 2, 3, 4, 5, 8, 16, 17, 32, 64)), st.integers(1, 64))
+OFFSETS = st.sampled_from((0, 0, 0, 1, 2, 3))
+KINDS = ("normal", "normal", "graded", "sparse")
+
+
+@st.composite
+def places(draw):
+    rows, columns = draw(LENGTHS), draw(LENGTHS)
+    if draw(st.integers(0, 3)) == 0:  # skinny
+        rows, columns = draw(st.sampled_from(((1, columns), (rows, 1), (1, LARGEST), (LARGEST, 1), (1, 1))))
+    return Place(rows, columns, min(draw(RANKS), rows, columns), draw(OFFSETS))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Matrices and how they are handed over.
+
+    Attributes:
+        has_error: with error memory.
+        keep: whether `project` leaves M in the target, where the dtype allows it.
+        in_place: whether the target is the source.
+        wire: of the factors.
+    """
+
+    places: tuple[Place, ...]
+    kind: str = "normal"
+    has_error: bool = True
+    keep: bool = False
+    in_place: bool = True
+    wire: torch.dtype = torch.float32
+    wire_offset: int = 0
+    seed: int = 0
+
+    def fill(self, dtype, device):
+        return Filled(self, dtype, device)
+
+
+@st.composite
+def buckets(draw):
+    return Bucket(
+        places=tuple(draw(st.lists(places(), min_size=1, max_size=3 if INTERPRETED else 6))),
+        kind=draw(st.sampled_from(KINDS)),
+        has_error=draw(st.sampled_from((True, True, False))),
+        keep=draw(st.booleans()),
+        in_place=draw(st.booleans()),
+        wire=draw(st.sampled_from(FACTOR_WIRES)),
+        wire_offset=draw(OFFSETS),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+class Filled:
+    """The tensors of a bucket, in guarded memory: what `Operands` names, and factors.
+
+    Attributes:
+        source, target, error: guarded; the target is the source, or NaN.
+        g, m: G and G + E in numpy, as they were at first.
+        operands: of all of them.
+    """
+
+    def __init__(self, bucket, dtype, device):
+        self.bucket, self.dtype, self.device = bucket, dtype, device
+        self.compute = compute_dtype(dtype)
+        self.generator = torch.Generator().manual_seed(bucket.seed)
+        self.table = MatrixTable([Matrix(p.rows, p.columns, p.rank) for p in bucket.places], dtype, device)
+        self.source = [Guarded(self._values(p, dtype), offset=p.offset, device=device) for p in bucket.places]
+        self.error = None
+        if bucket.has_error:
+            error_offsets = [(p.offset + 1) % 4 if p.offset else 0 for p in bucket.places]
+            self.error = [
+                Guarded(self._values(p, self.compute), offset=offset, device=device)
+                for p, offset in zip(bucket.places, error_offsets, strict=True)
+            ]
+        self.target = self.source
+        if not bucket.in_place:
+            self.target = [
+                Guarded.poisoned(p.rows * p.columns, dtype, offset=p.offset, device=device) for p in bucket.places
+            ]
+        self.keep = bucket.keep and bucket.has_error and dtype == self.compute
+        self.operands = Operands(
+            self.table,
+            self.matrices(self.source),
+            self.matrices(self.target),
+            None if self.error is None else self.matrices(self.error),
+            self.keep,
+        )
+        self.g = [numbers(g) for g in self.operands.source]
+        self.e = [0 * g for g in self.g] if self.error is None else [numbers(e) for e in self.operands.error]
+        self.m = [g + e for g, e in zip(self.g, self.e, strict=True)]
+
+    def _values(self, place, dtype):
+        return values((place.rows, place.columns), self.bucket.kind, self.generator).to(dtype).flatten()
+
+    def matrices(self, guarded):
+        return [g.view((p.rows, p.columns), (p.columns, 1)) for g, p in zip(guarded, self.bucket.places, strict=True)]
+
+    def factor(self, side, dtype):
+        """A guarded packed factor with values in it; ``side`` is `table.p` or `table.q`."""
+        sizes = zip(side.ranks, side.lengths, strict=True)
+        parts = [values(size, self.bucket.kind, self.generator) for size in sizes]
+        return Guarded(packed(side, parts, dtype), offset=self.bucket.wire_offset, device=self.device)
+
+    def empty_factor(self, side, dtype):
+        return Guarded.poisoned(side.numel, dtype, offset=self.bucket.wire_offset, device=self.device)
+
+    def flags(self, *values):
+        """Guarded flags of the matrices, all 1 by default."""
+        return Guarded(torch.tensor(values or [1] * len(self.table), dtype=torch.int32), device=self.device)
+
+    def assert_source_untouched(self):
+        for i, guarded in enumerate(self.source):
+            guarded.assert_untouched(f"source {i}")
+
+    def assert_guards_untouched(self):
+        for what in ("source", "target", "error"):
+            for i, guarded in enumerate(getattr(self, what) or []):
+                guarded.assert_guards_untouched(f"{what} {i}")
+
+
+def packed(side, parts, dtype):
+    """The factors ``parts`` in one buffer laid out as ``side``, with NaN between them."""
+    buffer = torch.full((side.numel,), torch.nan, dtype=dtype)
+    for view, part in zip(side.views(buffer), parts, strict=True):
+        view.copy_(torch.as_tensor(part))
+    return buffer
+
+
+def assert_gaps_untouched(guarded, side, what):
+    """Nothing was written around a packed factor, nor between its parts, where it was NaN."""
+    guarded.assert_guards_untouched(what)
+    between = torch.ones(side.numel, dtype=torch.bool)
+    for view in side.views(between):
+        view.fill_(False)
+    assert guarded.window.cpu()[between].isnan().all(), f"something was written between the factors of {what}"
+
+
+def values(shape, kind, generator):
+    """Random elements in fp64: of ordinary size, with rows from 1e-3 to 1, mostly zeros, or small integers."""
+    if kind == "integers":
+        return torch.randint(-3, 4, shape, generator=generator).double()
+    result = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if kind == "graded":
+        result *= 10 ** (3 * torch.rand(shape[0], 1, dtype=torch.float64, generator=generator) - 3)
+    if kind == "sparse":
+        result *= torch.rand(shape, generator=generator) < 0.1
+    return result

@@ -1,0 +1,502 @@
+"""The passes of PowerSGD over a bucket's matrices, held to an fp64 oracle in numpy.
+
+Bounds. A sum of k products in any order, fused or not, is within rounding(k) of the sum of the magnitudes (Higham,
+"Accuracy and stability of numerical algorithms", section 3.1). M adds one rounding, the scale two (itself and the
+product), the wire one of its own. The largest error seen is 0.66 of the bound, where a sum has few terms and the wire
+is 16 bits wide; for sums of more than 30 terms in fp32 it is 0.2.
+"""
+
+import numpy as np
+import pytest
+import torch
+from cases import INTERPRETED, PROPERTY, name
+from exact import Guarded, assert_same_bits, round_to
+from hypothesis import given
+from hypothesis import strategies as st
+from matrix_cases import (
+    FACTOR_WIRES,
+    GRADIENTS,
+    Bucket,
+    Place,
+    assert_gaps_untouched,
+    assert_within,
+    buckets,
+    numbers,
+    rounding,
+    stored_within,
+)
+
+from gradwire.kernels import lowrank, matrices
+from gradwire.kernels.lowrank import backproject, project, reconstruct
+
+INF, NAN = float("inf"), float("nan")
+FP16_MAX = 65504.0
+SCALES = st.sampled_from((1.0, 0.5, 1 / 3, 0.1, 1024.0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strips():
+    """In the interpreter, strips so short that small matrices have several; yields the length as shipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        shipped = lowrank.STRIP
+        if INTERPRETED:
+            patch.setattr(lowrank, "STRIP", 32)
+        yield shipped
+
+
+on_the_cpu_path = pytest.mark.skipif(
+    INTERPRETED, reason="too large for the interpreter, or about the BLAS of the CPU path"
+)
+
+
+def check_product(left, right, scale, actual, compute, what):
+    """``actual`` is ``scale`` times the product, to the rounding of its sums and of its dtype."""
+    expected = scale * (left @ right)
+    error = rounding(left.shape[1] + 3, compute) * abs(scale) * (np.abs(left) @ np.abs(right))
+    assert_within(numbers(actual), expected, stored_within(expected, error, actual.dtype), what)
+
+
+def check_project(filled, scale):
+    """`project` gives the oracle's P, leaves M where it should, and writes nothing else. Returns P."""
+    table = filled.table
+    q = filled.factor(table.q, filled.compute)
+    p = filled.empty_factor(table.p, filled.bucket.wire)
+
+    project(filled.operands, q.window, p.window, scale=scale)
+
+    q.assert_untouched("Q")
+    p.assert_guards_untouched("P")
+    filled.assert_guards_untouched()
+    for guarded in filled.error or []:
+        guarded.assert_untouched("the error memory")
+    for i, target in enumerate(filled.target):
+        if filled.keep:
+            # fp64 holds enough bits of a sum of fp32 numbers that rounding it to fp32 rounds once.
+            assert_same_bits(filled.operands.target[i].cpu(), round_to(filled.m[i], filled.compute), f"M {i}")
+        else:
+            target.assert_untouched(f"target {i}")
+    for i, (q_i, p_i) in enumerate(zip(table.q.views(q.window), table.p.views(p.window), strict=True)):
+        check_product(numbers(q_i), filled.m[i].T, scale, p_i, filled.compute, f"P {i}")
+    return p
+
+
+def check_backproject(filled, scale):
+    """`backproject`, after `project`, gives the oracle's Q and writes nothing else. Returns Q."""
+    table = filled.table
+    p = filled.factor(table.p, filled.compute)
+    q = filled.empty_factor(table.q, filled.bucket.wire)
+    before = [tensor.clone() for tensor in filled.operands.target]
+
+    backproject(filled.operands, p.window, q.window, scale=scale)
+
+    p.assert_untouched("P")
+    q.assert_guards_untouched("Q")
+    filled.assert_guards_untouched()
+    for guarded in filled.error or []:
+        guarded.assert_untouched("the error memory")
+    for i, target in enumerate(filled.operands.target):
+        assert_same_bits(target, before[i], f"target {i}")
+    for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
+        check_product(numbers(p_i), filled.m[i], scale, q_i, filled.compute, f"Q {i}")
+    return q
+
+
+def check_reconstruct(filled, p_dtype, q_dtype):
+    """`reconstruct`, after `project`, gives the oracle's result, and an error that conserves M."""
+    table = filled.table
+    p, q = filled.factor(table.p, p_dtype), filled.factor(table.q, q_dtype)
+    finite = filled.flags()
+
+    reconstruct(filled.operands, p.window, q.window, finite.window)
+
+    p.assert_untouched("P")
+    q.assert_untouched("Q")
+    finite.assert_untouched("the flags")
+    filled.assert_guards_untouched()
+    for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
+        # Factors wider than the arithmetic are rounded to it.
+        left, right = (numbers(factor.to(filled.compute)) for factor in (p_i, q_i))
+        check_product(left.T, right, 1.0, filled.operands.target[i], filled.compute, f"result {i}")
+        if filled.error is not None:
+            check_conservation(filled, i)
+
+
+def check_conservation(filled, i):
+    """E is M minus the result as it was stored, and nothing more is lost than each of the two operations rounds."""
+    out, error = numbers(filled.operands.target[i]), filled.operands.error[i]
+    m = numbers(round_to(filled.m[i], filled.compute))
+    assert_same_bits(error.cpu(), round_to(m - out, filled.compute), f"error {i}")
+    lost = np.abs(filled.g[i] + filled.e[i] - out - numbers(error))
+    bound = rounding(1, filled.compute) * (np.abs(filled.m[i]) + np.abs(numbers(error)))
+    assert_within(lost, 0 * lost, bound, f"what error {i} does not hold")
+
+
+def check(bucket, dtype, device, scale, p_dtype=None, q_dtype=None):
+    filled = bucket.fill(dtype, device)
+    check_project(filled, scale)
+    check_backproject(filled, scale)
+    if not bucket.in_place:
+        filled.assert_source_untouched()
+    check_reconstruct(filled, p_dtype or filled.compute, q_dtype or bucket.wire)
+    if not bucket.in_place:
+        filled.assert_source_untouched()
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+@PROPERTY
+@given(bucket=buckets(), scale=SCALES, p_dtype=st.sampled_from((None, *FACTOR_WIRES)))
+def test_passes_match_the_oracle_and_conserve_the_gradient(dtype, device, bucket, scale, p_dtype):
+    check(bucket, dtype, device, scale, p_dtype)
+
+
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "added again"])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_small_integers_come_out_exact(dtype, keep, wire, device):
+    # Every sum is an integer that fp32 (and TF32's product of small ones) holds; only the 16-bit stores round.
+    sizes = (Place(33, 17, 4), Place(1, 40, 1, 1), Place(37, 29, 16, 3), Place(40, 1, 1), Place(24, 32, 20))
+    filled = Bucket(sizes, kind="integers", keep=keep, wire=wire, wire_offset=1).fill(dtype, device)
+    table = filled.table
+    q, p = filled.factor(table.q, filled.compute), filled.empty_factor(table.p, wire)
+    project(filled.operands, q.window, p.window, scale=0.5)
+    for q_i, p_i, m in zip(table.q.views(q.window), table.p.views(p.window), filled.m, strict=True):
+        np.testing.assert_array_equal(numbers(p_i), numbers(round_to(0.5 * numbers(q_i) @ m.T, wire)))
+
+    p, q = filled.factor(table.p, filled.compute), filled.empty_factor(table.q, wire)
+    backproject(filled.operands, p.window, q.window, scale=0.25)
+    for p_i, q_i, m in zip(table.p.views(p.window), table.q.views(q.window), filled.m, strict=True):
+        np.testing.assert_array_equal(numbers(q_i), numbers(round_to(0.25 * numbers(p_i) @ m, wire)))
+
+    q = filled.factor(table.q, wire)
+    reconstruct(filled.operands, p.window, q.window, filled.flags().window)
+    for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
+        out = round_to(numbers(p_i).T @ numbers(q_i), dtype)
+        np.testing.assert_array_equal(numbers(filled.operands.target[i]), numbers(out))
+        np.testing.assert_array_equal(numbers(filled.operands.error[i]), filled.m[i] - numbers(out))
+
+
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_nothing_is_written_between_the_factors(dtype, wire, device):
+    filled = Bucket((Place(5, 7, 2), Place(3, 3, 1), Place(33, 17, 3)), wire=wire, wire_offset=1).fill(dtype, device)
+    assert_gaps_untouched(check_project(filled, 1.0), filled.table.p, "P")
+    assert_gaps_untouched(check_backproject(filled, 1.0), filled.table.q, "Q")
+
+
+LONG = {
+    "wide": (Place(3, 5000, 3), Place(2, 4099, 1, 1), Place(1, 20011, 1)),
+    "tall": (Place(5000, 3, 2), Place(4099, 2, 2, 1), Place(20011, 1, 1)),
+    "both": (Place(700, 601, 4), Place(5, 3, 2), Place(513, 1024, 33)),
+}
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+@pytest.mark.parametrize("sizes", LONG.values(), ids=LONG)
+def test_long_sums_match_the_oracle(sizes, dtype, device):
+    for keep in (True, False):
+        check(Bucket(sizes, keep=keep, in_place=keep), dtype, device, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_strips_as_shipped_match_the_oracle(dtype, strips, device, monkeypatch):
+    monkeypatch.setattr(lowrank, "STRIP", strips)
+    sizes = (Place(3, 2 * strips + 1, 2), Place(33, 40, 4), Place(strips + 1, 2, 1, 1))
+    check(Bucket(sizes, keep=True), dtype, device, 0.5)
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("block", [1, 7, 1000])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_any_cut_into_blocks_of_rows_matches_the_oracle(dtype, block, device, monkeypatch):
+    monkeypatch.setattr(matrices, "BLOCK", block)
+    sizes = (Place(61, 67, 4), Place(1, 127, 1, 1), Place(127, 1, 1), Place(31, 33, 16, 3))
+    for has_error, keep, in_place in ((True, True, False), (True, False, True), (False, False, False)):
+        check(Bucket(sizes, has_error=has_error, keep=keep, in_place=in_place), dtype, device, 1 / 3)
+
+
+def run(bucket, dtype, device, *, at=None, poison=None):
+    """The bits that the three passes leave behind for each matrix; optionally with one element of G replaced."""
+    filled = bucket.fill(dtype, device)
+    if at is not None:
+        matrix, row, column = at
+        filled.operands.source[matrix][row, column] = poison
+    table = filled.table
+    parts = []
+    q, p = filled.factor(table.q, filled.compute), filled.empty_factor(table.p, bucket.wire)
+    project(filled.operands, q.window, p.window, scale=0.3)
+    parts.append(table.p.views(p.window))
+    p, q = filled.factor(table.p, filled.compute), filled.empty_factor(table.q, bucket.wire)
+    backproject(filled.operands, p.window, q.window, scale=0.3)
+    parts.append(table.q.views(q.window))
+    q = filled.factor(table.q, bucket.wire)
+    reconstruct(filled.operands, p.window, q.window, filled.flags().window)
+    parts += [filled.operands.target, filled.operands.error]
+    return [dict(zip(("P", "Q", "result", "error"), of_one, strict=True)) for of_one in zip(*parts, strict=True)]
+
+
+NEIGHBOURS = (Place(33, 40, 4), Place(1, 7, 1), Place(40, 1, 1), Place(17, 16, 16), Place(5, 31, 5, 3))
+
+
+def assert_same_results(actual, expected, what):
+    assert actual.keys() == expected.keys()
+    for part, bits in expected.items():
+        assert_same_bits(actual[part], bits, f"{part} of {what}")
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_two_calls_give_the_same_bits(dtype, wire, device):
+    bucket = Bucket(NEIGHBOURS, wire=wire, wire_offset=1)
+    first, second = run(bucket, dtype, device), run(bucket, dtype, device)
+    for i in range(len(NEIGHBOURS)):
+        assert_same_results(second[i], first[i], f"matrix {i}")
+
+
+def results_among(neighbours, kind, dtype, device, seed):
+    """The results of one matrix, always the same, between others."""
+    matrix = Place(33, 40, 4)
+    before, after = neighbours
+    alone = Bucket((matrix,), kind=kind).fill(dtype, device)
+    alone_p, alone_q = (alone.factor(side, alone.compute) for side in (alone.table.p, alone.table.q))
+
+    filled = Bucket((*before, matrix, *after), kind=kind, seed=seed).fill(dtype, device)
+    table, index = filled.table, len(before)
+    p, q = filled.factor(table.p, filled.compute), filled.factor(table.q, filled.compute)
+    table.p.views(p.window)[index].copy_(alone.table.p.views(alone_p.window)[0])
+    table.q.views(q.window)[index].copy_(alone.table.q.views(alone_q.window)[0])
+    for ours, theirs in zip((filled.operands.source, filled.operands.error), (alone.source, alone.error), strict=True):
+        ours[index].copy_(theirs[0].window.view(33, 40))
+    new_p, new_q = filled.empty_factor(table.p, torch.bfloat16), filled.empty_factor(table.q, torch.bfloat16)
+    project(filled.operands, q.window, new_p.window, scale=0.5)
+    backproject(filled.operands, p.window, new_q.window, scale=0.5)
+    reconstruct(filled.operands, p.window, q.window, filled.flags().window)
+    return {
+        "P": table.p.views(new_p.window)[index],
+        "Q": table.q.views(new_q.window)[index],
+        "result": filled.operands.target[index],
+        "error": filled.operands.error[index],
+    }
+
+
+AROUND = {
+    "alone": ((), ()),
+    "first": ((), NEIGHBOURS[1:]),
+    "last": (NEIGHBOURS[1:], ()),
+    "between": ((Place(3, 5, 3),), (Place(40, 40, 33), Place(1, 1, 1))),
+}
+
+
+@pytest.mark.parametrize("neighbours", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_the_values_of_neighbours_do_not_change_a_bit(dtype, neighbours, device):
+    first, second = (results_among(neighbours, "normal", dtype, device, seed) for seed in (1, 2))
+    assert_same_results(second, first, "a matrix among others")
+
+
+@on_the_cpu_path
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_the_sizes_of_neighbours_do_not_change_a_bit(dtype, device):
+    alone, *among = (results_among(around, "normal", dtype, device, 1) for around in AROUND.values())
+    for results in among:
+        assert_same_results(results, alone, "a matrix among others")
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_neighbours_of_any_size_leave_a_matrix_alone(dtype, device):
+    # Small integers, whose sums are exact in any order; the interpreter's numpy chooses that by the size of the tiles.
+    alone, *among = (results_among(around, "integers", dtype, device, 1) for around in AROUND.values())
+    for results in among:
+        for part, expected in alone.items():
+            assert torch.equal(results[part], expected), part
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("poison", [NAN, INF])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_an_element_that_is_not_finite_makes_its_row_of_p_so_and_no_other(dtype, poison, wire, device):
+    bucket = Bucket(NEIGHBOURS, wire=wire)
+    clean = run(bucket, dtype, device)
+    for matrix, row, column in ((0, 0, 0), (0, 32, 39), (1, 0, 6), (2, 39, 0)):
+        hit = run(bucket, dtype, device, at=(matrix, row, column), poison=poison)
+        for i, (before, after) in enumerate(zip(clean, hit, strict=True)):
+            others = torch.arange(NEIGHBOURS[i].rows) != (row if i == matrix else -1)
+            assert_same_bits(after["P"][:, others], before["P"][:, others], f"other rows of P {i}")
+            if i == matrix:
+                assert not after["P"][:, row].isfinite().any(), "0 times it is not finite either"
+            else:
+                assert_same_results(after, before, f"neighbour {i}")
+
+
+@pytest.mark.parametrize("part", ["source", "error"])
+def test_p_is_not_finite_where_only_q_would_hide_the_element(part, device):
+    filled = Bucket((Place(9, 6, 2), Place(5, 4, 2))).fill(torch.float32, device)
+    getattr(filled.operands, part)[0][3, 2] = INF
+    table = filled.table
+    q, p = filled.factor(table.q, torch.float32), filled.empty_factor(table.p, torch.float32)
+    table.q.views(q.window)[0][:, 2] = 0
+    project(filled.operands, q.window, p.window, scale=1.0)
+    finite = [view.isfinite().all(0).tolist() for view in table.p.views(p.window)]
+    assert finite == [[row != 3 for row in range(9)], [True] * 5]
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "added again"])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_a_cleared_flag_keeps_the_error_and_makes_the_result_nan(dtype, keep, device):
+    bucket = Bucket((Place(7, 5, 2), Place(33, 40, 4, 1), Place(16, 9, 3)), keep=keep)
+
+    def after(flags, poisoned):
+        filled = bucket.fill(dtype, device)
+        table = filled.table
+        q, p = filled.factor(table.q, filled.compute), filled.factor(table.p, filled.compute)
+        new_p = filled.empty_factor(table.p, filled.compute)
+        project(filled.operands, q.window, new_p.window, scale=1.0)
+        if poisoned == "p":  # as orthogonalisation leaves it
+            table.p.views(p.window)[1].fill_(NAN)
+        if poisoned == "q":  # as the all-reduce leaves it
+            table.q.views(q.window)[1][2, 30] = INF
+        reconstruct(filled.operands, p.window, q.window, filled.flags(*flags).window)
+        filled.assert_guards_untouched()
+        return filled
+
+    clean = after((1, 1, 1), None)
+    # The flag decides, not the factors: another rank may have seen what this one has not.
+    for flags, poisoned in (
+        ((1, 0, 1), "p"),
+        ((1, 0, 1), "q"),
+        ((1, 0, 1), None),
+        ((0, 1, 1), None),
+        ((1, 1, 0), None),
+        ((0, 0, 0), None),
+    ):
+        found = after(flags, poisoned)
+        for i, flag in enumerate(flags):
+            what = f"{i} with flags {flags}"
+            if flag:
+                assert_same_bits(found.operands.target[i], clean.operands.target[i], f"result {what}")
+                assert_same_bits(found.operands.error[i], clean.operands.error[i], f"error {what}")
+            else:
+                assert found.operands.target[i].isnan().all(), what
+                found.error[i].assert_untouched(f"error {what}")
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+def test_an_error_that_was_not_finite_stays_where_the_flag_is_cleared(in_place, device):
+    filled = Bucket((Place(6, 5, 2),), in_place=in_place).fill(torch.float32, device)
+    error = Guarded(torch.full((30,), NAN), device=device)
+    operands = filled.operands._replace(error=[error.view((6, 5), (5, 1))])
+    p, q = (filled.factor(side, torch.float32) for side in (filled.table.p, filled.table.q))
+    reconstruct(operands, p.window, q.window, filled.flags(0).window)
+    error.assert_untouched("the error memory")
+
+
+@pytest.mark.parametrize("bad", ["p", "q"])
+def test_factors_that_are_not_finite_do_not_pass_as_finite(bad, device):
+    filled = Bucket((Place(33, 17, 3), Place(6, 5, 2)), has_error=False).fill(torch.float32, device)
+    clean = Bucket((Place(33, 17, 3), Place(6, 5, 2)), has_error=False).fill(torch.float32, device)
+    results = []
+    for bucket in (filled, clean):
+        table = bucket.table
+        p, q = bucket.factor(table.p, torch.float32), bucket.factor(table.q, torch.float32)
+        if bucket is filled:
+            (table.p.views(p.window) if bad == "p" else table.q.views(q.window))[0].fill_(NAN)
+        back, forth = (bucket.empty_factor(side, torch.float32) for side in (table.q, table.p))
+        backproject(bucket.operands, p.window, back.window, scale=1.0)
+        project(bucket.operands, q.window, forth.window, scale=1.0)
+        results.append((table.q.views(back.window), table.p.views(forth.window)))
+    (back, forth), (clean_back, clean_forth) = results
+    assert (back if bad == "p" else forth)[0].isnan().all()
+    assert_same_bits(back[1], clean_back[1], "Q of the neighbour")
+    assert_same_bits(forth[1], clean_forth[1], "P of the neighbour")
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+def test_a_result_beyond_fp16_does_not_ruin_the_error_memory(in_place, device):
+    # Gradients near 65504 are what loss scaling aims at, and M may be larger: E is not bounded by fp16.
+    filled = Bucket((Place(2, 3, 1),), in_place=in_place).fill(torch.float16, device)
+    filled.operands.source[0].fill_(6e4)
+    filled.operands.error[0].fill_(6e4)
+    p, q = filled.factor(filled.table.p, torch.float32), filled.factor(filled.table.q, torch.float32)
+    p.window.fill_(1)
+    q.window.fill_(1.2e5)
+    reconstruct(filled.operands, p.window, q.window, filled.flags().window)
+    error = filled.operands.error[0]
+    assert error.isfinite().all(), f"what no later step can repair: {error.tolist()}"
+
+
+def test_the_sixteen_bit_rounding_of_the_result_is_in_the_error(device):
+    # 1 + 2^-9 in bf16 is 1; the product is exact in fp32, so all of its rounding has to be in the error.
+    filled = Bucket((Place(1, 1, 1),)).fill(torch.bfloat16, device)
+    filled.operands.source[0].fill_(1.0)
+    filled.operands.error[0].fill_(2.0**-9)
+    p, q = filled.factor(filled.table.p, torch.float32), filled.factor(filled.table.q, torch.float32)
+    p.window.fill_(1)
+    q.window.fill_(1 + 2.0**-9)
+    reconstruct(filled.operands, p.window, q.window, filled.flags().window)
+    assert (filled.operands.target[0].item(), filled.operands.error[0].item()) == (1.0, 2.0**-9)
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_a_gradient_of_low_rank_is_reproduced_and_leaves_no_error(dtype, device):
+    # M = P' Q with orthonormal P: backproject(P) is Q again, and reconstruct gives M, here all exact: P is a selection.
+    filled = Bucket((Place(8, 12, 3),), kind="integers", keep=True).fill(dtype, device)
+    table = filled.table
+    p, q = torch.zeros(table.p.numel, dtype=filled.compute, device=device), filled.factor(table.q, filled.compute)
+    for row, column in enumerate((1, 4, 6)):
+        table.p.views(p)[0][row, column] = 1
+    matrix = table.p.views(p)[0].t() @ table.q.views(q.window)[0]
+    filled.operands.source[0].copy_(matrix)
+    filled.operands.error[0].zero_()
+    found_p, found_q = torch.zeros_like(p), q.window.nan_to_num(0)
+    expected_q = found_q.clone()
+    project(filled.operands, q.window, found_p, scale=1.0)
+    backproject(filled.operands, p, found_q, scale=1.0)
+    assert torch.equal(found_q, expected_q)
+    reconstruct(filled.operands, p, found_q, filled.flags().window)
+    assert torch.equal(filled.operands.target[0], matrix.to(dtype))
+    assert not filled.operands.error[0].any()
+
+
+def call(function, filled, operands, p, q):
+    if function is project:
+        project(operands, q, p, scale=1.0)
+    elif function is backproject:
+        backproject(operands, p, q, scale=1.0)
+    else:
+        reconstruct(operands, p, q, filled.flags().window)
+
+
+PASSES = pytest.mark.parametrize("function", [project, backproject, reconstruct], ids=lambda f: f.__name__)
+
+
+@PASSES
+@pytest.mark.parametrize("side", ["p", "q"])
+def test_factors_that_do_not_fit_are_refused(function, side, device):
+    filled = Bucket((Place(5, 4, 2),)).fill(torch.float32, device)
+    good = {
+        "p": torch.empty(filled.table.p.numel, device=device),
+        "q": torch.empty(filled.table.q.numel, device=device),
+    }
+    numel = good[side].numel()
+    misfits = (
+        torch.empty(numel + 1, device=device),
+        torch.empty(2, numel // 2, device=device),
+        torch.empty(2 * numel, device=device)[::2],
+    )
+    for misfit in misfits:
+        message = rf"{side} has shape \({', '.join(map(str, misfit.shape))},?\); expected .* of {numel} elements"
+        with pytest.raises(ValueError, match=message):
+            call(function, filled, filled.operands, **{**good, side: misfit})
+    filled.assert_source_untouched()
+
+
+@PASSES
+@pytest.mark.parametrize("part", ["source", "target", "error"])
+def test_matrices_that_do_not_fit_are_refused(function, part, device):
+    filled = Bucket((Place(5, 4, 2),), in_place=False).fill(torch.float32, device)
+    p, q = torch.zeros(filled.table.p.numel, device=device), torch.zeros(filled.table.q.numel, device=device)
+    right = torch.zeros(5, 4, device=device)
+    misfits = ([right.t().contiguous()], [right.half()], [right.t().contiguous().t()], [right, right], [])
+    for misfit in misfits:
+        with pytest.raises(ValueError, match=r"expected a contiguous torch\.float32 \(5, 4\)|for a table of 1"):
+            call(function, filled, filled.operands._replace(**{part: misfit}), p, q)

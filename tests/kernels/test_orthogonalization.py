@@ -1,0 +1,416 @@
+"""Orthogonalisation of packed factors, held to its guarantees in fp64.
+
+Implementations differ in the signs of rows and in which nearly dependent rows they drop, so no row is ever compared
+with another implementation's: what is tested is that rows are orthonormal or zero, and what they span.
+"""
+
+import numpy as np
+import pytest
+import torch
+from cases import INTERPRETED, PROPERTY, name
+from exact import Guarded, assert_same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
+
+from gradwire.kernels import orthogonalization
+from gradwire.kernels.matrices import Factor
+from gradwire.kernels.orthogonalization import orthogonalize
+
+INF, NAN = float("inf"), float("nan")
+OUTS = (torch.float32, torch.float64)
+ORTHONORMAL = 1e-5  # the docstring's promise
+
+
+def orthogonalized(rows, wire_dtype, out_dtype, device, offset=0):
+    """The factors of a bucket, orthogonalised in guarded memory, as (wire, result, flag) in numpy."""
+    factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
+    wire = Guarded(packed(factor, rows, wire_dtype), offset=offset, device=device)
+    out = Guarded.poisoned(factor.numel, out_dtype, offset=offset, device=device)
+    finite = Guarded(torch.full((len(rows),), 7, dtype=torch.int32), device=device)
+
+    orthogonalize(wire.window, factor, out.window, finite.window)
+
+    wire.assert_untouched("the wire")
+    assert_gaps_untouched(out, factor, "the result")
+    finite.assert_guards_untouched("the flags")
+    parts = zip(factor.views(wire.window), factor.views(out.window), finite.window.tolist(), strict=True)
+    return [(numbers(w), p.clone(), flag) for w, p, flag in parts]
+
+
+def largest_loss(rank, n, dtype, is_small):
+    """How much of a row, relative to its norm, may be outside the span of the result's rows up to its own.
+
+    Gram-Schmidt drops what is below 64 eps, and rounds each of rank steps with sums of n terms (see `check_span`).
+    CholeskyQR, for large factors on a GPU, sees squares. It drops a pivot below 4 rank eps, and the elimination, whose
+    factors are at most the inverse root of that, adds rounding errors of rank eps to it: 2 rank eps / sqrt(4 eps).
+    """
+    eps = torch.finfo(dtype).eps
+    if is_small:
+        return 64 * eps + rank**1.5 * np.sqrt(n) * eps
+    return np.sqrt(4 * rank * eps + rank * np.sqrt(eps))
+
+
+def scaled_rows(w):
+    """The rows divided by their largest magnitudes, which changes neither span nor remainders."""
+    largest = np.abs(w).max(1, keepdims=True)
+    return w / np.where(largest > 0, largest, 1)
+
+
+def check_basis(w, p, flag, what, is_small=False):
+    """The guarantees for every finite input: ``p``, of fp32 or fp64, is an orthonormal basis of the rows of ``w``."""
+    allowed = largest_loss(*w.shape, p.dtype, is_small)
+    p = numbers(p)
+    assert flag == 1, what
+    assert np.isfinite(p).all(), what
+    gram = p @ p.T
+    assert np.linalg.eigvalsh(gram).max() <= 1 + ORTHONORMAL, f"{what}: the product with it can grow"
+    kept = p.any(1)
+    assert np.abs(gram - np.diag(kept.astype(float))).max() <= ORTHONORMAL, f"{what}: neither orthonormal nor zero"
+
+    w = scaled_rows(w)
+    outside = np.linalg.norm(w - np.tril(w @ p.T) @ p, axis=1) / np.maximum(np.linalg.norm(w, axis=1), 1)
+    LOSS.append((outside.max() / allowed, is_small, what))
+    assert outside.max() <= allowed, f"{what}: {outside} of the rows lost, allowed {allowed:.2g}"
+
+
+LOSS = []
+
+
+def check_span(w, p, what):
+    """The span of ``p`` is that of ``w``, whose rows are independent.
+
+    Rounding moves each row of W by at most rank sqrt(n) u of its norm (rank steps; sums of n terms round like a random
+    walk: Higham & Mary 2019), all of them together by sqrt(rank) times that, and the span by that over the smallest
+    singular value of W with unit rows (Stewart & Sun, theorem V.4.4): rank^1.5 sqrt(n) u / sigma.
+    """
+    rank, n = w.shape
+    w = scaled_rows(w)
+    _, values, basis = np.linalg.svd(w / np.linalg.norm(w, axis=1, keepdims=True), full_matrices=False)
+    u, p = unit(p.dtype), numbers(p)
+    assert p.any(1).all(), f"{what}: a row was dropped"
+    distance = max(np.linalg.norm(p - (p @ basis.T) @ basis, 2), np.linalg.norm(basis - (basis @ p.T) @ p, 2))
+    # The oracle rounds in the same way, in fp64.
+    bound = rank**1.5 * np.sqrt(n) * (u + unit(torch.float64)) / values.min()
+    SPAN.append((distance / bound, what))
+    assert distance <= bound, f"{what}: the spans are {distance:.2g} apart, allowed {bound:.2g}"
+
+
+SPAN = []
+
+
+def with_condition(rank, n, condition, generator):
+    """Rows with singular values from 1 down to 1 / condition."""
+    left = np.linalg.qr(generator.standard_normal((rank, rank)))[0]
+    right = np.linalg.qr(generator.standard_normal((n, rank)))[0]
+    return left * np.logspace(0, -np.log10(condition), rank) @ right.T
+
+
+def make(kind, rank, n, seed):
+    """The rows of one factor, in fp64."""
+    generator = np.random.default_rng(seed)
+    w = generator.standard_normal((rank, n))
+    if kind == "condition":
+        return with_condition(rank, n, 10.0 ** generator.uniform(0, 12), generator)
+    if kind == "graded":
+        return w * 10.0 ** generator.uniform(-30, 30, (rank, 1))
+    if kind == "huge or tiny":
+        return w * generator.choice((1e-30, 1e-20, 1e20, 1e30))
+    if kind == "subnormal":
+        return w * torch.finfo(torch.float32).tiny / 64
+    if kind == "deficient":
+        inner = int(generator.integers(0, rank)) if rank > 1 else 0
+        return generator.standard_normal((rank, inner)) @ generator.standard_normal((inner, n))
+    if kind == "copies":  # of each other, at powers of two, so that they depend exactly
+        origins = generator.integers(0, rank, rank)
+        return w[origins] * 2.0 ** generator.integers(-20, 20, (rank, 1)) * generator.choice((-1, 1), (rank, 1))
+    if kind == "zeros":
+        return w * generator.choice((0.0, 1.0), (rank, 1))
+    if kind == "nearly equal":
+        return np.ones((rank, n)) + 10.0 ** generator.uniform(-9, 0, (rank, 1)) * w
+    if kind == "sparse":
+        return w * (generator.random((rank, n)) < 0.05)
+    if kind == "constant":
+        return np.ones((rank, n)) * 10.0 ** generator.uniform(-30, 30, (rank, 1))
+    return w
+
+
+KINDS = (
+    "normal",
+    "condition",
+    "graded",
+    "huge or tiny",
+    "subnormal",
+    "deficient",
+    "copies",
+    "zeros",
+    "nearly equal",
+    "sparse",
+    "constant",
+)
+LENGTHS = st.one_of(st.sampled_from((1, 2, 3, 16, 17, 64, 127, 128)), st.integers(1, 100 if INTERPRETED else 300))
+RANKS = st.one_of(st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 8 if INTERPRETED else 64))
+
+
+@st.composite
+def factors(draw):
+    result = []
+    for _ in range(draw(st.integers(1, 3 if INTERPRETED else 5))):
+        n = draw(LENGTHS)
+        result.append((draw(st.sampled_from(KINDS)), min(draw(RANKS), n), n, draw(st.integers(0, 2**20))))
+    return result
+
+
+@pytest.mark.parametrize("out", OUTS, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+@PROPERTY
+@given(drawn=factors(), offset=st.sampled_from((0, 1, 3)))
+def test_every_finite_factor_becomes_an_orthonormal_basis_of_its_rows(wire, out, device, drawn, offset):
+    rows = [make(*of_one) for of_one in drawn]
+    for of_one, result in zip(drawn, orthogonalized(rows, wire, out, device, offset), strict=True):
+        check_basis(*result, str(of_one))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out", OUTS, ids=name)
+def test_small_factors_lose_no_more_than_rounding_errors(out, kind, device):
+    sizes = ((1, 1), (1, 100), (2, 2), (3, 50), (4, 128), (8, 8), (8, 64))
+    rows = [make(kind, *size, seed) for seed, size in enumerate(sizes)]
+    for size, result in zip(sizes, orthogonalized(rows, torch.float32, out, device), strict=True):
+        check_basis(*result, f"{kind} {size}", is_small=True)
+
+
+SIZES = ((1, 1), (1, 300), (2, 2), (3, 100), (4, 64), (8, 200), (16, 16))
+
+
+def well_conditioned(wire, out, device, sizes, conditions):
+    generator = np.random.default_rng(0)
+    for condition in conditions:
+        rows = [with_condition(*size, condition, generator) for size in sizes]
+        for w, p, flag in orthogonalized(rows, wire, out, device):
+            what = f"{len(w)} x {w.shape[1]} of condition {condition:g}"
+            check_basis(w, p, flag, what)
+            # What bf16 makes of ill-conditioned rows has a condition of its own, which the bound takes from them.
+            if wire != torch.bfloat16 or condition <= 10:
+                check_span(w, p, what)
+
+
+@pytest.mark.parametrize("out", OUTS, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_the_span_of_independent_rows_is_kept(wire, out, device):
+    well_conditioned(wire, out, device, SIZES, (1.0, 10.0, 100.0, 1000.0))
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Sizes of large factors; in the interpreter, of such that are cut into tiles once these are small."""
+    if not INTERPRETED:
+        return (1, 5000), (4, 4099), (16, 3000), (33, 700), (64, 2000)
+    monkeypatch.setattr(orthogonalization, "SMALL", 64)
+    monkeypatch.setattr(orthogonalization, "TILE", 64)
+    return (1, 100), (3, 130), (12, 64)
+
+
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_the_span_of_large_factors_is_kept(wire, device, large):
+    out = torch.float64 if wire == torch.float64 and not INTERPRETED else torch.float32
+    well_conditioned(wire, out, device, large, (1.0, 1000.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_factors_become_orthonormal_bases_of_their_rows(kind, device, large):
+    rows = [make(kind, *size, seed) for seed, size in enumerate(large)]
+    for (w, p, flag), size in zip(orthogonalized(rows, torch.float32, torch.float32, device), large, strict=True):
+        check_basis(w, p, flag, f"{kind} {size}")
+
+
+def ill_conditioned(sizes, exponent, device, is_small):
+    generator = np.random.default_rng(exponent)
+    rows = [with_condition(*size, 10.0**exponent, generator) for size in sizes]
+    for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
+        check_basis(w, p, flag, f"{w.shape} of condition 1e{exponent}", is_small)
+
+
+@pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
+def test_no_condition_makes_the_basis_grow(exponent, device):
+    ill_conditioned([(2, 40), (4, 100), (8, 64), (8, 8)] * 3, exponent, device, is_small=True)
+
+
+@pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
+def test_no_condition_makes_the_basis_of_a_large_factor_grow(exponent, device, large):
+    ill_conditioned(large, exponent, device, is_small=False)
+
+
+def test_large_factors_as_shipped_are_cut_into_tiles(device):
+    generator = np.random.default_rng(0)
+    rows = [with_condition(*size, 100.0, generator) for size in ((12, 2049), (4, 60))]
+    for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
+        check_basis(w, p, flag, str(w.shape))
+        check_span(w, p, str(w.shape))
+
+
+def test_a_large_factor_that_is_not_finite_becomes_nan_and_no_other(device, large):
+    rows = [make("normal", *size, seed) for seed, size in enumerate(large)]
+    clean = orthogonalized(rows, torch.float32, torch.float32, device)
+    for hit, size in enumerate(large):
+        for poison, at in ((NAN, (0, size[1] // 2)), (-INF, (size[0] - 1, size[1] - 1))):
+            poisoned = [w.copy() for w in rows]
+            poisoned[hit][at] = poison
+            for i, (_, p, flag) in enumerate(orthogonalized(poisoned, torch.float32, torch.float32, device)):
+                assert flag == (i != hit)
+                if i == hit:
+                    assert p.isnan().all()
+                else:
+                    assert_same_bits(p, clean[i][1], f"neighbour {i}")
+
+
+def test_copies_and_zeros_in_a_large_factor_are_dropped(device, large):
+    for rank, n in large:
+        if rank < 4:
+            continue
+        w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((rank, n))).float())
+        w[1], w[2], w[rank - 1] = -2 * w[0], 0, 0.25 * w[0]
+        ((w, p, flag),) = orthogonalized([w], torch.float32, torch.float32, device)
+        check_basis(w, p, flag, "with copies")
+        assert p.any(1).tolist() == [row not in (1, 2, rank - 1) for row in range(rank)]
+
+
+@pytest.mark.parametrize("size", [(4, 100), (8, 64)], ids=str)
+@pytest.mark.parametrize("out", OUTS, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_copies_and_zeros_are_dropped_and_the_rest_is_kept(wire, out, size, device):
+    rank = size[0]
+    w = np.random.default_rng(0).standard_normal(size)
+    w = numbers(torch.tensor(w).to(wire))
+    w[1] = -2 * w[0]
+    w[2] = 0
+    w[rank - 1] = 0.25 * w[0]
+    ((w, p, flag),) = orthogonalized([w], wire, out, device)
+    check_basis(w, p, flag, "with copies", is_small=True)
+    kept = [row not in (1, 2, rank - 1) for row in range(rank)]
+    assert p.any(1).tolist() == kept
+    check_span(w[kept], p[torch.tensor(kept)], "rows that are not copies")
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-19, 1e-3, 1e3, 1e19, 1e30])
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_the_scale_of_a_row_does_not_matter(wire, scale, device):
+    # By a power of two, so that both have the same digits.
+    power = 2.0 ** round(np.log2(scale))
+    w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((4, 96))).to(wire))
+    rows = [w, w * power, w * [[1], [power], [1], [power]]]
+    first, *others = orthogonalized(rows, wire, torch.float32, device)
+    check_basis(*first, "unscaled")
+    for scaled in others:
+        check_basis(*scaled, f"scaled by {power}")
+        assert_same_bits(scaled[1], first[1], f"scaled by {power}")
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
+def test_the_largest_and_smallest_numbers_are_ordinary(wire, largest, device):
+    info = torch.finfo(wire)
+    value = info.max if largest else info.smallest_normal
+    signs = np.sign(np.random.default_rng(0).standard_normal((4, 50)))
+    ((w, p, flag),) = orthogonalized([signs * value], wire, torch.float32, device)
+    check_basis(w, p, flag, str(value))
+    check_span(w, p, str(value))
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("out", OUTS, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_a_factor_that_is_not_finite_becomes_nan_and_no_other(wire, out, poison, device):
+    sizes = ((4, 100), (1, 1), (3, 7), (2, 5))
+    rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
+    clean = orthogonalized(rows, wire, out, device)
+    for hit, at in ((0, (0, 0)), (1, (0, 0)), (2, (2, 6)), (3, (1, 0))):
+        poisoned = [w.copy() for w in rows]
+        poisoned[hit][at] = poison
+        for i, (w, p, flag) in enumerate(orthogonalized(poisoned, wire, out, device)):
+            if i == hit:
+                assert flag == 0
+                assert p.isnan().all(), w
+            else:
+                assert flag == 1
+                assert_same_bits(p, clean[i][1], f"neighbour {i}")
+
+
+def test_flags_tell_of_every_factor_that_is_not_finite(device):
+    rows = [make("normal", 2, 9, seed) for seed in range(5)]
+    rows[1][0, 3], rows[2][1, 8], rows[4][0, 0] = NAN, INF, -INF
+    flags = [flag for _, _, flag in orthogonalized(rows, torch.float32, torch.float32, device)]
+    assert flags == [1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_a_basis_spans_itself(wire, device):
+    sizes = ((4, 100), (1, 1), (8, 64), (7, 7))
+    rows = [with_condition(*size, 100.0, np.random.default_rng(0)) for size in sizes]
+    rows[0][2] = rows[0][1]
+    once = orthogonalized(rows, wire, torch.float32, device)
+    again = orthogonalized([numbers(p) for _, p, _ in once], torch.float32, torch.float32, device)
+    for size, (_, before, _), (_, after, flag) in zip(sizes, once, again, strict=True):
+        assert flag == 1
+        assert torch.equal(before.any(1), after.any(1)), "dropped rows stay dropped, kept ones stay"
+        kept = before.any(1)
+        check_span(numbers(before[kept]), after[kept], f"{size} again")
+
+
+@pytest.mark.parametrize("out", OUTS, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_two_calls_give_the_same_bits(wire, out, device):
+    sizes = ((4, 100), (1, 1), (8, 64), (7, 7))
+    rows = [make("condition", *size, seed) for seed, size in enumerate(sizes)]
+    first = orthogonalized(rows, wire, out, device)
+    for (_, p, _), (_, expected, _) in zip(orthogonalized(rows, wire, out, device), first, strict=True):
+        assert_same_bits(p, expected, "the second call")
+
+
+def test_two_calls_give_the_same_bits_for_large_factors(device, large):
+    rows = [make("condition", *size, seed) for seed, size in enumerate(large)]
+    first = orthogonalized(rows, torch.float32, torch.float32, device)
+    for (_, p, _), (_, expected, _) in zip(
+        orthogonalized(rows, torch.float32, torch.float32, device), first, strict=True
+    ):
+        assert_same_bits(p, expected, "the second call")
+
+
+def test_the_values_of_neighbours_do_not_change_a_bit(device):
+    sizes = ((4, 100), (3, 7), (8, 64), (1, 200))
+    rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
+    first = orthogonalized(rows, torch.float32, torch.float32, device)
+    for kind in ("zeros", "graded", "copies"):
+        for i in range(len(sizes)):
+            others = [w if j == i else make(kind, *sizes[j], 9) for j, w in enumerate(rows)]
+            result = orthogonalized(others, torch.float32, torch.float32, device)[i]
+            assert_same_bits(result[1], first[i][1], f"factor {i} among {kind}")
+
+
+def test_neighbours_of_any_size_leave_the_span_as_it_is(device):
+    w = with_condition(4, 100, 10.0, np.random.default_rng(0))
+    for sizes in ((), ((1, 1),), ((8, 300), (2, 3)), ((16, 40),)):
+        rows = [make("normal", *size, 1) for size in sizes]
+        for position in range(len(rows) + 1):
+            among = orthogonalized([*rows[:position], w, *rows[position:]], torch.float32, torch.float32, device)
+            check_basis(*among[position], f"among {sizes}")
+            check_span(*among[position][:2], f"among {sizes}")
+
+
+MISFITS = {
+    "length": lambda device: torch.empty(97, device=device),
+    "dimensions": lambda device: torch.empty(2, 48, device=device),
+    "stride": lambda device: torch.empty(192, device=device)[::2],
+}
+
+
+@pytest.mark.parametrize("side", ["wire", "out"])
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
+    good = torch.full((96,), 3.0, device=device)
+    bad = MISFITS[misfit](device)
+    wire, out = (bad, good) if side == "wire" else (good, bad)
+    message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(wire, Factor([2], [48]), out, torch.ones(1, dtype=torch.int32, device=device))
+    assert (good == 3).all()

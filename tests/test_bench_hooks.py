@@ -1,0 +1,129 @@
+"""`gradwire bench hooks`: its arithmetic on made-up times, its table, and a round for real on a small model."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import gradwire
+from gradwire.bench import contenders, hook_cost
+from gradwire.bench.commands import app
+from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
+from gradwire.bench.hook_cost import DEFAULT_HOOKS, cost_table, summarize
+from gradwire.bench.hooks import HOOKS
+
+FACTS = {
+    "date": "2000-01-01T00:00:00+00:00",
+    "gradwire": "1",
+    "torch": "2",
+    "cpu": "a CPU",
+    "cpu_count": 2,
+    "gpu": None,
+    "backend": "gloo",
+}
+
+
+def timed(hook, provider, ms, one_bucket=False):
+    return SimpleNamespace(hook=hook, provider=provider, one_bucket=one_bucket, seconds=[ms / 1e3] * 3)
+
+
+def made_up_round(hook, ours=(40.0, 50.0), theirs=120.0):
+    one_bucket = HOOKS[hook].peer.one_bucket
+    references = {
+        (GRADWIRE, False): timed("noop", GRADWIRE, 10.0),
+        (PYTORCH, False): timed("noop", PYTORCH, 20.0),
+        (PYTORCH, True): timed("noop", PYTORCH, 30.0, one_bucket=True),
+    }
+    runs = [
+        timed(hook, GRADWIRE, ours[0]),
+        timed(hook, GRADWIRE_ON_PYTORCH, ours[1]),
+        timed(hook, PYTORCH, theirs, one_bucket),
+    ]
+    return summarize(runs, references)
+
+
+def test_own_cost_is_beyond_noop_on_the_same_ddp_with_the_same_buckets():
+    ours, mixed, theirs = made_up_round("powersgd-r4")
+    assert (ours.own_ms, mixed.own_ms, theirs.own_ms) == (30, 30, 90)
+    assert (ours.own_vs_pytorch, mixed.own_vs_pytorch, theirs.own_vs_pytorch) == (0.333, 0.333, None)
+    assert (ours.step_vs_pytorch, mixed.step_vs_pytorch, theirs.step_vs_pytorch) == (0.333, 0.417, None)
+    assert (ours.one_bucket, mixed.one_bucket, theirs.one_bucket) == (False, False, True)
+    assert theirs.noop_ms["p50"] == 30
+    ours, mixed, theirs = made_up_round("fp16")
+    assert (ours.own_ms, mixed.own_ms, theirs.own_ms) == (30, 30, 100)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [((40.0, 50.0), 15.0), ((9.0, 19.0), 120.0)])
+def test_there_is_no_ratio_where_a_cost_is_not_positive(ours, theirs):
+    assert [cost.own_vs_pytorch for cost in made_up_round("fp16", ours, theirs)] == [None, None, None]
+
+
+def printed(table):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_the_table_of_all_hooks_fits_into_80_columns():
+    costs = [vars(cost) for hook in HOOKS for cost in made_up_round(hook, (1234.5, 1350.0), 2345.0)]
+    text = printed(cost_table({"model": contenders.MODEL, "steps": 30, "threads": 1, "costs": costs}, FACTS))
+    assert "…" not in text
+    rows = [line.split() for line in text.splitlines()]
+    for hook in HOOKS:
+        assert [hook] in rows
+    assert ["gradwire", "1234.5", "(1234-1234)", "0.53x", "1224.5", "0.53x"] in rows
+    assert "PyTorch's powerSGD_hook, one bucket" in text
+    assert "PyTorch's powerSGD_hook *, one bucket" in text  # beside what PyTorch has not
+
+
+def test_a_round_for_real(monkeypatch, tmp_path):
+    for name, value in {"LAYERS": 2, "NARROW": 64, "WIDE": 128}.items():
+        monkeypatch.setattr(contenders, name, value)
+    threads = torch.get_num_threads()
+    path = tmp_path / "hooks.json"
+    arguments = ["bench", "hooks", "--steps", "2", "--hooks", "noop,powersgd-r1", "--output", str(path)]
+    try:
+        done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "80"}).invoke(app, arguments)
+    finally:
+        torch.set_num_threads(threads)
+    assert done.exit_code == 0, done.output
+    document = json.loads(path.read_text())
+    facts, measured = document["provenance"], document["measurements"]
+    assert {"date", "commit", "cpu", "system", "torch", "python", "command", "load_average_before"} <= facts.keys()
+    assert facts["gradwire"] == gradwire.__version__
+    assert facts["threads_per_process"] == measured["threads"] == 1
+    assert "cpus_busy_with_others" in facts
+    costs = measured["costs"]
+    assert [(cost["hook"], cost["provider"], cost["one_bucket"]) for cost in costs] == [
+        ("noop", GRADWIRE, False),
+        ("noop", GRADWIRE_ON_PYTORCH, False),
+        ("noop", PYTORCH, False),
+        ("powersgd-r1", GRADWIRE, False),
+        ("powersgd-r1", GRADWIRE_ON_PYTORCH, False),
+        ("powersgd-r1", PYTORCH, True),
+    ]
+    for cost in costs:
+        assert 0 < cost["step_ms"]["p20"] <= cost["step_ms"]["p50"] <= cost["step_ms"]["p80"]
+        assert cost["own_ms"] == pytest.approx(cost["step_ms"]["p50"] - cost["noop_ms"]["p50"], abs=1e-3)
+    assert "powersgd-r1" in done.output
+
+
+def test_nothing_is_timed_if_a_check_fails(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("wrong; nothing is timed.")
+
+    for name, value in {"LAYERS": 2, "NARROW": 16, "WIDE": 32}.items():
+        monkeypatch.setattr(contenders, name, value)
+    monkeypatch.setattr(contenders.Contender, "check", fails)
+    with pytest.raises(RuntimeError, match="nothing is timed"):
+        hook_cost.measure(["noop"], 1, torch.get_num_threads(), torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_default_hooks_have_no_duplicates():
+    assert len(set(DEFAULT_HOOKS)) == len(DEFAULT_HOOKS)
+    assert set(DEFAULT_HOOKS) <= set(HOOKS)
