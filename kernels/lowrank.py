@@ -519,29 +519,25 @@ def _block_of_m(operands: Operands, index: int, rows: slice) -> Tensor:
 
 def _project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     table = operands.table
-    product = p if p.dtype == table.compute else torch.empty_like(p, dtype=table.compute)
     adding = operands._replace(keep=False)
-    for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(product), strict=True)):
+    for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(p), strict=True)):
+        product = torch.empty_like(p_i, dtype=table.compute)
         for rows in _row_blocks(operands, i):
             m = _block_of_m(adding, i, rows)
-            torch.mm(q_i, m.t(), out=p_i[:, rows])
+            torch.mm(q_i, m.t(), out=product[:, rows])
             if operands.keep:
                 operands.target[i][rows] = m
-        p_i.mul_(scale)
-    if product is not p:
-        p.copy_(product)
+        p_i.copy_(product.mul_(scale))
 
 
 def _backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     table = operands.table
-    product = q if q.dtype == table.compute else torch.empty_like(q, dtype=table.compute)
-    for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(product), strict=True)):
+    for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
+        product = torch.empty_like(q_i, dtype=table.compute)
         for rows in _row_blocks(operands, i):
             m = _block_of_m(operands, i, rows)
-            torch.addmm(q_i, p_i[:, rows], m, beta=0 if rows.start == 0 else 1, out=q_i)
-        q_i.mul_(scale)
-    if product is not q:
-        q.copy_(product)
+            torch.addmm(product, p_i[:, rows], m, beta=0 if rows.start == 0 else 1, out=product)
+        q_i.copy_(product.mul_(scale))
 
 
 def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
