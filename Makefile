@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 demo bench-reducer wheel clean
+.PHONY: install check format test test-slow test-triton36 demo bench-reducer bench-hooks bench-network wheel clean
 
 install: .venv/.installed
 
@@ -45,6 +45,13 @@ demo: install
 
 bench-reducer: install
 	$(BIN)/gradwire bench reducer
+
+bench-hooks: install
+	$(BIN)/gradwire bench hooks
+
+# Two network namespaces: needs root and iproute2.
+bench-network: install
+	$(BIN)/gradwire bench network
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.
 wheel: install

@@ -1,6 +1,8 @@
 """Counter-based random numbers: the same bits from the same counters, on every rank, device and run.
 
-    u(key, step, index) = uniform in [-1, 1), from the top 24 bits of mix(mix(key + step g) + (index + 1) g)
+    u(key, step, index) = (2 k + 1) / 2^24 - 1, where k is the top 24 bits of mix(mix(key + step g) + (index + 1) g)
+
+uniform in (-1, 1) and never 0, so that a vector of them can be divided by its norm.
 
 mix is the finaliser of SplitMix64 and g its increment (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014).
@@ -36,11 +38,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(key: int, step: int, numel: int, device: torch.device) -> Tensor:
-    """The first ``numel`` numbers of the stream (key, step), in fp32."""
+def uniform(key: int, step: int, numel: int, device: torch.device, *, start: int = 0) -> Tensor:
+    """The ``numel`` numbers of the stream (key, step) that begin at ``start``, in fp32."""
     stream = _mix(torch.tensor([key], device=device) + torch.tensor([step], device=device) * GAMMA)
-    bits = _mix(stream + torch.arange(1, numel + 1, device=device) * GAMMA)
-    return _shift_right(bits, 40).to(torch.float32) * 2.0**-23 - 1
+    bits = _mix(stream + torch.arange(start + 1, start + numel + 1, device=device) * GAMMA)
+    return (_shift_right(bits, 40).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
 
 
 @jit
@@ -56,4 +58,4 @@ def uniform_triton(key, step, index):
     gamma: tl.constexpr = 0x9E3779B97F4A7C15
     stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
     bits = _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma)
-    return (bits >> 40).to(tl.float32) * 1.1920928955078125e-07 - 1.0
+    return ((bits >> 40).to(tl.float32) * 1.1920928955078125e-07 - 1.0) + 5.9604644775390625e-08

@@ -602,6 +602,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
     Raises:
         ValueError: an operand does not fit the table.
     """
+    operands.check()
     operands.table.p.check(p, "p")
     operands.table.q.check(q, "q")
     run = _implementation(operands.table, _backproject_triton, _backproject_cpu, backproject_reference)
@@ -620,6 +621,7 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
     Raises:
         ValueError: an operand does not fit the table.
     """
+    operands.check()
     operands.table.p.check(p, "p")
     operands.table.q.check(q, "q")
     run = _implementation(operands.table, _reconstruct_triton, _reconstruct_cpu, reconstruct_reference)

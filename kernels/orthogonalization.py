@@ -306,13 +306,29 @@ def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor
             continue
         # Scaled, because squares of a column must neither overflow nor vanish.
         largest = w.abs().amax(1, keepdim=True)
-        scaled = w.to(out.dtype) / torch.where(largest > 0, largest, 1)
-        basis, triangle = torch.linalg.qr(scaled.t())
-        remainders = triangle.diagonal()
-        if (remainders.abs() > limit * torch.linalg.vector_norm(triangle, dim=0)).all():
-            p.copy_((basis * remainders.sign()).t())
-        else:  # QR puts an arbitrary direction in place of a dependent column, and takes it out of those that follow
-            p.copy_(_gram_schmidt(w.to(torch.float64), limit))
+        scaled = (w.double() / torch.where(largest > 0, largest, 1)).to(out.dtype)
+        basis, kept = _qr(scaled, limit)
+        if kept.all():
+            p.copy_(basis)
+            continue
+        # QR puts an arbitrary direction in place of a dependent column, and takes it out of those that follow: again,
+        # without the columns that seem dependent, which must then be so.
+        p.zero_()
+        if kept.any():
+            p[kept], again = _qr(scaled[kept], limit)
+            kept[kept.clone()] = again
+        remainders = scaled - (scaled @ p.t()).tril(-1) @ p
+        lost = torch.linalg.vector_norm(remainders, dim=1) > limit * torch.linalg.vector_norm(scaled, dim=1)
+        if (lost & ~kept).any() or (p[~kept] != 0).any():
+            p.copy_(_gram_schmidt(w.double(), limit))
+
+
+def _qr(rows: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis of the rows, by Householder's QR, and which of them are independent of those before."""
+    basis, triangle = torch.linalg.qr(rows.t())
+    remainders = triangle.diagonal()
+    kept = remainders.abs() > limit * torch.linalg.vector_norm(triangle, dim=0)
+    return (basis * remainders.sign()).t(), kept
 
 
 def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:

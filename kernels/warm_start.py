@@ -153,8 +153,8 @@ def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, fol
         largest = q.abs().amax(1, keepdim=True).to(after.dtype)
         torch.div(q, torch.where(largest > 0, largest, 1), out=after)
         if not largest.all():
-            drawn = uniform(keys[i], step, q.numel(), q.device).view_as(q).to(after.dtype)
-            torch.where(largest > 0, after, drawn, out=after)
+            for row in (largest.flatten() == 0).nonzero().flatten().tolist():
+                after[row] = uniform(keys[i], step, q.shape[1], q.device, start=row * q.shape[1])
         after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 

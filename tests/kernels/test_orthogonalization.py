@@ -15,14 +15,14 @@ from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, u
 
 from gradwire.kernels import orthogonalization
 from gradwire.kernels.matrices import Factor
-from gradwire.kernels.orthogonalization import orthogonalize
+from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_reference
 
 INF, NAN = float("inf"), float("nan")
 OUTS = (torch.float32, torch.float64)
 ORTHONORMAL = 1e-5  # the docstring's promise
 
 
-def orthogonalized(rows, wire_dtype, out_dtype, device, offset=0):
+def orthogonalized(rows, wire_dtype, out_dtype, device, offset=0, orthogonalize=orthogonalize):
     """The factors of a bucket, orthogonalised in guarded memory, as (wire, result, flag) in numpy."""
     factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
     wire = Guarded(packed(factor, rows, wire_dtype), offset=offset, device=device)
@@ -44,6 +44,7 @@ def largest_loss(rank, n, dtype, is_small):
     Gram-Schmidt drops what is below 64 eps, and rounds each of rank steps with sums of n terms (see `check_span`).
     CholeskyQR, for large factors on a GPU, sees squares. It drops a pivot below 4 rank eps, and the elimination, whose
     factors are at most the inverse root of that, adds rounding errors of rank eps to it: 2 rank eps / sqrt(4 eps).
+    Seen: 0.61 of the first, 0.034 of the second bound.
     """
     eps = torch.finfo(dtype).eps
     if is_small:
@@ -70,11 +71,7 @@ def check_basis(w, p, flag, what, is_small=False):
 
     w = scaled_rows(w)
     outside = np.linalg.norm(w - np.tril(w @ p.T) @ p, axis=1) / np.maximum(np.linalg.norm(w, axis=1), 1)
-    LOSS.append((outside.max() / allowed, is_small, what))
     assert outside.max() <= allowed, f"{what}: {outside} of the rows lost, allowed {allowed:.2g}"
-
-
-LOSS = []
 
 
 def check_span(w, p, what):
@@ -82,7 +79,8 @@ def check_span(w, p, what):
 
     Rounding moves each row of W by at most rank sqrt(n) u of its norm (rank steps; sums of n terms round like a random
     walk: Higham & Mary 2019), all of them together by sqrt(rank) times that, and the span by that over the smallest
-    singular value of W with unit rows (Stewart & Sun, theorem V.4.4): rank^1.5 sqrt(n) u / sigma.
+    singular value of W with unit rows (Stewart & Sun, theorem V.4.4): rank^1.5 sqrt(n) u / sigma. Seen: 0.55 of it for
+    2 x 2, 0.29 for one row, 0.2 for all others.
     """
     rank, n = w.shape
     w = scaled_rows(w)
@@ -92,11 +90,7 @@ def check_span(w, p, what):
     distance = max(np.linalg.norm(p - (p @ basis.T) @ basis, 2), np.linalg.norm(basis - (basis @ p.T) @ p, 2))
     # The oracle rounds in the same way, in fp64.
     bound = rank**1.5 * np.sqrt(n) * (u + unit(torch.float64)) / values.min()
-    SPAN.append((distance / bound, what))
     assert distance <= bound, f"{what}: the spans are {distance:.2g} apart, allowed {bound:.2g}"
-
-
-SPAN = []
 
 
 def with_condition(rank, n, condition, generator):
@@ -130,6 +124,9 @@ def make(kind, rank, n, seed):
         return np.ones((rank, n)) + 10.0 ** generator.uniform(-9, 0, (rank, 1)) * w
     if kind == "sparse":
         return w * (generator.random((rank, n)) < 0.05)
+    if kind == "local":  # nearly parallel where they are large, and different elsewhere
+        parallel = generator.standard_normal(n) + 3e-3 * w
+        return np.where(np.arange(n) < 64, parallel, 1e-6 * w)
     if kind == "constant":
         return np.ones((rank, n)) * 10.0 ** generator.uniform(-30, 30, (rank, 1))
     return w
@@ -147,6 +144,7 @@ KINDS = (
     "nearly equal",
     "sparse",
     "constant",
+    "local",
 )
 LENGTHS = st.one_of(st.sampled_from((1, 2, 3, 16, 17, 64, 127, 128)), st.integers(1, 100 if INTERPRETED else 300))
 RANKS = st.one_of(st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 8 if INTERPRETED else 64))
@@ -180,7 +178,20 @@ def test_small_factors_lose_no_more_than_rounding_errors(out, kind, device):
         check_basis(*result, f"{kind} {size}", is_small=True)
 
 
-SIZES = ((1, 1), (1, 300), (2, 2), (3, 100), (4, 64), (8, 200), (16, 16))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out", OUTS, ids=name)
+def test_the_reference_keeps_the_same_guarantees(out, kind, device):
+    sizes = ((1, 1), (1, 100), (2, 2), (3, 50), (4, 128), (8, 8))
+    rows = [make(kind, *size, seed) for seed, size in enumerate(sizes)]
+    rows.append(np.array([[1.0, 2.0, INF]]))
+    *results, last = orthogonalized(rows, torch.float32, out, device, orthogonalize=orthogonalize_reference)
+    for size, result in zip(sizes, results, strict=True):
+        check_basis(*result, f"{kind} {size}", is_small=True)
+    assert last[1].isnan().all()
+    assert last[2] == 0
+
+
+SIZES = ((1, 1), (1, 200), (2, 2), (3, 100), (4, 64), (8, 200), (16, 16))
 
 
 def well_conditioned(wire, out, device, sizes, conditions):
@@ -198,7 +209,7 @@ def well_conditioned(wire, out, device, sizes, conditions):
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 def test_the_span_of_independent_rows_is_kept(wire, out, device):
-    well_conditioned(wire, out, device, SIZES, (1.0, 10.0, 100.0, 1000.0))
+    well_conditioned(wire, out, device, SIZES, (1.0, 30.0, 1000.0))
 
 
 @pytest.fixture
@@ -253,15 +264,14 @@ def test_a_large_factor_that_is_not_finite_becomes_nan_and_no_other(device, larg
     rows = [make("normal", *size, seed) for seed, size in enumerate(large)]
     clean = orthogonalized(rows, torch.float32, torch.float32, device)
     for hit, size in enumerate(large):
-        for poison, at in ((NAN, (0, size[1] // 2)), (-INF, (size[0] - 1, size[1] - 1))):
-            poisoned = [w.copy() for w in rows]
-            poisoned[hit][at] = poison
-            for i, (_, p, flag) in enumerate(orthogonalized(poisoned, torch.float32, torch.float32, device)):
-                assert flag == (i != hit)
-                if i == hit:
-                    assert p.isnan().all()
-                else:
-                    assert_same_bits(p, clean[i][1], f"neighbour {i}")
+        poisoned = [w.copy() for w in rows]
+        poisoned[hit][size[0] - 1, size[1] - 1] = (NAN, INF, -INF)[hit % 3]
+        for i, (_, p, flag) in enumerate(orthogonalized(poisoned, torch.float32, torch.float32, device)):
+            assert flag == (i != hit)
+            if i == hit:
+                assert p.isnan().all()
+            else:
+                assert_same_bits(p, clean[i][1], f"neighbour {i}")
 
 
 def test_copies_and_zeros_in_a_large_factor_are_dropped(device, large):
