@@ -4,6 +4,8 @@
     backproject   Q = scale P M
     reconstruct   out = P' Q,  E = M - out           if the factors are finite; else out = NaN, and E stays
 
+out saturates at the largest number of the gradients' dtype, and what that cuts off stays in E.
+
 E is the error memory; the update conserves G + E = out + E (new) to the rounding of one subtraction, and that of a
 16-bit result is part of the error. E is overwritten in the last pass alone, when it is known on every rank whether all
 factors are finite; so a step with an inf or NaN anywhere leaves it as it was, to the bit, without asking the host.
@@ -63,7 +65,7 @@ def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tens
     """What `reconstruct` computes, written for reading."""
     table = operands.table
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
-        out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).to(table.dtype)
+        out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).clamp(-table.limit, table.limit).to(table.dtype)
         out = torch.where(finite[i] > 0, out, torch.nan)
         if operands.error is not None:
             error = _compensated(operands, i) - out.to(table.compute)
@@ -302,6 +304,7 @@ def _reconstruct_tile(
     columns,
     finite,
     SOURCE: tl.constexpr,
+    LIMIT: tl.constexpr,
     KEPT: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -316,6 +319,7 @@ def _reconstruct_tile(
         columns = columns // 8 * 8
     offs = offs_n[:, None] * columns + offs_m[None, :]
     mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
+    out = tl.minimum(tl.maximum(out, -LIMIT), LIMIT)
     rounded = tl.where(finite, out, float("nan")).to(SOURCE)
     if HAS_ERROR:
         m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)
@@ -334,6 +338,7 @@ def _reconstruct_kernel(
     n_matrices,
     n_programs,
     SOURCE: tl.constexpr,
+    LIMIT: tl.constexpr,
     KEPT: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     RANK: tl.constexpr,
@@ -364,11 +369,11 @@ def _reconstruct_kernel(
     out = tl.dot(p, q, input_precision="ieee")
     if (source | target | error | columns * 2) % 16 == 0:
         _reconstruct_tile(
-            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, True
+            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, LIMIT, KEPT, HAS_ERROR, True
         )
     else:
         _reconstruct_tile(
-            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, False
+            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, LIMIT, KEPT, HAS_ERROR, False
         )
 
 
@@ -492,6 +497,7 @@ def _reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor
             n_matrices=len(table),
             n_programs=tiles.shape[1],
             SOURCE=triton_dtype(table.dtype),
+            LIMIT=table.limit,
             KEPT=operands.keep,
             HAS_ERROR=operands.error is not None,
             RANK=_padded_rank(table),
@@ -552,6 +558,8 @@ def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -
             target = operands.target[i][rows]
             product = table.scratch(i)[: len(target)]
             torch.mm(p_i[:, rows].t(), q_i, out=product)
+            if table.dtype != table.compute:
+                product.clamp_(-table.limit, table.limit)
             if operands.error is None:
                 target.copy_(product)
                 continue

@@ -130,6 +130,11 @@ class MatrixTable:
         return len(self.matrices)
 
     @property
+    def limit(self) -> float:
+        """The largest magnitude of the result: of the gradients' dtype, and representable in that of the arithmetic."""
+        return torch.finfo(self.dtype).max
+
+    @property
     def largest_rank(self) -> int:
         """Of all matrices."""
         return max(self.p.ranks)

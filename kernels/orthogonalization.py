@@ -304,9 +304,10 @@ def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor
             p.fill_(torch.nan)
             finite[i] = 0
             continue
-        # Scaled, because squares of a column must neither overflow nor vanish.
+        # Scaled, because squares of a column must neither overflow nor vanish; in fp64, because LAPACK's QR in fp32 is
+        # off by 1e-4 where a long row has its weight in few elements.
         largest = w.abs().amax(1, keepdim=True)
-        scaled = (w.double() / torch.where(largest > 0, largest, 1)).to(out.dtype)
+        scaled = w.double() / torch.where(largest > 0, largest, 1)
         basis, kept = _qr(scaled, limit)
         if kept.all():
             p.copy_(basis)
@@ -315,12 +316,13 @@ def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor
         # without the columns that seem dependent, which must then be so.
         p.zero_()
         if kept.any():
-            p[kept], again = _qr(scaled[kept], limit)
+            basis, again = _qr(scaled[kept], limit)
+            p[kept] = basis.to(p.dtype)
             kept[kept.clone()] = again
-        remainders = scaled - (scaled @ p.t()).tril(-1) @ p
+        remainders = scaled - (scaled @ p.double().t()).tril(-1) @ p.double()
         lost = torch.linalg.vector_norm(remainders, dim=1) > limit * torch.linalg.vector_norm(scaled, dim=1)
         if (lost & ~kept).any() or (p[~kept] != 0).any():
-            p.copy_(_gram_schmidt(w.double(), limit))
+            p.copy_(_gram_schmidt(scaled, limit))
 
 
 def _qr(rows: Tensor, limit: float) -> tuple[Tensor, Tensor]:
