@@ -38,10 +38,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(key: int, step: int, numel: int, device: torch.device, *, start: int = 0) -> Tensor:
-    """The ``numel`` numbers of the stream (key, step) that begin at ``start``, in fp32."""
+def uniform(key: int, step: int, index: Tensor) -> Tensor:
+    """The numbers of the stream (key, step) at the indices ``index``, int64, in fp32 and in its shape."""
+    device = index.device
     stream = _mix(torch.tensor([key], device=device) + torch.tensor([step], device=device) * GAMMA)
-    bits = _mix(stream + torch.arange(start + 1, start + numel + 1, device=device) * GAMMA)
+    bits = _mix(stream + (index + 1) * GAMMA)
     return (_shift_right(bits, 40).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
 
 

@@ -507,20 +507,17 @@ def _reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor
         )
 
 
-def _row_blocks(operands: Operands, index: int) -> Iterator[slice]:
-    """The rows of a matrix in blocks that stay in cache."""
-    rows, step = operands.table.matrices[index].rows, operands.table.block_rows[index]
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def _block_of_m(operands: Operands, index: int, rows: slice) -> Tensor:
-    """M in a block of rows, in the scratch: BLAS may round by alignment, and that of gradients is anybody's."""
-    block = operands.table.scratch(index)[: rows.stop - rows.start]
-    if operands.keep:
-        return block.copy_(operands.target[index][rows])
-    if operands.error is None:
-        return block.copy_(operands.source[index][rows])
-    return torch.add(operands.source[index][rows], operands.error[index][rows], out=block)
+def _blocks_of_m(operands: Operands, index: int) -> Iterator[Tensor]:
+    """M, some rows at a time, in the scratch: BLAS may round by alignment, and that of gradients is anybody's."""
+    table = operands.table
+    first = (operands.target if operands.keep else operands.source)[index].split(table.block_rows[index])
+    scratch = table.scratch(index)
+    if operands.keep or operands.error is None:
+        for block in first:
+            yield scratch[: len(block)].copy_(block)
+    else:
+        for block, error in zip(first, operands.error[index].split(table.block_rows[index]), strict=True):
+            yield torch.add(block, error, out=scratch[: len(block)])
 
 
 def _project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
@@ -528,21 +525,21 @@ def _project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None
     adding = operands._replace(keep=False)
     for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(p), strict=True)):
         product = torch.empty_like(p_i, dtype=table.compute)
-        for rows in _row_blocks(operands, i):
-            m = _block_of_m(adding, i, rows)
-            torch.mm(q_i, m.t(), out=product[:, rows])
+        step = table.block_rows[i]
+        blocks = zip(_blocks_of_m(adding, i), product.split(step, 1), operands.target[i].split(step), strict=True)
+        for m, columns, target in blocks:
+            torch.mm(q_i, m.t(), out=columns)
             if operands.keep:
-                operands.target[i][rows] = m
+                target.copy_(m)
         p_i.copy_(product.mul_(scale))
 
 
 def _backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     table = operands.table
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
-        product = torch.empty_like(q_i, dtype=table.compute)
-        for rows in _row_blocks(operands, i):
-            m = _block_of_m(operands, i, rows)
-            torch.addmm(product, p_i[:, rows], m, beta=0 if rows.start == 0 else 1, out=product)
+        product = torch.zeros_like(q_i, dtype=table.compute)
+        for m, columns in zip(_blocks_of_m(operands, i), p_i.split(table.block_rows[i], 1), strict=True):
+            torch.addmm(product, columns, m, out=product)
         q_i.copy_(product.mul_(scale))
 
 
@@ -554,20 +551,21 @@ def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -
         if not is_finite[i]:
             operands.target[i].fill_(torch.nan)
             continue
-        for rows in _row_blocks(operands, i):
-            target = operands.target[i][rows]
-            product = table.scratch(i)[: len(target)]
-            torch.mm(p_i[:, rows].t(), q_i, out=product)
+        step = table.block_rows[i]
+        m_parts = (operands.target if operands.keep else operands.source)[i].split(step)
+        errors = operands.error[i].split(step) if operands.error is not None else [None] * len(m_parts)
+        blocks = zip(p_i.split(step, 1), m_parts, errors, operands.target[i].split(step), strict=True)
+        for columns, m_part, error, target in blocks:
+            product = torch.mm(columns.t(), q_i, out=table.scratch(i)[: len(target)])
             if table.dtype != table.compute:
                 product.clamp_(-table.limit, table.limit)
-            if operands.error is None:
+            if error is None:
                 target.copy_(product)
                 continue
-            error = operands.error[i][rows]
             if operands.keep:
-                error.copy_(target)
+                error.copy_(m_part)
             else:
-                error.add_(operands.source[i][rows])
+                error.add_(m_part)
             target.copy_(product)
             error.sub_(target)
 

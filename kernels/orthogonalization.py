@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradwire.kernels.language import jit, next_power_of_2, tl
-from gradwire.kernels.matrices import MAX_RANK, Factor
+from gradwire.kernels.matrices import ALIGNMENT, MAX_RANK, Factor
 from gradwire.kernels.platform import use_triton
 
 # Elements of a factor in the registers of one program: 64 for each of 256 threads, and as many again at work.
@@ -37,25 +38,34 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    """What `orthogonalize` computes, written for reading: Gram-Schmidt, twice, in fp64."""
-    for i, (w, p) in enumerate(zip(factor.views(wire), factor.views(out), strict=True)):
-        finite[i] = w.isfinite().all()
-        if finite[i]:
-            p.copy_(_gram_schmidt(w.to(torch.float64), tolerance(out.dtype)))
-        else:
-            p.fill_(torch.nan)
+    """What `orthogonalize` computes, written for reading: Gram-Schmidt in fp64. The CPU path too.
+
+    Factors of one size are handled at once; padded, because sums may round by alignment, so that no factor's bits
+    depend on its neighbours.
+    """
+    sources, targets = factor.views(wire), factor.views(out)
+    for size in dict.fromkeys(w.shape for w in sources):
+        members = [i for i, w in enumerate(sources) if w.shape == size]
+        rows = torch.stack([pad(sources[i], (0, -size[1] % ALIGNMENT)) for i in members]).double()
+        is_finite = rows.isfinite().all(2).all(1)
+        basis = torch.where(is_finite[:, None, None], _gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
+        for k, i in enumerate(members):
+            targets[i].copy_(basis[k, :, : size[1]])
+            finite[i] = is_finite[k]
 
 
 def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
+    """Of a batch of factors, k x r x n: every row twice, for what is left of it can be mostly rounding errors."""
+    largest = rows.abs().amax(2, keepdim=True)
+    rows = rows / torch.where(largest > 0, largest, 1)
+    norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
     basis = torch.zeros_like(rows)
-    for c, row in enumerate(rows):
-        largest = row.abs().max()
-        column = row / largest if largest > 0 else row
-        norm = column.norm()
+    for c in range(rows.shape[1]):
+        column, known = rows[:, c : c + 1], basis[:, :c]
         for _ in range(2):
-            column = column - (basis[:c] @ column) @ basis[:c]
-        if column.norm() > limit * norm:
-            basis[c] = column / column.norm()
+            column = torch.baddbmm(column, torch.bmm(column, known.mT), known, alpha=-1)
+        norm = torch.linalg.vector_norm(column, dim=2, keepdim=True)
+        basis[:, c : c + 1] = torch.where(norm > limit * norms[:, c : c + 1], column / norm, 0)
     return basis
 
 
@@ -295,44 +305,6 @@ def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Ten
                 )
 
 
-def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    all_finite = bool(wire.isfinite().all())
-    limit = tolerance(out.dtype)
-    finite.fill_(1)
-    for i, (w, p) in enumerate(zip(factor.views(wire), factor.views(out), strict=True)):
-        if not all_finite and not w.isfinite().all():
-            p.fill_(torch.nan)
-            finite[i] = 0
-            continue
-        # Scaled, because squares of a column must neither overflow nor vanish; in fp64, because LAPACK's QR in fp32 is
-        # off by 1e-4 where a long row has its weight in few elements.
-        largest = w.abs().amax(1, keepdim=True)
-        scaled = w.double() / torch.where(largest > 0, largest, 1)
-        basis, kept = _qr(scaled, limit)
-        if kept.all():
-            p.copy_(basis)
-            continue
-        # QR puts an arbitrary direction in place of a dependent column, and takes it out of those that follow: again,
-        # without the columns that seem dependent, which must then be so.
-        p.zero_()
-        if kept.any():
-            basis, again = _qr(scaled[kept], limit)
-            p[kept] = basis.to(p.dtype)
-            kept[kept.clone()] = again
-        remainders = scaled - (scaled @ p.double().t()).tril(-1) @ p.double()
-        lost = torch.linalg.vector_norm(remainders, dim=1) > limit * torch.linalg.vector_norm(scaled, dim=1)
-        if (lost & ~kept).any() or (p[~kept] != 0).any():
-            p.copy_(_gram_schmidt(scaled, limit))
-
-
-def _qr(rows: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis of the rows, by Householder's QR, and which of them are independent of those before."""
-    basis, triangle = torch.linalg.qr(rows.t())
-    remainders = triangle.diagonal()
-    kept = remainders.abs() > limit * torch.linalg.vector_norm(triangle, dim=0)
-    return (basis * remainders.sign()).t(), kept
-
-
 def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
     """Write an orthonormal basis of every factor's row space into ``out``, with zeros for dependent rows.
 
@@ -349,7 +321,5 @@ def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> 
     factor.check(out, "out")
     if can_use_triton(factor, out):
         _orthogonalize_triton(wire, factor, out, finite)
-    elif out.device.type == "cpu":
-        _orthogonalize_cpu(wire, factor, out, finite)
     else:
         orthogonalize_reference(wire, factor, out, finite)

@@ -30,7 +30,7 @@ def renew_reference(
     """What `renew` computes, written for reading."""
     for i, (q, after) in enumerate(zip(factor.views(wire), factor.views(following), strict=True)):
         finite[i] *= q.isfinite().all()
-        drawn = uniform(keys[i], step, q.numel(), q.device).view_as(q)
+        drawn = uniform(keys[i], step, torch.arange(q.numel(), device=q.device).view_as(q))
         columns = torch.where((q == 0).all(1, keepdim=True), drawn.to(after.dtype), q.to(after.dtype))
         scaled = columns / columns.abs().amax(1, keepdim=True)
         unit = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
@@ -153,8 +153,8 @@ def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, fol
         largest = q.abs().amax(1, keepdim=True).to(after.dtype)
         torch.div(q, torch.where(largest > 0, largest, 1), out=after)
         if not largest.all():
-            for row in (largest.flatten() == 0).nonzero().flatten().tolist():
-                after[row] = uniform(keys[i], step, q.shape[1], q.device, start=row * q.shape[1])
+            rows = (largest == 0).nonzero()[:, :1]
+            after[rows[:, 0]] = uniform(keys[i], step, rows * q.shape[1] + torch.arange(q.shape[1])).to(after.dtype)
         after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 

@@ -68,16 +68,16 @@ def test_the_oracle_is_splitmix64():
 @example(key=2**63 - 1, step=2**63 - 1)
 @example(key=-(2**63), step=-(2**63))
 def test_random_numbers_are_those_of_splitmix64(device, key, step):
-    found = uniform(key, step, 40, device)
+    found = uniform(key, step, torch.arange(40, device=device))
     assert found.dtype == torch.float32
     assert_same_bits(found.cpu().double(), uniform_oracle(key, step, 40), f"stream {key}, {step}")
 
 
-def test_a_stream_is_the_same_from_any_place_and_of_any_length(device):
-    long = uniform(5, 3, 1000, device)
-    for numel in (0, 1, 999):
-        assert_same_bits(uniform(5, 3, numel, device), long[:numel], f"{numel} numbers")
-        assert_same_bits(uniform(5, 3, 1000 - numel, device, start=numel), long[numel:], f"from {numel} on")
+def test_a_stream_is_the_same_at_any_indices(device):
+    long = uniform(5, 3, torch.arange(1000, device=device))
+    for index in ([], [0], [999, 3, 3], [[1, 2], [998, 0]]):
+        index = torch.tensor(index, dtype=torch.int64, device=device)
+        assert_same_bits(uniform(5, 3, index), long[index], f"at {index}")
 
 
 @jit
@@ -97,7 +97,7 @@ def test_kernels_draw_the_same_bits(key, step, first, device):
     _uniform_kernel[(1,)](out, torch.tensor([key, step, first], device=device), N=64)
     assert_same_bits(out.cpu().double(), uniform_oracle(key, step, 64, first), f"stream {key}, {step} from {first}")
     if first == 0:
-        assert_same_bits(out, uniform(key, step, 64, device), f"stream {key}, {step}")
+        assert_same_bits(out, uniform(key, step, torch.arange(64, device=device)), f"stream {key}, {step}")
 
 
 N = 1 << 16
@@ -111,7 +111,7 @@ def within_five_sigma(samples, mean, variance, what):
 
 @pytest.mark.parametrize("key, step", STREAMS)
 def test_a_stream_is_uniform_and_its_numbers_independent(key, step, device):
-    u = uniform(key, step, N, device).double()
+    u = uniform(key, step, torch.arange(N, device=device)).double()
     assert u.min() > -1
     assert u.max() < 1
     within_five_sigma(u, 0, 1 / 3, "u")
@@ -127,7 +127,7 @@ def test_a_stream_is_uniform_and_its_numbers_independent(key, step, device):
 
 
 def test_streams_are_independent_of_each_other(device):
-    drawn = [uniform(key, step, N, device).double() for key, step in STREAMS]
+    drawn = [uniform(key, step, torch.arange(N, device=device)).double() for key, step in STREAMS]
     for i, u in enumerate(drawn):
         for v in drawn[:i]:
             assert (u == v).sum() < 5, "two streams share numbers"
@@ -358,7 +358,7 @@ def key_of_the_middle():
 
 def test_no_random_number_is_zero(device):
     # Were the middle zero, one in 2^24 rows of one element would be NaN, and stay so for the rest of the run.
-    assert uniform(key_of_the_middle(), 0, 1, device).item() == 2.0**-24
+    assert uniform(key_of_the_middle(), 0, torch.zeros((), dtype=torch.int64, device=device)).item() == 2.0**-24
     (found,) = drawn([key_of_the_middle()], 0, torch.float32, device, Factor([1], [1]))
     assert abs(found.item()) == 1
 
