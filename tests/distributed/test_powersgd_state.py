@@ -1000,8 +1000,8 @@ class OneRank:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_makes_no_tensor_of_the_size_of_a_gradient(dtype, feedback, kind):
     generator = torch.Generator().manual_seed(0)
-    sources = [torch.randn(shape, generator=generator).to(dtype) for shape in ((512, 512), (1024, 256), (1000,))]
-    shapes = [MatrixShape(1, 512, 512, 4), MatrixShape(2, 512, 256, 4), None]
+    sources = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1024, 1024), (2048, 512), (1000,))]
+    shapes = [MatrixShape(1, 1024, 1024, 4), MatrixShape(2, 1024, 512, 4), None]
     errors = [torch.zeros(source.shape) for source in sources[:2]] if feedback else None
     alternating = kind == "alternating"
     bucket = LowRankBucket(["a", "b", "c"], sources, shapes, None, errors, Factors(), 0, 0, alternating)
@@ -1014,6 +1014,6 @@ def test_a_step_makes_no_tensor_of_the_size_of_a_gradient(dtype, feedback, kind)
                 alternating_all_reduce(bucket, sources, sources, i, OneRank(), workspace)
             else:
                 powersgd_all_reduce(bucket, sources, sources, i, kind == "warm", OneRank(), workspace)
-    # All P of the bucket together, in fp32, are 3 * 4 * 512 * 4 bytes: 1/21 of a matrix in 16 bit.
+    # All P of the bucket together, in fp64, are 3 * 4 * 1024 * 8 bytes: 1/21 of a matrix in 16 bit.
     assert allocations.nbytes, "the factors' small tensors are seen"
     assert max(allocations.nbytes) <= sources[0].nbytes / 20
