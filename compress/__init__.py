@@ -1,6 +1,6 @@
 """The algorithms: what is sent and what is remembered. Straight-line code that blocks; no streams, no futures."""
 
-from gradwire.compress.cast import cast_all_reduce
+from gradwire.compress.cast import cast_all_reduce, sparse_all_reduce
 from gradwire.compress.error_memory import ErrorMemory
 from gradwire.compress.gradients import Gradients
 from gradwire.compress.policy import LowRankPolicy
@@ -23,4 +23,5 @@ __all__ = [
     "cast_all_reduce",
     "powersgd_all_reduce",
     "scaled_cast_all_reduce",
+    "sparse_all_reduce",
 ]

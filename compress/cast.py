@@ -21,6 +21,7 @@ def cast_all_reduce(
     dtype: torch.dtype,
     transport: Transport,
     workspace: Workspace,
+    divisor: int | None = None,
 ) -> None:
     """Write the mean over all ranks of ``source`` into ``target``, summed on the wire in ``dtype``.
 
@@ -33,10 +34,18 @@ def cast_all_reduce(
         dtype: the wire's: fp16, bf16, or the gradients' own for a plain all-reduce.
         transport: sums over the ranks.
         workspace: wire memory; not used where ``target`` is flat and has ``dtype`` already.
+        divisor: n, where it is not the number of ranks: some may have nothing to add.
     """
     flat = target.flat
     wire = flat if flat is not None and flat.dtype == dtype else workspace.wire(source.table.numel, dtype)
-    flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
+    flatten(source.tensors, wire, table=source.table, scale=1 / (divisor or transport.world_size))
     transport.all_reduce(wire)
     if wire is not flat:
         unflatten(wire, target.tensors, table=target.table)
+
+
+def sparse_all_reduce(gradient: torch.Tensor, transport: Transport, divisor: int) -> torch.Tensor:
+    """The sum over all ranks of a sparse gradient divided by ``divisor``; uses its memory."""
+    gradient.div_(divisor)
+    transport.all_reduce(gradient)
+    return gradient

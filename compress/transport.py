@@ -22,7 +22,7 @@ class Transport:
 
     def all_reduce(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over all ranks. Several travel together: one wait on the wire, not several."""
-        self.payload_bytes += sum(tensor.nbytes for tensor in tensors)
+        self.payload_bytes += sum(_nbytes(tensor) for tensor in tensors)
         if len(tensors) == 1:
             dist.all_reduce(tensors[0], group=self.group)
         elif tensors[0].device.type == "cpu":
@@ -37,3 +37,7 @@ class Transport:
         """Replace every element of ``tensor`` by its largest value over all ranks."""
         self.payload_bytes += tensor.nbytes
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor._values().nbytes + tensor._indices().nbytes if tensor.is_sparse else tensor.nbytes

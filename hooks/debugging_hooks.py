@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks.reduce import bucket_work, in_place
+from gradwire.hooks.reduce import bucket_work, in_place, is_sparse
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import flatten
 
@@ -20,9 +20,12 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     Example::
         >>> model.register_comm_hook(None, noop_hook)
     """
-    source, target, result = bucket_work(bucket, {})
-    if source.table is not target.table:  # gradients on their way to becoming views of the result
-        flatten(source.tensors, result, table=source.table)
+    if is_sparse(bucket):
+        result = bucket.buffer()
+    else:
+        source, target, result = bucket_work(bucket, {})
+        if source.table is not target.table:  # gradients on their way to becoming views of the result
+            flatten(source.tensors, result, table=source.table)
     is_cuda = result.device.type == "cuda"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device] if is_cuda else None)
     future.set_result(result)

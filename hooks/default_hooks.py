@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
 from gradwire.hooks.executor import Tables
-from gradwire.hooks.reduce import bucket_work, in_place, reduce_bucket
+from gradwire.hooks.reduce import bucket_work, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
 
@@ -88,6 +88,8 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
     @in_place
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
+        if is_sparse(bucket):
+            return hook(hook_state, bucket)
         work = bucket_work(bucket, tables)
         numel, device = work.source.table.numel, work.result.device
         wire = wires.get(bucket.index())

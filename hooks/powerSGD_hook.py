@@ -28,7 +28,7 @@ from gradwire.compress import (
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks.executor import executor_for, meet
 from gradwire.hooks.parameter_names import NamedState, is_number
-from gradwire.hooks.reduce import bucket_dtype, in_place, reduce_bucket
+from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 from gradwire.kernels.flattening import compute_dtype
@@ -256,7 +256,8 @@ class PowerSGDState(NamedState):
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
         self._is_batched = batched
         names = self._names.of(bucket)
-        plan = self._plan(names, bucket, batched) if self.policy.has_started(self.iter) else None
+        compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
+        plan = self._plan(names, bucket, batched) if compresses else None
         iteration = self.iter
 
         def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:

@@ -7,13 +7,14 @@ sees the flat buffer and returns it, as PyTorch's would.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.compress import Gradients, Transport, Workspace
+from gradwire.compress import Gradients, Transport, Workspace, sparse_all_reduce
 from gradwire.hooks.executor import Tables, executor_for
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
@@ -67,6 +68,11 @@ class BucketWork(NamedTuple):
     result: torch.Tensor
 
 
+def is_sparse(bucket: GradBucket) -> bool:
+    """Whether it holds the sparse gradient of one parameter, which no hook compresses: see `reduce_bucket`."""
+    return not isinstance(bucket, InPlaceBucket) and bucket.buffer().is_sparse
+
+
 def bucket_device(bucket: GradBucket) -> torch.device:
     """Where the bucket's gradients are."""
     return bucket.device if isinstance(bucket, InPlaceBucket) else bucket.buffer().device
@@ -95,8 +101,15 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
 def reduce_bucket(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
 ) -> Future[torch.Tensor]:
-    """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result."""
+    """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result.
+
+    A sparse gradient is averaged as it is.
+    """
     executor = executor_for(process_group, bucket_device(bucket))
+    if is_sparse(bucket):
+        gradient = bucket.buffer()
+        mean = partial(sparse_all_reduce, gradient, executor.transport, executor.transport.world_size)
+        return cast("Future[torch.Tensor]", executor.submit(mean))
     work = bucket_work(bucket, executor.tables)
     is_first = bucket.index() == 0
 

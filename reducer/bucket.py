@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ class GradBucket:
         device: where the gradients are.
         as_view: whether every ``.grad`` becomes a view of the buffer.
         in_place: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
+        divisor: what a sum over ranks is divided by; the number of ranks, or of those that have inputs left.
         pending: parameters whose gradient is not ready in this backward.
-        future: the result of the hook, from launch to finalisation.
+        stand_ins: parameters, by their place in the bucket, that this backward had no gradient for on this rank.
+        future: the result of the hook, from launch to finalisation; None too for a bucket that is not reduced.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class GradBucket:
         if as_view:
             self._allocate()
         self._grads: list[Tensor] = []
+        self.stand_ins: list[int] = []
         self._is_flat = False
         self._replaced: Tensor | None = None
         self.in_place = False
+        self.divisor = 1
         self.pending = len(self._parameters)
         self.future: Future[Tensor] | None = None
 
@@ -103,7 +107,7 @@ class GradBucket:
         """Where the result goes: the gradients themselves, or the buffer that they will be views of."""
         return self._flat() if self.as_view else Gradients(self._grads, self._table)
 
-    def scale_into_buffer(self, divisor: int) -> Tensor:
+    def scale_into_buffer(self) -> Tensor:
         """Divide gradients that are views of the buffer, copy the others there times 1 / divisor; returns the buffer.
 
         The two round differently unless the divisor is a power of two, and so does complex division. PyTorch does the
@@ -112,57 +116,101 @@ class GradBucket:
         buffer = self._allocate()
         outside = self._outside()
         if len(outside) == len(self._grads):
-            return flatten(self._grads, buffer, table=self._table, scale=1 / divisor)
+            return flatten(self._grads, buffer, table=self._table, scale=1 / self.divisor)
         if not outside and not self._table.is_complex:
-            return buffer.div_(divisor)
+            return buffer.div_(self.divisor)
         views = self._views(buffer)
         for i, view in enumerate(views):
             if i in outside:
-                torch.mul(self._grads[i], 1 / divisor, out=view)
+                torch.mul(self._grads[i], 1 / self.divisor, out=view)
             else:
-                view.div_(divisor)
+                view.div_(self.divisor)
         return buffer
 
-    def collect(self, in_place: bool) -> None:
+    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
         """Take the parameters' gradients, which are all ready. An undefined one becomes zero.
 
         A gradient in another layout than its parameter's, as a user may have assigned, is replaced by a copy.
+
+        Args:
+            in_place: whether the hook may take them where they lie.
+            unused: parameters, by their place in the bucket, that this backward had no gradient for. Copies stand in
+                for their gradients, because these stay as they are if no other rank has one.
         """
         grads = []
-        for parameter, stride in zip(self._parameters, self._strides, strict=True):
+        for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
             if grad is None:
-                grad = parameter.grad = parameter.new_empty_strided(parameter.shape, stride).zero_()
+                grad = parameter.new_empty_strided(parameter.shape, stride).zero_()
+                if i not in unused:
+                    parameter.grad = grad
+            elif i in unused:
+                grad = parameter.new_empty_strided(parameter.shape, stride).copy_(grad)
             elif grad.stride() != stride or grad.is_conj() or grad.is_neg():
                 grad = parameter.grad = parameter.new_empty_strided(parameter.shape, stride).copy_(grad)
             grads.append(grad.detach() if grad.requires_grad else grad)
         self._grads = grads
+        self.stand_ins = list(unused)
         self._is_flat = False
         self._replaced = None
         self.in_place = in_place
 
-    def finish(self, result: Tensor | None) -> None:
+    def of_zeros(self, in_place: bool) -> GradBucket:
+        """This bucket with zeros for gradients, which leaves the parameters' own alone."""
+        bucket = GradBucket(self._index, self._is_last, self._parameters, self._names, as_view=False)
+        layouts = zip(self._parameters, self._strides, strict=True)
+        bucket._grads = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
+        bucket.divisor = self.divisor
+        bucket.in_place = in_place
+        return bucket
+
+    def finish(self, result: Tensor | None, scale: float, used: Mapping[int, bool]) -> None:
         """Put a hook's flat result into the gradients, None if it is there already, and let go of them.
+
+        Args:
+            result: as long as the bucket.
+            scale: what the result is multiplied by.
+            used: of each of the `stand_ins`, whether any rank has a gradient for it.
 
         Raises:
             ValueError: the result has another number of elements than the bucket.
         """
+        target = self.target()
         if result is not None:
             if result.numel() != self._table.numel:
                 raise ValueError(
                     f"The communication hook returned {result.numel()} elements for bucket {self._index}, "
                     f"which has {self._table.numel}. Return a tensor of the size of bucket.buffer()."
                 )
-            target = self.target()
             if result.data_ptr() != target.tensors[0].data_ptr():
                 unflatten(result.reshape(-1), target.tensors, table=target.table)
+        if scale != 1:
+            torch._foreach_mul_(list(target.tensors), scale)
+        for i in self.stand_ins:
+            self._end_stand_in(i, used[i])
         if self.as_view:
             self.point_gradients_at_buffer()
         self.release()
 
+    def _end_stand_in(self, i: int, is_used: bool) -> None:
+        """Let the result take the gradient's place if any rank has one, else leave the gradient as it was."""
+        parameter, stand_in = self._parameters[i], self._grads[i]
+        if self.as_view:
+            assert self._buffer is not None
+            view = self._views(self._buffer)[i]
+            if is_used:
+                parameter.grad = view
+            elif parameter.grad is not None:
+                view.copy_(stand_in)
+        elif is_used and parameter.grad is not None:
+            parameter.grad.copy_(stand_in)
+        elif is_used:
+            parameter.grad = stand_in
+
     def release(self) -> None:
         """Let go of this backward's gradients and of a replaced buffer."""
         self._grads = []
+        self.stand_ins = []
         self._replaced = None
         self.in_place = False
         self.future = None
@@ -216,3 +264,92 @@ class GradBucket:
             views = self._views(self._buffer)
             torch._foreach_copy_([views[i] for i in outside], [self._grads[i] for i in outside])
         return False
+
+
+class SparseBucket:
+    """The sparse gradient of one parameter, with the interface of ``torch.distributed.GradBucket``.
+
+    Attributes: as those of `GradBucket`.
+    """
+
+    as_view = False
+
+    def __init__(self, index: int, is_last: bool, parameter: Tensor, name: str) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._parameter = parameter
+        self._name = name
+        self._gradient: Tensor | None = None
+        self.stand_ins: list[int] = []
+        self.device = parameter.device
+        self.divisor = 1
+        self.pending = 1
+        self.future: Future[Tensor] | None = None
+
+    def index(self) -> int:
+        """Position of the bucket in the order of communication."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of a backward."""
+        return self._is_last
+
+    def parameters(self) -> list[Tensor]:
+        """The one parameter."""
+        return [self._parameter]
+
+    def parameter_names(self) -> list[str]:
+        """Its name."""
+        return [self._name]
+
+    def buffer(self) -> Tensor:
+        """The gradient: sparse, in the parameter's shape."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def gradients(self) -> list[Tensor]:
+        """The same."""
+        return [self.buffer()]
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let `buffer` stand for another tensor from now on."""
+        self._gradient = buffer
+
+    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
+        """Take a copy of the gradient; one without entries if it is undefined.
+
+        Raises:
+            RuntimeError: it is dense.
+        """
+        gradient = self._parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            raise RuntimeError(
+                f"The gradient of {self._name} is dense; expected a sparse one, as its module has sparse=True. Make "
+                "the module with sparse=False, or let all of the parameter's gradients be sparse."
+            )
+        self._gradient = self._empty() if gradient is None else gradient.detach().clone()
+        self.stand_ins = list(unused)
+
+    def of_zeros(self, in_place: bool) -> SparseBucket:
+        """This bucket with a gradient without entries."""
+        bucket = SparseBucket(self._index, self._is_last, self._parameter, self._name)
+        bucket._gradient = bucket._empty()
+        bucket.divisor = self.divisor
+        return bucket
+
+    def finish(self, result: Tensor | None, scale: float, used: Mapping[int, bool]) -> None:
+        """Make the hook's result the gradient, and let go of it. See `GradBucket.finish`."""
+        if used.get(0, True):
+            assert result is not None
+            result = result * scale if scale != 1 else result
+            self._parameter.grad = result.to(self._parameter.dtype)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of this backward's gradient."""
+        self._gradient = None
+        self.future = None
+        self.pending = 1
+
+    def _empty(self) -> Tensor:
+        return torch.zeros_like(self._parameter.detach(), layout=torch.sparse_coo)

@@ -37,21 +37,26 @@ class DistributedDataParallel(TorchDDP):
         init_sync: whether to compare the shapes of parameters and broadcast rank 0's at construction.
         process_group: the ranks to train on; None for the default group.
         bucket_cap_mb: bucket size in MiB; by default 25, and 1 for the first bucket.
-        find_unused_parameters: not supported yet.
+        find_unused_parameters: whether a backward may leave parameters without a gradient, on this rank or on all.
+            Costs a walk of the graph in every forward and a small exchange in every backward; buckets then keep the
+            order of the model.
         check_reduction: ignored, as in PyTorch.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
-        static_graph: not supported yet.
-        delay_all_reduce_named_params: not supported yet.
-        param_to_hook_all_reduce: not supported yet.
+        static_graph: whether every backward uses the parameters that the first one uses, as often. Allows what
+            ``find_unused_parameters`` allows, without its costs, and checkpoints that share parameters.
+        delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets: their gradients are summed
+            in one flat fp32 buffer.
+        param_to_hook_all_reduce: the parameter whose gradient starts the sum of those.
         mixed_precision: not supported.
         device_mesh: a 1-D mesh in place of ``process_group``.
-        skip_all_reduce_unused_params: not supported yet.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``, whether a bucket of which a rank uses no
+            parameter is left out. All ranks must use the same parameters then.
         bucket_cap_mb_list: the size of each bucket in MiB; the last one repeats.
         batched_grad_copy: accepted; the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronised forward.
 
     Raises:
-        NotImplementedError: an argument asks for what is not supported yet.
+        NotImplementedError: an argument asks for what is not supported.
         ValueError, RuntimeError: as PyTorch's class does.
     """
 
@@ -81,23 +86,21 @@ class DistributedDataParallel(TorchDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        _refuse(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params is not None,
-            param_to_hook_all_reduce=param_to_hook_all_reduce is not None,
-            mixed_precision=mixed_precision is not None,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
-        if any(getattr(part, "sparse", False) and isinstance(part, _EMBEDDINGS) for part in module.modules()):
-            raise NotImplementedError(f"{_UNSUPPORTED}: sparse gradients (an embedding with sparse=True). {_REMEDY}")
-        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
-            raise NotImplementedError(f"{_UNSUPPORTED}: an optimizer applied in backward. {_REMEDY}")
+        if mixed_precision is not None:
+            raise NotImplementedError(
+                "gradwire.DistributedDataParallel does not support mixed_precision, PyTorch's experimental argument. "
+                "Use torch.autocast, or cast the module."
+            )
         if torch_internals.uses_python_reducer():
-            raise NotImplementedError(f"{_UNSUPPORTED}: torch._dynamo.config.optimize_ddp='python_reducer'. {_REMEDY}")
+            raise NotImplementedError(
+                "gradwire.DistributedDataParallel does not support torch._dynamo.config.optimize_ddp='python_reducer', "
+                "which replaces the reducer. Leave it at True, its default, or use PyTorch's DistributedDataParallel."
+            )
         options = {
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
             "device_mesh": device_mesh,
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "forward_sync_buffers": forward_sync_buffers,
@@ -110,8 +113,11 @@ class DistributedDataParallel(TorchDDP):
             dim,
             init_sync=init_sync,
             process_group=process_group,
+            find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             **{name: value for name, value in options.items() if value is not None},
         )
 
@@ -124,17 +130,21 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         """Put gradwire's reducer and logger in place of PyTorch's; called by the constructor and by unpickling."""
         caps = list(getattr(self, "bucket_bytes_cap_list", []))
-        # As in PyTorch: one bucket in model order for the first backward, which tells the order of readiness.
-        assignment, _ = torch_internals.assign_buckets(parameters, caps or [sys.maxsize])
         first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        rebuilt = caps or [first, self.bucket_bytes_cap]
+        # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
+        is_rebuilt = static_graph or not self.find_unused_parameters
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reducer = Reducer(
             parameters,
             [names[parameter] for parameter in parameters],
+            expect_sparse_gradient,
             self.process_group,
-            assignment[::-1],
-            caps or [first, self.bucket_bytes_cap],
+            caps or ([sys.maxsize] if is_rebuilt else rebuilt),
+            rebuilt,
             self.gradient_as_bucket_view,
+            self.find_unused_parameters,
+            self.skip_all_reduce_unused_params,
         )
         self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
@@ -183,11 +193,15 @@ class DistributedDataParallel(TorchDDP):
             self._log_and_throw(TypeError, "Communication hook must be callable.")
         signature = inspect.signature(hook)
         parameters = list(signature.parameters.values())
-        if len(parameters) != 2:
-            self._log_and_throw(
-                ValueError, f"Communication hook: takes {len(parameters)} arguments; expected hook(state, bucket)."
-            )
-        if parameters[1].annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
+        try:
+            signature.bind(None, None)
+        except TypeError:
+            self._log_and_throw(ValueError, f"Communication hook: takes {signature}; expected hook(state, bucket).")
+        if len(parameters) > 1 and parameters[1].annotation not in (
+            inspect.Parameter.empty,
+            GradBucket,
+            "dist.GradBucket",
+        ):
             self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
         future = torch.futures.Future[torch.Tensor]
         if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
@@ -202,6 +216,7 @@ class DistributedDataParallel(TorchDDP):
             torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         if self.logger is not None:
@@ -212,30 +227,21 @@ class DistributedDataParallel(TorchDDP):
         return self.logger._get_ddp_logging_data()
 
     def _setup_in_backward_optimizers(self) -> None:
-        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
-            raise NotImplementedError(f"{_UNSUPPORTED}: an optimizer applied in backward. {_REMEDY}")
+        """Let the reducer step the optimizers of ``apply_optimizer_in_backward``, which would come before the mean."""
+        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+            return
+        handles = torch_internals.optimizer_hooks()
+        for parameter in self._module_parameters:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        self.reducer._set_optimizer_in_backward()
 
-    def _set_static_graph(self) -> None:
-        _refuse(static_graph=True)
+    def _match_unused_params_allreduce(self) -> None:
+        """In `join`, take part in the exchange of used parameters with none."""
+        self.reducer.match_used_map()
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet: raises NotImplementedError."""
-        raise NotImplementedError(f"{_UNSUPPORTED}: join(), for uneven inputs. {_REMEDY}")
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Not supported yet: raises NotImplementedError."""
-        raise NotImplementedError(f"{_UNSUPPORTED}: join(), for uneven inputs. {_REMEDY}")
-
-
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_UNSUPPORTED = "gradwire.DistributedDataParallel does not support this yet"
-_REMEDY = (
-    "Use torch.nn.parallel.DistributedDataParallel, which takes the hooks of gradwire.hooks as well, "
-    "or leave the feature out."
-)
-
-
-def _refuse(**asked: bool) -> None:
-    names = [name for name, is_asked in asked.items() if is_asked]
-    if names:
-        raise NotImplementedError(f"{_UNSUPPORTED}: {', '.join(names)}. {_REMEDY}")
+    def _post_forward(self, output: Any) -> Any:
+        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
+        if self.static_graph and not self.reducer.has_counted_calls:
+            self._static_graph_delay_allreduce_enqueued = False
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
-from gradwire.reducer.reducer import Reducer
+import torch
+import torch.distributed as dist
+
+from gradwire.reducer import torch_internals
+from gradwire.reducer.reducer import Bucket, Reducer
+
+# Of the environment, what decides how ranks meet.
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_VARIABLES_OF = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_BLOCKING_WAIT",
+        "NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
+}
 
 
 class Logger:
@@ -24,7 +44,12 @@ class Logger:
         static_graph: bool,
     ) -> None:
         """Remember facts of construction, under PyTorch's keys."""
-        parameters = self._reducer.parameters
+        reducer = self._reducer
+        backend = dist.get_backend(reducer.process_group)
+        variables = _VARIABLES + _VARIABLES_OF.get(backend, ())
+        self._data |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
+        if backend == "gloo":
+            self._data["gloo_num_threads"] = torch_internals.GLOO_THREADS
         self._data |= {
             "module_name": module_name,
             "device_ids": ", ".join(map(str, device_ids)),
@@ -32,11 +57,17 @@ class Logger:
             "broadcast_buffers": int(broadcast_buffers),
             "has_sync_bn": int(has_sync_bn),
             "static_graph": int(static_graph),
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-            "world_size": self._reducer.process_group.size(),
-            "rank": self._reducer.process_group.rank(),
-            "gradient_as_bucket_view": int(self._reducer.gradient_as_bucket_view),
+            "find_unused_parameters": int(reducer.find_unused_parameters),
+            "num_parameter_tensors": len(reducer.parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
+            "dtypes": ", ".join(sorted({_dtype_name(p.dtype) for p in reducer.parameters})),
+            "bucket_cap_bytes": reducer.rebuilt_limits[-1],
+            "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
+            "backend_name": backend,
+            "world_size": reducer.process_group.size(),
+            "rank": reducer.process_group.rank(),
+            "gradient_as_bucket_view": int(reducer.gradient_as_bucket_view),
+            "bucket_sizes": _sizes(reducer.buckets),
         }
 
     def set_runtime_stats_and_log(self) -> None:
@@ -49,11 +80,34 @@ class Logger:
     def _set_comm_hook_name(self, name: str) -> None:
         self._data["comm_hook"] = name
 
+    def _set_static_graph(self) -> None:
+        self._data["static_graph"] = 1
+
+    def _set_uneven_input_join(self) -> None:
+        self._data["join_uneven_inputs"] = 1
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        sizes = ", ".join(str(sum(p.nbytes for p in bucket.parameters())) for bucket in self._reducer.buckets)
-        rebuilt = self._reducer.has_rebuilt_buckets
-        return self._data | {
-            "iteration": self._reducer.iterations,
-            "has_rebuilt_buckets": int(rebuilt),
-            "rebuilt_bucket_sizes" if rebuilt else "bucket_sizes": sizes,
-        }
+        reducer = self._reducer
+        data = self._data | {"iteration": reducer.statistics.reported}
+        if reducer.error is not None:
+            data |= {"has_error": 1, "error": reducer.error}
+        if reducer.statistics.iterations:
+            data |= reducer.statistics.summary() | {
+                "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
+                "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ready_order)),
+            }
+        if reducer.has_rebuilt_buckets:
+            members = ", ".join(" ".join(map(str, of_one)) for of_one in reducer.members)
+            data |= {"rebuilt_bucket_sizes": _sizes(reducer.buckets), "rebuilt_per_bucket_param_indices": members}
+        if reducer.find_unused_parameters:
+            data["can_set_static_graph"] = int(reducer._ddp_graph_static())
+        return data
+
+
+def _sizes(buckets: Sequence[Bucket]) -> str:
+    return ", ".join(str(sum(parameter.nbytes for parameter in bucket.parameters())) for bucket in buckets)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """The name that C++ has for it."""
+    return {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}.get(dtype, str(dtype))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,16 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
-from gradwire.hooks.executor import drain_executors
+from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce, sparse_all_reduce
+from gradwire.hooks.executor import drain_executors, executor_for
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
-from gradwire.reducer.bucket import GradBucket
+from gradwire.reducer.bucket import GradBucket, SparseBucket
+from gradwire.reducer.statistics import Statistics
+from gradwire.reducer.usage import UsedMap, unreachable
 
 CommHook = Callable[[Any, Any], Future[Tensor]]
+Bucket = GradBucket | SparseBucket
 
 
 class Reducer:
@@ -28,12 +32,16 @@ class Reducer:
     One backward goes through these phases, which the methods below follow in order:
 
     1. `prepare_for_backward`, after a forward that will be synchronised: all buckets wait for all their gradients.
-    2. `_mark_ready`, called by autograd when a parameter's gradient is complete.
+       With ``find_unused_parameters``, a walk of the graph tells which gradients there is no waiting for.
+    2. `_autograd_hook`, called by autograd when a parameter's gradient is complete: the bucket waits for one less.
     3. `_launch`, once a bucket is complete and all buckets before it were launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; the work goes on in the
        executor's stream or thread.
     4. `_finalize`, queued by the last launch and called by autograd at the end of the backward: waits for each
        bucket in order and puts its result into the gradients.
+
+    With a static graph, the first backward only counts how often each parameter's hook is called, and
+    `_delay_all_reduce` reduces everything at its end; from then on, a gradient is complete after as many calls.
 
     Between the first and the second synchronised backward, `_rebuild_buckets` sorts the parameters by the order in
     which their gradients became ready on rank 0. Gradients belong to the parameters, flat buffers to the buckets, the
@@ -42,41 +50,65 @@ class Reducer:
     Args:
         parameters: what to reduce; those that require a gradient, each once.
         names: their names, as in ``module.named_parameters()``.
+        sparse: whether each one's gradient is sparse.
         process_group: the ranks to average over.
-        buckets: the first assignment: lists of indices into ``parameters``, in the order of communication.
-        rebuilt_limits: sizes in bytes of the rebuilt buckets; the last one repeats.
+        limits: sizes in bytes of the first buckets, from the last parameter to the first; the last one repeats.
+        rebuilt_limits: sizes in bytes of the rebuilt buckets.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
+        find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank
+            has a gradient for keeps the ``.grad`` that it has.
+        skip_unused: whether a bucket of which this rank uses no parameter is not reduced. Ranks must agree on that.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         names: Sequence[str],
+        sparse: Sequence[bool],
         process_group: dist.ProcessGroup,
-        buckets: Sequence[Sequence[int]],
+        limits: Sequence[int],
         rebuilt_limits: Sequence[int],
-        gradient_as_bucket_view: bool,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        skip_unused: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.names = list(names)
+        self.sparse = list(sparse)
         self.process_group = process_group
         self.rebuilt_limits = list(rebuilt_limits)
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_unused = skip_unused
+        self.static_graph = False
+        self.error: str | None = None  # the last one of a backward
         self.has_rebuilt_buckets = False
-        self.iterations = 0
+        self.statistics = Statistics(self.parameters[0].device)
         self._hook: CommHook = _plain_all_reduce
         self._hook_state: Any = process_group
         self._hook_in_place = True
         self._has_comm_hook = False
+        self._runs_optimizers = False
         self._lock = threading.Lock()
         self._expects_hooks = False
         self._requires_finalize = False
-        self._ready_order: list[int] = []
+        self._live_ranks: dist.Work | None = None
+        self._divisor: int | None = None
+        self._post_backward_futures: list[Future[Any]] = []
+        self._calls = [0] * len(self.parameters)  # of each hook in the first backward of a static graph
+        self.has_counted_calls = False
+        self._calls_left: list[int] = []
+        self._unused: list[int] = []
+        self._has_marked_unused = False
+        self._graph_seems_static = True
+        self._used = UsedMap(len(self.parameters), self.parameters[0].device)
+        self.ready_order: list[int] = []  # of the parameters, in the last synchronised backward
         self._ready = bytearray(len(self.parameters))
         self._next = 0
-        self.buckets: list[GradBucket] = []
-        self._build_buckets(buckets)
-        self._accumulators = [torch_internals.gradient_accumulator(parameter) for parameter in self.parameters]
+        self.buckets: list[Bucket] = []
+        # As in PyTorch: in model order for the first backward, which tells the order of readiness.
+        self._build_buckets(torch_internals.assign_buckets(self.parameters, limits, self.sparse)[::-1])
+        self._accumulators = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
         # The nodes must not keep the reducer alive: a model may be wrapped anew, and the old reducer then has to go.
         self._handles = [
             accumulator.register_hook(_ready_hook(weakref.ref(self), index))
@@ -97,39 +129,43 @@ class Reducer:
 
     def _build_buckets(self, assignment: Sequence[Sequence[int]]) -> None:
         last = len(assignment) - 1
-        self.buckets = [
-            GradBucket(
-                index,
-                index == last,
-                [self.parameters[i] for i in indices],
-                [self.names[i] for i in indices],
-                self.gradient_as_bucket_view,
-            )
-            for index, indices in enumerate(assignment)
-        ]
+        self.buckets = [self._new_bucket(index, index == last, members) for index, members in enumerate(assignment)]
+        self._bucket_of: list[Bucket] = [self.buckets[0]] * len(self.parameters)
+        self.members = [list(members) for members in assignment]
+        for bucket, members in zip(self.buckets, assignment, strict=True):
+            for i in members:
+                self._bucket_of[i] = bucket
+
+    def _new_bucket(self, index: int, is_last: bool, members: Sequence[int]) -> Bucket:
+        if self.sparse[members[0]]:
+            return SparseBucket(index, is_last, self.parameters[members[0]], self.names[members[0]])
+        parameters, names = [self.parameters[i] for i in members], [self.names[i] for i in members]
+        bucket = GradBucket(index, is_last, parameters, names, self.gradient_as_bucket_view)
         if self.gradient_as_bucket_view:
-            for bucket in self.buckets:
-                bucket.adopt_gradients()
-        bucket_of = {i: bucket for bucket, indices in zip(self.buckets, assignment, strict=True) for i in indices}
-        self._bucket_of = [bucket_of[i] for i in range(len(self.parameters))]
+            bucket.adopt_gradients()
+        return bucket
 
     def prepare_for_forward(self) -> None:
         """Count an iteration, as the forward of a synchronised backward begins."""
-        self.iterations += 1
+        self.statistics.begin_forward()
 
     def _rebuild_buckets(self) -> bool:
         """Assign parameters to buckets anew, in the order of readiness of rank 0's first synchronised backward.
 
-        Happens once; a collective call then. Returns whether it happened now.
+        Happens once, and never where a backward may leave out parameters, because ranks would not agree on when; a
+        collective call then. Returns whether it happened now.
 
         Raises:
             RuntimeError: the previous backward left buckets incomplete.
         """
         self._ensure_prior_reduction_finished()
-        if self.has_rebuilt_buckets or not self._ready_order:
+        if self.has_rebuilt_buckets or not (self.static_graph or not self.find_unused_parameters):
             return False
-        tensors = [self.parameters[i] for i in self._ready_order]
-        buckets, _ = torch_internals.assign_buckets(tensors, self.rebuilt_limits, self._ready_order)
+        if not self.ready_order:
+            return False
+        order = self.ready_order + self._unused
+        tensors = [self.parameters[i] for i in order]
+        buckets = torch_internals.assign_buckets(tensors, self.rebuilt_limits, self.sparse, order)
         self._build_buckets(self._agree(buckets))
         self.has_rebuilt_buckets = True
         return True
@@ -146,7 +182,10 @@ class Reducer:
         return agreed
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Expect the gradient of every parameter once in the coming backward. ``outputs`` is PyTorch's; not used yet.
+        """Expect in the coming backward the gradient of every parameter that ``outputs`` depend on.
+
+        Args:
+            outputs: of the forward. Looked at only with ``find_unused_parameters``, and not with a static graph.
 
         Raises:
             RuntimeError: the previous backward left buckets incomplete.
@@ -154,36 +193,88 @@ class Reducer:
         self._ensure_prior_reduction_finished()
         self._reset()
         self._expects_hooks = True
+        if self.static_graph:
+            self._calls_left = list(self._calls)
+        elif self.find_unused_parameters:
+            unused = unreachable(outputs, self._accumulators)
+            if self.statistics.iterations > 1:
+                self._graph_seems_static &= unused == self._unused
+            self._unused = unused
+        self.statistics.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
 
-    def _mark_ready(self, index: int) -> None:
+    def _autograd_hook(self, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter."""
+        if self._may_leave_out and self.parameters[index].grad is not None:
+            self._used.local[index] = 1  # also in no_sync: what has accumulated there goes out with the next reduction
         if not self._expects_hooks:
             return
         with self._lock:
-            if self._ready[index]:
-                self._raise_marked_twice(index)
+            self.statistics.mark("backward_compute_time_start")
+            if self.static_graph and not self.has_counted_calls:
+                self._calls[index] += 1
+                return
             self._requires_finalize = True
-            self._ready[index] = 1
-            if not self.has_rebuilt_buckets:
-                self._ready_order.append(index)
-            bucket = self._bucket_of[index]
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self._launch_ready_buckets()
+            if self.static_graph:
+                if self._calls_left[index] == 0:
+                    self._raise_graph_changed(index)
+                self._calls_left[index] -= 1
+            if not self._has_marked_unused:
+                self._has_marked_unused = True
+                for unused in self._unused:
+                    self._mark_ready(unused)
+            if self.static_graph and self._calls_left[index] > 0:
+                return
+            self.ready_order.append(index)
+            self._mark_ready(index)
+            if self._next == len(self.buckets):
+                torch_internals.queue_callback(self._finalize)
 
-    def _launch_ready_buckets(self) -> None:
+    def _delay_all_reduce(self) -> None:
+        """The first backward of a static graph has come to its end: now it is known what it uses. Reduce all of it."""
+        if not self._expects_hooks:  # in no_sync; nothing was counted
+            return
+        self.has_counted_calls = True
+        self._unused = [index for index, calls in enumerate(self._calls) if calls == 0]
+        with self._lock:
+            for index in range(len(self.parameters)):
+                self._mark_ready(index)
+        self._finalize()
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether a backward may leave out parameters."""
+        return self.find_unused_parameters or self.static_graph
+
+    def _mark_ready(self, index: int) -> None:
+        """The bucket of a parameter waits for one gradient less."""
+        if self._ready[index]:
+            self._raise_marked_twice(index)
+        self._ready[index] = 1
+        bucket = self._bucket_of[index]
+        bucket.pending -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
-            self._launch(self.buckets[self._next])
+            self._launch(self._next)
             self._next += 1
         if self._next == len(self.buckets):
-            torch_internals.queue_callback(self._finalize)
+            self.statistics.mark("backward_compute_time_end")
+            if self._may_leave_out and not self._used.is_exchanged:
+                self._used.exchange(self.process_group)
 
-    def _launch(self, bucket: GradBucket) -> None:
+    def _launch(self, index: int) -> None:
+        """Hand a bucket whose gradients are all ready to the hook."""
+        bucket, members = self.buckets[index], self.members[index]
+        if self.skip_unused and set(members) <= set(self._unused):
+            return
+        self.statistics.mark("backward_comm_time_start")
         try:
+            if torch.is_grad_enabled():
+                warnings.warn(_CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
-                bucket.collect(self._hook_in_place)
-                future = self._hook(self._hook_state, bucket)
+                bucket.divisor = self._divide_factor()
+                bucket.collect(self._hook_in_place, [k for k, i in enumerate(members) if self._is_unused(i)])
+                future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
-                raise RuntimeError(
+                self._raise(
                     "The communication hook's callback must return a torch.futures.Future object, but got "
                     f"{type(future).__name__}."
                 )
@@ -192,19 +283,52 @@ class Reducer:
             self._abandon()
             raise
 
+    def _is_unused(self, index: int) -> bool:
+        return self._may_leave_out and not self._used.local[index]
+
+    def _divide_factor(self) -> int:
+        """What sums over the ranks are divided by: their number, or in `join` the number of those with inputs left."""
+        if self._divisor is None:
+            self._divisor = self.process_group.size()
+            if self._live_ranks is not None:
+                self._live_ranks.wait()
+                self._divisor = int(self._live_ranks.result()[0].item())
+        return self._divisor
+
     def _finalize(self) -> None:
+        """Wait for the results, in the order of the buckets, and put them into the gradients."""
         self._expects_hooks = False
         self._requires_finalize = False
+        # A hook averages over all ranks, of which those that have joined added zeros.
+        scale = self.process_group.size() / self._divide_factor() if self._has_comm_hook else 1
+        self.statistics.n_reduced = sum(bucket.future is not None for bucket in self.buckets)
         try:
             with torch.no_grad():
-                for bucket in self.buckets:
-                    assert bucket.future is not None
+                for bucket, members in zip(self.buckets, self.members, strict=True):
+                    if bucket.future is None:
+                        bucket.release()
+                        continue
                     value = bucket.future.wait()
                     flat = value if isinstance(value, Tensor) else value[0]
-                    bucket.finish(None if self._hook_in_place else flat)
+                    in_place = self._hook_in_place and isinstance(bucket, GradBucket)
+                    used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
+                    bucket.finish(None if in_place else flat, scale, used)
+                    if self._runs_optimizers:
+                        _run_optimizers(bucket.parameters())
+                for future in self._post_backward_futures:
+                    future.wait()
         except BaseException:
             self._abandon()
             raise
+        self.statistics.mark("backward_comm_time_end")
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Let go of what concerns one backward only."""
+        if not self.static_graph:  # whose first backward told it once and for all
+            self._used.clear()
+        self._divisor = self._live_ranks = None
+        self._post_backward_futures = []
 
     def _abandon(self) -> None:
         """After an error, wait for what is under way and forget this backward, so that the next one can start."""
@@ -212,13 +336,17 @@ class Reducer:
             if bucket.future is not None:
                 _wait_quietly(bucket.future)
         drain_executors()  # a hook may have failed after it submitted something
-        self._ready_order = []
+        self._forget_step()
         self._reset()
 
     def _reset(self) -> None:
         self._expects_hooks = False
         self._requires_finalize = False
+        self._has_marked_unused = False
+        if not self.has_counted_calls:
+            self._calls = [0] * len(self.parameters)
         self._next = 0
+        self.ready_order = []
         self._ready = bytearray(len(self.parameters))
         for bucket in self.buckets:
             bucket.release()
@@ -226,31 +354,69 @@ class Reducer:
     def _ensure_prior_reduction_finished(self) -> None:
         if not self._requires_finalize:
             return
-        missing = [f"{self.names[i]} (index {i})" for i, ready in enumerate(self._ready) if not ready]
+        missing = [i for i, ready in enumerate(self._ready) if not ready]
         self._abandon()
         if not missing:  # all was launched, then the backward failed elsewhere, and its caller has seen that error
             return
-        raise RuntimeError(
-            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-            "indicates that your module has parameters that were not used in producing loss: "
-            f"on rank {dist.get_rank(self.process_group)}, no gradient came for {', '.join(missing)}. Since nothing "
-            "was reduced for them, the buckets after theirs were not reduced either, and this step's gradients must "
-            "not be used. You can enable unused parameter detection by passing the keyword argument "
-            "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel` (gradwire's does not support "
-            "it yet), and by making sure all `forward` function outputs participate in calculating loss. "
-            "The next forward and backward start afresh."
+        begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
+        unused = "This error indicates that your module has parameters that were not used in producing loss. "
+        if self.static_graph:
+            cause = (
+                "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
+                "used in first iteration, but then got unused in the second iteration. this is not compatible with "
+                "static_graph set to True."
+            )
+        elif self.find_unused_parameters:
+            cause = unused + (
+                "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
+                "participate in computing loss. You can fix this by making sure all `forward` function outputs "
+                "participate in calculating loss, and that `forward` returns them where PyTorch finds them: in lists, "
+                "tuples, dictionaries, dataclasses."
+            )
+        else:
+            cause = unused + (
+                "You can enable unused parameter detection by passing the keyword argument "
+                "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by making sure all "
+                "`forward` function outputs participate in calculating loss."
+            )
+        rank = dist.get_rank(self.process_group)
+        which = (
+            f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+            f"\nParameters which did not receive grad for rank {rank}: {', '.join(self.names[i] for i in missing)}"
         )
+        advice = (
+            "Nothing was reduced for these and for the buckets after theirs, so this step's gradients must not be "
+            "used; the next forward and backward start afresh. To see where ranks part, set the environment variable "
+            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        )
+        self._raise(f"{begin}{cause}{which}\n{advice}")
+
+    def _raise(self, message: str) -> NoReturn:
+        self.error = message
+        raise RuntimeError(message)
 
     def _raise_marked_twice(self, index: int) -> None:
         name = self.names[index]
         self._abandon()
-        raise RuntimeError(
+        self._raise(
             "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
             "1) a parameter is used outside the `forward` function of the module, and so receives a gradient twice. "
             "2) parameters are reused in several reentrant backward passes, for example by several checkpoint "
-            "functions wrapping the same part of the model. 3) the same backward is run twice over one forward. "
+            "functions wrapping the same part of the model; `static_graph=True` supports that. 3) the same backward is "
+            "run twice over one forward, or `find_unused_parameters=True` did not find the parameter in the graph of "
+            "the outputs of `forward`, from which the loss must be computed. "
             f"Parameter {name} at index {index} has been marked ready twice. "
             "The next forward and backward start afresh."
+        )
+
+    def _raise_graph_changed(self, index: int) -> None:
+        name, calls = self.names[index], self._calls[index]
+        self._abandon()
+        self._raise(
+            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
+            "then got used in the second iteration. this is not compatible with static_graph set to True. "
+            f"Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first "
+            "iteration. The next forward and backward start afresh."
         )
 
     def _check_reducer_finalized(self) -> None:
@@ -261,12 +427,89 @@ class Reducer:
         """Stop watching the parameters."""
         _remove_all(self._handles)
 
+    def _set_static_graph(self) -> None:
+        """Rely on every backward to use what the first one uses, as often.
+
+        Raises:
+            RuntimeError: there was a synchronised forward already.
+        """
+        if self.statistics.iterations > 0:
+            self._raise(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                f"constructed; {self.statistics.iterations} iterations have begun already."
+            )
+        self.static_graph = True
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether no backward so far left out other parameters than the one before it."""
+        return self._graph_seems_static
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks had a gradient for each parameter in the last backward: int32."""
+        return self._used.last
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Step the optimizers attached to a parameter as soon as its gradient is reduced, and clear that."""
+        self._runs_optimizers = True
+
+    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait for these too at the end of the backward."""
+        self._post_backward_futures += futures
+
+    # What follows lets a rank that has run out of inputs take part in the others' collectives; see DDP's `join`.
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
+        """Divide by the number of ranks that ``work`` sums up, unless by that of all ranks."""
+        self._live_ranks = None if use_static_world_size else work
+
+    def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
+        buckets = []
+        for bucket in self.buckets:
+            bucket.divisor = self.process_group.size()
+            buckets.append(bucket.of_zeros(self._hook_in_place))
+        return buckets
+
+    def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
+        return self._hook(self._hook_state, bucket)
+
+    def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+        return cast("Future[Tensor]", work.get_future())
+
+    def match_used_map(self) -> None:
+        """Take part in the exchange of a backward that this rank has no inputs for."""
+        self._used.exchange(self.process_group)
+        self._used.clear()
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Let the coming rebuild go by the order of the parameters; it goes by rank 0's anyway."""
+        if not self.ready_order:
+            self.ready_order = list(range(len(self.parameters)))
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """After the first ten, time one iteration in ``sample_rate``."""
+        self.statistics.sample_rate = sample_rate
+
+    # What follows serves training on a changing set of ranks.
+
+    def _reset_state(self) -> None:
+        """Forget the backward under way, and rebuild the buckets after the next."""
+        self._abandon()
+        self._used.clear()
+        self.has_rebuilt_buckets = False
+
+    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on. The process group of a hook's state is its owner's to update."""
+        self.process_group = process_group
+        if not self._has_comm_hook:
+            self._hook_state = process_group
+
 
 def _ready_hook(reference: weakref.ref[Reducer], index: int) -> Callable[..., None]:
     def hook(*_: object) -> None:
         reducer = reference()
         if reducer is not None:
-            reducer._mark_ready(index)
+            reducer._autograd_hook(index)
 
     return hook
 
@@ -277,16 +520,29 @@ def _remove_all(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
     """What PyTorch's DDP does without a hook, to the bit."""
+    if isinstance(bucket, SparseBucket):
+        executor = executor_for(process_group, bucket.device)
+        gradient, divisor = bucket.buffer(), bucket.divisor
+        return executor.submit(lambda: sparse_all_reduce(gradient, executor.transport, divisor))
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         if bucket.as_view:
-            transport.all_reduce(bucket.scale_into_buffer(transport.world_size))
+            transport.all_reduce(bucket.scale_into_buffer())
         else:
-            cast_all_reduce(source, target, source.table.dtype, transport, workspace)
+            cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
     return reduce_bucket(process_group, cast("Any", bucket), algorithm)
+
+
+def _run_optimizers(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None
 
 
 def _wait_quietly(future: Future[Tensor]) -> None:
@@ -294,3 +550,9 @@ def _wait_quietly(future: Future[Tensor]) -> None:
         future.wait()
     except Exception:  # the first error is the one to report
         return
+
+
+_CREATE_GRAPH = (
+    "Using DistributedDataParallel with create_graph=True is not well-supported: the higher-order gradient is not "
+    "synchronized across ranks, and no gradient flows through the all-reduce."
+)

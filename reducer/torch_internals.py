@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import (
@@ -25,20 +26,26 @@ else:
 
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
+    "GLOO_THREADS",
     "BuiltinCommHookType",
     "assign_buckets",
-    "gradient_accumulator",
+    "gradient_node",
     "is_future",
+    "optimizer_hooks",
     "queue_callback",
     "uses_python_reducer",
 ]
 
 DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
+GLOO_THREADS = 2  # of a process group, as PyTorch makes it
 
 
-def gradient_accumulator(parameter: Tensor) -> Node:
-    """The autograd node that adds to ``parameter.grad``. It lives only as long as somebody holds it."""
-    return get_gradient_edge(parameter).node
+def gradient_node(tensor: Tensor) -> Node:
+    """The autograd node that takes the tensor's gradient: for a parameter the one that adds to its ``.grad``.
+
+    That one lives only as long as somebody holds it.
+    """
+    return get_gradient_edge(tensor).node
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -48,10 +55,22 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def assign_buckets(
-    tensors: Sequence[Tensor], limits: Sequence[int], indices: Sequence[int] = ()
-) -> tuple[list[list[int]], list[int]]:
-    """PyTorch's own assignment by dtype, device and size; ``indices`` names the tensors, by position without it."""
-    return _compute_bucket_assignment_by_size(list(tensors), list(limits), [False] * len(tensors), list(indices))
+    tensors: Sequence[Tensor], limits: Sequence[int], sparse: Sequence[bool], indices: Sequence[int] = ()
+) -> list[list[int]]:
+    """PyTorch's own assignment by dtype, device and size; a sparse gradient has a bucket of its own.
+
+    ``indices`` names the tensors, by position without it; ``sparse`` is looked up under these names.
+    """
+    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(indices))
+    return buckets
+
+
+def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
+    """The hooks by which ``apply_optimizer_in_backward`` steps the optimizers of each parameter."""
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
+    return handles
 
 
 def uses_python_reducer() -> bool:

@@ -263,7 +263,7 @@ def test_model_trains_on_after_a_backward_that_failed(world, where, view):
             assert "layers.4.weight" in next_forward[1]
             assert "layers.6.weight" not in next_forward[1]
         elif where == "after":
-            assert next_forward is None or "no gradient came for ." not in next_forward[1]
+            assert next_forward is None or "receive grad for rank 0: \n" not in next_forward[1]
         for step in after:
             for parameter, gradient in step.items():
                 torch.testing.assert_close(gradient, wanted[parameter])
@@ -404,8 +404,8 @@ def hook_with_other_arguments():
 def test_hook_of_another_number_of_arguments_raises(world):
     for one, three in world.run(hook_with_other_arguments):
         assert one[0] == three[0] == "ValueError"
-        assert "takes 1 arguments" in one[1]
-        assert "takes 3 arguments" in three[1]
+        assert "takes (bucket)" in one[1]
+        assert "takes (state, bucket, more)" in three[1]
 
 
 def failed_registration_is_forgotten():
@@ -423,42 +423,12 @@ def test_failed_registration_leaves_no_trace(world):
         assert logged == "fp16_compress_hook"
 
 
-class SparseEmbedding(nn.Module):
-    def __init__(self, kind=nn.Embedding):
-        super().__init__()
-        self.embedding = kind(5, 3, sparse=True)
-
-
 def unsupported():
-    from torch.distributed.optim import _apply_optimizer_in_backward  # warns, and is slow to import
-
     module = build("mlp")
-    weight = module.layers[0].weight
-    options = {
-        "find_unused_parameters": {"find_unused_parameters": True},
-        "static_graph": {"static_graph": True},
-        "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
-        "delay_all_reduce_named_params": {
-            "delay_all_reduce_named_params": [("layers.0.weight", weight)],
-            "param_to_hook_all_reduce": module.layers[6].weight,
-        },
-        "param_to_hook_all_reduce": {"param_to_hook_all_reduce": weight},
-        "mixed_precision": {"mixed_precision": torch.nn.parallel.distributed._MixedPrecision(torch.float16)},
-    }
-    errors = {name: message_of(DDP, module, **kwargs) for name, kwargs in options.items()}
-    errors["sparse embedding"] = message_of(DDP, SparseEmbedding())
-    errors["sparse embedding bag"] = message_of(DDP, SparseEmbedding(nn.EmbeddingBag))
-    optimised = build("mlp")
-    _apply_optimizer_in_backward(torch.optim.SGD, optimised.parameters(), {"lr": 0.1})
-    errors["optimizer applied in backward"] = message_of(DDP, optimised)
+    mixed_precision = torch.nn.parallel.distributed._MixedPrecision(torch.float16)
+    errors = {"mixed_precision": message_of(DDP, module, mixed_precision=mixed_precision)}
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         errors["python_reducer"] = message_of(DDP, module)
-    ddp = DDP(module)
-    errors["join()"] = message_of(ddp.join)
-    errors["join_hook"] = message_of(ddp.join_hook)
-    errors["_set_static_graph"] = message_of(ddp._set_static_graph)
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    errors["later optimizer in backward"] = message_of(ddp, *module.batch(torch.Generator()))
     return errors
 
 
@@ -467,7 +437,8 @@ def test_what_is_not_supported_raises_not_implemented_error(world):
         for name, error in errors.items():
             assert error is not None, name
             assert error[0] == "NotImplementedError", (name, error)
-            assert "torch.nn.parallel.DistributedDataParallel" in error[1], "the remedy"
+            assert "gradwire.DistributedDataParallel does not support" in error[1]
+            assert "Use" in error[1] or "Leave" in error[1], "the remedy"
 
 
 def as_pytorch_refuses():

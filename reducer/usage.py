@@ -1,0 +1,72 @@
+"""Which parameters a backward reaches: found by a walk of the graph before it, told by its hooks, agreed on by all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradwire.reducer import torch_internals
+
+
+def unreachable(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list[int]:
+    """The indices of the gradient accumulators that a backward from ``outputs`` cannot reach."""
+    stack = [torch_internals.gradient_node(output) for output in outputs if output.requires_grad]
+    seen = set(stack)  # holds the nodes: one that is let go of may come back as another object
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return [i for i, accumulator in enumerate(accumulators) if accumulator not in seen]
+
+
+class UsedMap:
+    """Which parameters got a gradient since the last reduction, on this rank and on any.
+
+    Args:
+        n_parameters: how many there are.
+        device: of the exchange.
+
+    Attributes:
+        local: 1 for each parameter that got a gradient on this rank.
+        last: on how many ranks each did, of the last exchange: int32.
+    """
+
+    def __init__(self, n_parameters: int, device: torch.device) -> None:
+        self.local = bytearray(n_parameters)
+        self._device = device
+        self._exchange: dist.Work | None = None
+        self._anywhere: list[int] | None = None
+        self.last = torch.zeros(n_parameters, dtype=torch.int32, device=device)
+
+    def exchange(self, group: dist.ProcessGroup) -> None:
+        """Start to add up the maps of all ranks. A collective call; `used_anywhere` waits for it."""
+        self.last = torch.tensor(list(self.local), dtype=torch.int32, device=self._device)
+        self._exchange = dist.all_reduce(self.last, group=group, async_op=True)
+        self._anywhere = None
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether an exchange was started since the last `clear`."""
+        return self._exchange is not None
+
+    def used_anywhere(self, index: int) -> bool:
+        """Whether some rank has a gradient for a parameter. Waits for the other ranks only where this one has none."""
+        if self.local[index]:
+            return True
+        if self._anywhere is None:
+            assert self._exchange is not None
+            self._exchange.wait()
+            self._anywhere = self.last.tolist()
+        return self._anywhere[index] > 0
+
+    def clear(self) -> None:
+        """Forget all of it, once an exchange has come to its end."""
+        if self._exchange is not None and self._anywhere is None:
+            self._exchange.wait()
+        self.local = bytearray(len(self.local))
+        self._exchange = self._anywhere = None
