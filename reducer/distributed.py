@@ -15,6 +15,7 @@ from gradwire.hooks import default_hooks
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
 from gradwire.reducer import torch_internals
+from gradwire.reducer.agreement import broadcast_coalesced, verify_parameters
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.reducer import Reducer
 
@@ -105,13 +106,15 @@ class DistributedDataParallel(TorchDDP):
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "forward_sync_buffers": forward_sync_buffers,
         }
+        self._syncs_at_init = init_sync
+        self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
         super().__init__(
             module,
             device_ids,
             output_device,
             dim,
-            init_sync=init_sync,
+            init_sync=False,  # `_ddp_init_helper`, which PyTorch's class calls right after it, does that
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
@@ -129,12 +132,17 @@ class DistributedDataParallel(TorchDDP):
         static_graph: bool,
     ) -> None:
         """Put gradwire's reducer and logger in place of PyTorch's; called by the constructor and by unpickling."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        if self._syncs_at_init:
+            self._syncs_at_init = False
+            verify_parameters(parameters, [names[parameter] for parameter in parameters], self.process_group)
+            with torch.no_grad():
+                broadcast_coalesced(self._module_states(), self.process_group, self.broadcast_bucket_size)
         caps = list(getattr(self, "bucket_bytes_cap_list", []))
         first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
         rebuilt = caps or [first, self.bucket_bytes_cap]
         # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
         is_rebuilt = static_graph or not self.find_unused_parameters
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.reducer = Reducer(
             parameters,
             [names[parameter] for parameter in parameters],
@@ -158,6 +166,13 @@ class DistributedDataParallel(TorchDDP):
         )
         if has_sync_bn and self.device_type == "cpu":
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
+
+    def _module_states(self) -> list[Tensor]:
+        """What every rank takes from rank 0 at construction: parameters, frozen ones too, and buffers."""
+        named = [*self.module.named_parameters()]
+        if self._syncs_buffers_at_init:
+            named += self.module.named_buffers()
+        return [tensor.detach() for name, tensor in named if name not in self.parameters_to_ignore]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
