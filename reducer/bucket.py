@@ -48,6 +48,7 @@ class GradBucket:
             self._allocate()
         self._grads: list[Tensor] = []
         self.stand_ins: list[int] = []
+        self._kept: dict[int, Tensor] = {}
         self._is_flat = False
         self._replaced: Tensor | None = None
         self.in_place = False
@@ -134,8 +135,8 @@ class GradBucket:
 
         Args:
             in_place: whether the hook may take them where they lie.
-            unused: parameters, by their place in the bucket, that this backward had no gradient for. Copies stand in
-                for their gradients, because these stay as they are if no other rank has one.
+            unused: parameters, by their place in the bucket, that this backward had no gradient for. If no other rank
+                has one either, their ``.grad`` stays as it is; so a copy is reduced, or with ``as_view`` kept.
         """
         grads = []
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
@@ -144,13 +145,14 @@ class GradBucket:
                 grad = parameter.new_empty_strided(parameter.shape, stride).zero_()
                 if i not in unused:
                     parameter.grad = grad
-            elif i in unused:
+            elif i in unused and not self.as_view:
                 grad = parameter.new_empty_strided(parameter.shape, stride).copy_(grad)
             elif grad.stride() != stride or grad.is_conj() or grad.is_neg():
                 grad = parameter.grad = parameter.new_empty_strided(parameter.shape, stride).copy_(grad)
             grads.append(grad.detach() if grad.requires_grad else grad)
         self._grads = grads
         self.stand_ins = list(unused)
+        self._kept = {i: grads[i].clone() for i in unused} if self.as_view else {}
         self._is_flat = False
         self._replaced = None
         self.in_place = in_place
@@ -201,7 +203,7 @@ class GradBucket:
             if is_used:
                 parameter.grad = view
             elif parameter.grad is not None:
-                view.copy_(stand_in)
+                view.copy_(self._kept[i])
         elif is_used and parameter.grad is not None:
             parameter.grad.copy_(stand_in)
         elif is_used:
@@ -211,6 +213,7 @@ class GradBucket:
         """Let go of this backward's gradients and of a replaced buffer."""
         self._grads = []
         self.stand_ins = []
+        self._kept = {}
         self._replaced = None
         self.in_place = False
         self.future = None

@@ -81,6 +81,7 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused = skip_unused
         self.static_graph = False
+        self._may_leave_out = find_unused_parameters  # parameters of a backward
         self.error: str | None = None  # the last one of a backward
         self.has_rebuilt_buckets = False
         self.statistics = Statistics(self.parameters[0].device)
@@ -99,7 +100,6 @@ class Reducer:
         self.has_counted_calls = False
         self._calls_left: list[int] = []
         self._unused: list[int] = []
-        self._has_marked_unused = False
         self._graph_seems_static = True
         self._used = UsedMap(len(self.parameters), self.parameters[0].device)
         self.ready_order: list[int] = []  # of the parameters, in the last synchronised backward
@@ -209,41 +209,44 @@ class Reducer:
         if not self._expects_hooks:
             return
         with self._lock:
-            self.statistics.mark("backward_compute_time_start")
-            if self.static_graph and not self.has_counted_calls:
-                self._calls[index] += 1
+            if self.static_graph and self._must_wait_for_more(index):
                 return
-            self._requires_finalize = True
-            if self.static_graph:
-                if self._calls_left[index] == 0:
-                    self._raise_graph_changed(index)
-                self._calls_left[index] -= 1
-            if not self._has_marked_unused:
-                self._has_marked_unused = True
-                for unused in self._unused:
-                    self._mark_ready(unused)
-            if self.static_graph and self._calls_left[index] > 0:
-                return
+            if not self._requires_finalize:
+                self._begin_reduction()
             self.ready_order.append(index)
             self._mark_ready(index)
             if self._next == len(self.buckets):
                 torch_internals.queue_callback(self._finalize)
+
+    def _must_wait_for_more(self, index: int) -> bool:
+        """With a static graph, whether more will be added to a gradient."""
+        if not self.has_counted_calls:
+            self.statistics.mark("backward_compute_time_start")
+            self._calls[index] += 1
+            return True
+        if self._calls_left[index] == 0:
+            self._raise_graph_changed(index)
+        self._calls_left[index] -= 1
+        return self._calls_left[index] > 0
+
+    def _begin_reduction(self) -> None:
+        """The first gradient is ready; so are those that there will not be."""
+        self._requires_finalize = True
+        self.statistics.mark("backward_compute_time_start")
+        for unused in self._unused:
+            self._mark_ready(unused)
 
     def _delay_all_reduce(self) -> None:
         """The first backward of a static graph has come to its end: now it is known what it uses. Reduce all of it."""
         if not self._expects_hooks:  # in no_sync; nothing was counted
             return
         self.has_counted_calls = True
+        self._requires_finalize = True
         self._unused = [index for index, calls in enumerate(self._calls) if calls == 0]
         with self._lock:
             for index in range(len(self.parameters)):
                 self._mark_ready(index)
         self._finalize()
-
-    @property
-    def _may_leave_out(self) -> bool:
-        """Whether a backward may leave out parameters."""
-        return self.find_unused_parameters or self.static_graph
 
     def _mark_ready(self, index: int) -> None:
         """The bucket of a parameter waits for one gradient less."""
@@ -252,6 +255,11 @@ class Reducer:
         self._ready[index] = 1
         bucket = self._bucket_of[index]
         bucket.pending -= 1
+        if bucket.pending == 0:
+            self._launch_ready_buckets()
+
+    def _launch_ready_buckets(self) -> None:
+        """Launch what is complete, in the order of the buckets."""
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
             self._launch(self._next)
             self._next += 1
@@ -342,7 +350,6 @@ class Reducer:
     def _reset(self) -> None:
         self._expects_hooks = False
         self._requires_finalize = False
-        self._has_marked_unused = False
         if not self.has_counted_calls:
             self._calls = [0] * len(self.parameters)
         self._next = 0
@@ -438,7 +445,7 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 f"constructed; {self.statistics.iterations} iterations have begun already."
             )
-        self.static_graph = True
+        self.static_graph = self._may_leave_out = True
 
     def _ddp_graph_static(self) -> bool:
         """Whether no backward so far left out other parameters than the one before it."""
