@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -138,17 +139,15 @@ class GradBucket:
             unused: parameters, by their place in the bucket, that this backward had no gradient for. If no other rank
                 has one either, their ``.grad`` stays as it is; so a copy is reduced, or with ``as_view`` kept.
         """
-        grads = []
+        grads: list[Tensor] = []
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
-            if grad is None:
-                grad = parameter.new_empty_strided(parameter.shape, stride).zero_()
+            if grad is None or grad.stride() != stride or grad.is_conj() or grad.is_neg():
+                grad = self._in_layout(i, grad)
                 if i not in unused:
                     parameter.grad = grad
             elif i in unused and not self.as_view:
-                grad = parameter.new_empty_strided(parameter.shape, stride).copy_(grad)
-            elif grad.stride() != stride or grad.is_conj() or grad.is_neg():
-                grad = parameter.grad = parameter.new_empty_strided(parameter.shape, stride).copy_(grad)
+                grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
         self._grads = grads
         self.stand_ins = list(unused)
@@ -156,6 +155,19 @@ class GradBucket:
         self._is_flat = False
         self._replaced = None
         self.in_place = in_place
+
+    def _in_layout(self, i: int, grad: Tensor | None) -> Tensor:
+        """A copy of a gradient in its parameter's layout; zeros if it is undefined."""
+        parameter = self._parameters[i]
+        copy = parameter.detach().new_empty_strided(parameter.shape, self._strides[i])
+        if grad is None:
+            return copy.zero_()
+        warnings.warn(
+            f"The gradient of {self._names[i]} has strides {grad.stride()} where its parameter has {self._strides[i]}, "
+            "and is copied in every step. Let autograd make it, or assign one with the strides of the parameter.",
+            stacklevel=2,
+        )
+        return copy.copy_(grad)
 
     def of_zeros(self, in_place: bool) -> GradBucket:
         """This bucket with zeros for gradients, which leaves the parameters' own alone."""

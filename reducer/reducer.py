@@ -81,7 +81,8 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused = skip_unused
         self.static_graph = False
-        self._may_leave_out = find_unused_parameters  # parameters of a backward
+        self._may_leave_out = find_unused_parameters  # of a backward, some parameters
+        self._tracks_usage = find_unused_parameters
         self.error: str | None = None  # the last one of a backward
         self.has_rebuilt_buckets = False
         self.statistics = Statistics(self.parameters[0].device)
@@ -204,7 +205,7 @@ class Reducer:
 
     def _autograd_hook(self, index: int) -> None:
         """Autograd has accumulated the gradient of a parameter."""
-        if self._may_leave_out and self.parameters[index].grad is not None:
+        if self._tracks_usage and self.parameters[index].grad is not None:
             self._used.local[index] = 1  # also in no_sync: what has accumulated there goes out with the next reduction
         if not self._expects_hooks:
             return
@@ -241,6 +242,7 @@ class Reducer:
         if not self._expects_hooks:  # in no_sync; nothing was counted
             return
         self.has_counted_calls = True
+        self._tracks_usage = False  # it stays as it is now
         self._requires_finalize = True
         self._unused = [index for index, calls in enumerate(self._calls) if calls == 0]
         with self._lock:
@@ -445,7 +447,7 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 f"constructed; {self.statistics.iterations} iterations have begun already."
             )
-        self.static_graph = self._may_leave_out = True
+        self.static_graph = self._may_leave_out = self._tracks_usage = True
 
     def _ddp_graph_static(self) -> bool:
         """Whether no backward so far left out other parameters than the one before it."""
