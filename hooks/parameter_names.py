@@ -103,3 +103,14 @@ class NamedState:
             ValueError: the state was bound to another model.
         """
         self._names.bind(module)
+
+    def take_back(self, name: str, gradient: torch.Tensor) -> None:
+        """Remember for the next step what a reduction had for a parameter but was not applied.
+
+        Called by gradwire's DistributedDataParallel for a parameter that no rank uses in a step: its ``.grad`` stays as
+        it is, whatever the hook's memory of earlier steps would have added. Does nothing by default.
+
+        Args:
+            name: of the parameter.
+            gradient: what was reduced for it, minus what this rank put in.
+        """

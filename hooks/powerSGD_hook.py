@@ -284,6 +284,12 @@ class PowerSGDState(NamedState):
             )
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
+    def take_back(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to the error of a parameter what was reduced for it and not applied. See `NamedState.take_back`."""
+        error = self._memory.errors.get(name)
+        if error is not None:
+            error.add_(as_real(gradient))
+
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs, as plain tensors on the CPU, which ``torch.load(weights_only=True)`` takes.
 

@@ -304,7 +304,6 @@ def _reconstruct_tile(
     columns,
     finite,
     SOURCE: tl.constexpr,
-    LIMIT: tl.constexpr,
     KEPT: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -319,12 +318,10 @@ def _reconstruct_tile(
         columns = columns // 8 * 8
     offs = offs_n[:, None] * columns + offs_m[None, :]
     mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
-    out = tl.minimum(tl.maximum(out, -LIMIT), LIMIT)
-    rounded = tl.where(finite, out, float("nan")).to(SOURCE)
     if HAS_ERROR:
         m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)
-        tl.store(error_ptr + offs, m - rounded.to(tl.float32), mask=mask & finite)
-    tl.store(target_ptr + offs, rounded, mask=mask)
+        tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
+    tl.store(target_ptr + offs, out, mask=mask)
 
 
 @jit
@@ -367,13 +364,14 @@ def _reconstruct_kernel(
     q_ptrs = q_ptr + offs_r[:, None] * columns + offs_m[None, :]
     q = tl.load(q_ptrs, mask=mask_r[:, None] & (offs_m < columns)[None, :], other=0).to(tl.float32)
     out = tl.dot(p, q, input_precision="ieee")
+    out = tl.where(finite, tl.minimum(tl.maximum(out, -LIMIT), LIMIT), float("nan")).to(SOURCE)
     if (source | target | error | columns * 2) % 16 == 0:
         _reconstruct_tile(
-            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, LIMIT, KEPT, HAS_ERROR, True
+            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, True
         )
     else:
         _reconstruct_tile(
-            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, LIMIT, KEPT, HAS_ERROR, False
+            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, False
         )
 
 

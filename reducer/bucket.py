@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.futures import Future
 from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from gradwire.kernels.segments import gradient_layout
+
+# Of a parameter's name and what was reduced for it, beyond its gradient, but not applied.
+TakeBack = Callable[[str, Tensor], None]
 
 
 class GradBucket:
@@ -178,13 +181,16 @@ class GradBucket:
         bucket.in_place = in_place
         return bucket
 
-    def finish(self, result: Tensor | None, scale: float, used: Mapping[int, bool]) -> None:
+    def finish(
+        self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
+    ) -> None:
         """Put a hook's flat result into the gradients, None if it is there already, and let go of them.
 
         Args:
             result: as long as the bucket.
             scale: what the result is multiplied by.
             used: of each of the `stand_ins`, whether any rank has a gradient for it.
+            take_back: told what was reduced for those that no rank has one for.
 
         Raises:
             ValueError: the result has another number of elements than the bucket.
@@ -201,25 +207,35 @@ class GradBucket:
         if scale != 1:
             torch._foreach_mul_(list(target.tensors), scale)
         for i in self.stand_ins:
-            self._end_stand_in(i, used[i])
+            if used[i]:
+                self._apply_stand_in(i)
+            else:
+                self._drop_stand_in(i, take_back)
         if self.as_view:
             self.point_gradients_at_buffer()
         self.release()
 
-    def _end_stand_in(self, i: int, is_used: bool) -> None:
-        """Let the result take the gradient's place if any rank has one, else leave the gradient as it was."""
-        parameter, stand_in = self._parameters[i], self._grads[i]
+    def _apply_stand_in(self, i: int) -> None:
+        """Some rank has a gradient: the result takes its place here too."""
+        parameter = self._parameters[i]
         if self.as_view:
             assert self._buffer is not None
-            view = self._views(self._buffer)[i]
-            if is_used:
-                parameter.grad = view
-            elif parameter.grad is not None:
-                view.copy_(self._kept[i])
-        elif is_used and parameter.grad is not None:
-            parameter.grad.copy_(stand_in)
-        elif is_used:
-            parameter.grad = stand_in
+            parameter.grad = self._views(self._buffer)[i]
+        elif parameter.grad is not None:
+            parameter.grad.copy_(self._grads[i])
+        else:
+            parameter.grad = self._grads[i]
+
+    def _drop_stand_in(self, i: int, take_back: TakeBack | None) -> None:
+        """No rank has a gradient: it stays as it was."""
+        parameter, before, result = self._parameters[i], self._parameters[i].grad, self._grads[i]
+        if self.as_view:
+            assert self._buffer is not None
+            before, result = self._kept[i], self._views(self._buffer)[i].clone()
+            if parameter.grad is not None:
+                self._views(self._buffer)[i].copy_(before)
+        if take_back is not None:
+            take_back(self._names[i], result if before is None else result - before)
 
     def release(self) -> None:
         """Let go of this backward's gradients and of a replaced buffer."""
@@ -352,7 +368,9 @@ class SparseBucket:
         bucket.divisor = self.divisor
         return bucket
 
-    def finish(self, result: Tensor | None, scale: float, used: Mapping[int, bool]) -> None:
+    def finish(
+        self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
+    ) -> None:
         """Make the hook's result the gradient, and let go of it. See `GradBucket.finish`."""
         if used.get(0, True):
             assert result is not None
@@ -367,4 +385,8 @@ class SparseBucket:
         self.pending = 1
 
     def _empty(self) -> Tensor:
-        return torch.zeros_like(self._parameter.detach(), layout=torch.sparse_coo)
+        # As an embedding's gradient has it: sparse in the first dimension only. Ranks must agree on that.
+        shape = self._parameter.shape
+        indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
+        values = torch.empty(0, *shape[1:], dtype=self._parameter.dtype, device=self.device)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)

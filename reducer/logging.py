@@ -56,7 +56,6 @@ class Logger:
             "output_device": output_device,
             "broadcast_buffers": int(broadcast_buffers),
             "has_sync_bn": int(has_sync_bn),
-            "static_graph": int(static_graph),
             "find_unused_parameters": int(reducer.find_unused_parameters),
             "num_parameter_tensors": len(reducer.parameters),
             "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
@@ -69,6 +68,8 @@ class Logger:
             "gradient_as_bucket_view": int(reducer.gradient_as_bucket_view),
             "bucket_sizes": _sizes(reducer.buckets),
         }
+        if static_graph:
+            self._set_static_graph()
 
     def set_runtime_stats_and_log(self) -> None:
         """Called at the start of every synchronised forward."""
@@ -99,8 +100,6 @@ class Logger:
         if reducer.has_rebuilt_buckets:
             members = ", ".join(" ".join(map(str, of_one)) for of_one in reducer.members)
             data |= {"rebuilt_bucket_sizes": _sizes(reducer.buckets), "rebuilt_per_bucket_param_indices": members}
-        if reducer.find_unused_parameters:
-            data["can_set_static_graph"] = int(reducer._ddp_graph_static())
         return data
 
 

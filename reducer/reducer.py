@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce, sparse_all_reduce
 from gradwire.hooks.executor import drain_executors, executor_for
+from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
-from gradwire.reducer.bucket import GradBucket, SparseBucket
+from gradwire.reducer.bucket import GradBucket, SparseBucket, TakeBack
 from gradwire.reducer.statistics import Statistics
 from gradwire.reducer.usage import UsedMap, unreachable
 
@@ -90,6 +91,7 @@ class Reducer:
         self._hook_state: Any = process_group
         self._hook_in_place = True
         self._has_comm_hook = False
+        self._take_back: TakeBack | None = None
         self._runs_optimizers = False
         self._lock = threading.Lock()
         self._expects_hooks = False
@@ -127,6 +129,7 @@ class Reducer:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._hook, self._hook_state, self._has_comm_hook = hook, state, True
         self._hook_in_place = is_in_place(hook)
+        self._take_back = state.take_back if isinstance(state, NamedState) else None
 
     def _build_buckets(self, assignment: Sequence[Sequence[int]]) -> None:
         last = len(assignment) - 1
@@ -322,7 +325,7 @@ class Reducer:
                     flat = value if isinstance(value, Tensor) else value[0]
                     in_place = self._hook_in_place and isinstance(bucket, GradBucket)
                     used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
-                    bucket.finish(None if in_place else flat, scale, used)
+                    bucket.finish(None if in_place else flat, scale, used, self._take_back)
                     if self._runs_optimizers:
                         _run_optimizers(bucket.parameters())
                 for future in self._post_backward_futures:
@@ -502,7 +505,10 @@ class Reducer:
     # What follows serves training on a changing set of ranks.
 
     def _reset_state(self) -> None:
-        """Forget the backward under way, and rebuild the buckets after the next."""
+        """Forget what backwards have told: rebuild the buckets after the next, count a static graph's calls again."""
+        self.has_counted_calls = False
+        self._tracks_usage = self._may_leave_out
+        self._unused = []
         self._abandon()
         self._used.clear()
         self.has_rebuilt_buckets = False
