@@ -501,7 +501,7 @@ def _reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor
             RANK=_padded_rank(table),
             BLOCK_N=BLOCK,
             BLOCK_M=TILE_M,
-            num_warps=4,
+            num_warps=8,
         )
 
 

@@ -180,6 +180,12 @@ class DistributedDataParallel(TorchDDP):
         for hook, hook_state in self._comm_hooks:
             self._install_comm_hook(hook_state, hook)
 
+    def _delay_reduction(self, _: Tensor) -> None:
+        """The first backward of a static graph begins: reduce at its end."""
+        if not self._static_graph_delay_allreduce_enqueued:
+            self._static_graph_delay_allreduce_enqueued = True
+            torch_internals.queue_callback(self.reducer._delay_all_reduce)
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` reduce the gradients of every bucket, in place of the plain all-reduce.
 
@@ -259,4 +265,7 @@ class DistributedDataParallel(TorchDDP):
         # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
         if self.static_graph and not self.reducer.has_counted_calls:
             self._static_graph_delay_allreduce_enqueued = False
+            for tensor in torch_internals.tensors_in(output):  # PyTorch's finds none in a dataclass
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._delay_reduction)
         return super()._post_forward(output)  # type: ignore[no-untyped-call]

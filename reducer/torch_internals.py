@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "is_future",
     "optimizer_hooks",
     "queue_callback",
+    "tensors_in",
     "uses_python_reducer",
 ]
 
@@ -71,6 +73,11 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
     handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
     return handles
+
+
+def tensors_in(output: object) -> list[Tensor]:
+    """The tensors in what a forward returned: in lists, tuples, dictionaries and dataclasses."""
+    return list(_find_tensors(output))
 
 
 def uses_python_reducer() -> bool:
