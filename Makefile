@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 demo bench-reducer bench-hooks bench-network wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-reducer bench-hooks bench-network wheel clean
 
 install: .venv/.installed
 
@@ -39,6 +39,10 @@ test-triton36: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton36 triton==3.6.0
 	PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
 	PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+
+# PyTorch's own DDP tests, against its class and gradwire's, on 2 and 4 ranks: a table of the outcomes.
+conformance: install
+	$(BIN)/python tests/conformance --all
 
 demo: install
 	$(BIN)/gradwire demo

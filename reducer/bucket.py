@@ -210,7 +210,7 @@ class GradBucket:
             if used[i]:
                 self._apply_stand_in(i)
             else:
-                self._drop_stand_in(i, take_back)
+                self._drop_stand_in(i, scale, take_back)
         if self.as_view:
             self.point_gradients_at_buffer()
         self.release()
@@ -226,7 +226,7 @@ class GradBucket:
         else:
             parameter.grad = self._grads[i]
 
-    def _drop_stand_in(self, i: int, take_back: TakeBack | None) -> None:
+    def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
         """No rank has a gradient: it stays as it was."""
         parameter, before, result = self._parameters[i], self._parameters[i].grad, self._grads[i]
         if self.as_view:
@@ -235,6 +235,7 @@ class GradBucket:
             if parameter.grad is not None:
                 self._views(self._buffer)[i].copy_(before)
         if take_back is not None:
+            result = result / scale
             take_back(self._names[i], result if before is None else result - before)
 
     def release(self) -> None:
