@@ -38,8 +38,16 @@ WAYS = [(hook, view) for hook in ("none", "flat") for view in (False, True)] + [
 UNDER_HOOKS = [*WAYS[2:], ("allreduce", False), ("powersgd", True)]
 
 
+# Of these, what the ordinary lane takes; the others are slow.
+QUICK = [("none", False), ("flat", True), ("powersgd", False)]
+
+
 def over(pairs):
-    return pytest.mark.parametrize(("hook", "view"), pairs, ids=[f"{h}-{'views' if v else 'copies'}" for h, v in pairs])
+    marks = {pair: () if pair in QUICK else pytest.mark.slow for pair in pairs}
+    names = {(hook, view): f"{hook}-{'views' if view else 'copies'}" for hook, view in pairs}
+    return pytest.mark.parametrize(
+        ("hook", "view"), [pytest.param(*pair, marks=marks[pair], id=names[pair]) for pair in pairs]
+    )
 
 
 ways = over(WAYS)
