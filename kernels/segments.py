@@ -131,16 +131,6 @@ class SegmentTable:
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers == self._pointers and all(tensor.dtype is self.source_dtype for tensor in tensors):
             return
-        # The whole lists first, which takes a tenth of the time.
-        if (
-            [tensor.shape for tensor in tensors] != self.shapes
-            or [tensor.stride() for tensor in tensors] != self.strides
-            or any(tensor.dtype is not self.source_dtype or tensor.device != self.device for tensor in tensors)
-        ):
-            self._check_each(tensors)
-        self._pointers = pointers
-
-    def _check_each(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != len(self):
             raise ValueError(f"Got {len(tensors)} tensors for a table of {len(self)}.")
         for i, tensor in enumerate(tensors):
@@ -154,6 +144,7 @@ class SegmentTable:
                     f"Tensor {i} has strides {tensor.stride()}; its table was built for {self.strides[i]}. "
                     "Copy it into that layout, or build a new table."
                 )
+        self._pointers = pointers
 
     def packed(self) -> Tensor:
         """The packed int64 table on the device, with the pointers of the tensors that `check` saw last."""
