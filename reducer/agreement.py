@@ -78,9 +78,11 @@ def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in kinds.values():
         chunk: list[Tensor] = []
+        size = 0
         for tensor in members:
-            if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > limit:
+            if chunk and size + tensor.nbytes > limit:
                 yield chunk
-                chunk = []
+                chunk, size = [], 0
             chunk.append(tensor)
+            size += tensor.nbytes
         yield chunk

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradwire.kernels.segments import upload
 from gradwire.reducer import torch_internals
 
 
@@ -45,7 +46,7 @@ class UsedMap:
 
     def exchange(self, group: dist.ProcessGroup) -> None:
         """Start to add up the maps of all ranks. A collective call; `used_anywhere` waits for it."""
-        self.last = torch.tensor(list(self.local), dtype=torch.int32, device=self._device)
+        self.last = upload(list(self.local), self._device).to(torch.int32)
         self._exchange = dist.all_reduce(self.last, group=group, async_op=True)
         self._anywhere = None
 
