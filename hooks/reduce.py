@@ -7,7 +7,6 @@ sees the flat buffer and returns it, as PyTorch's would.
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -99,24 +98,24 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
 
 
 def reduce_bucket(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm, divisor: int | None = None
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result.
 
-    A sparse gradient is averaged as it is.
+    A sparse gradient is averaged as it is: divided by ``divisor``, by default the number of ranks.
     """
     executor = executor_for(process_group, bucket_device(bucket))
-    if is_sparse(bucket):
-        gradient = bucket.buffer()
-        mean = partial(sparse_all_reduce, gradient, executor.transport, executor.transport.world_size)
-        return cast("Future[torch.Tensor]", executor.submit(mean))
-    work = bucket_work(bucket, executor.tables)
+    transport, workspace = executor.transport, executor.workspace
+    work = bucket_work(bucket, executor.tables) if not is_sparse(bucket) else None
+    gradient = bucket.buffer() if work is None else work.result
     is_first = bucket.index() == 0
 
     def task() -> torch.Tensor:
         if is_first:
-            executor.workspace.start_step()
-        algorithm(work.source, work.target, executor.transport, executor.workspace)
+            workspace.start_step()
+        if work is None:
+            return sparse_all_reduce(gradient, transport, divisor or transport.world_size)
+        algorithm(work.source, work.target, transport, workspace)
         return work.result
 
     return cast("Future[torch.Tensor]", executor.submit(task))

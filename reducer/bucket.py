@@ -17,48 +17,25 @@ from gradwire.kernels.segments import gradient_layout
 TakeBack = Callable[[str, Tensor], None]
 
 
-class GradBucket:
-    """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and two more methods.
-
-    A hook written for PyTorch asks for `buffer` or `gradients`, and the gradients are then copied into one flat
-    buffer, which lives as long as the bucket. gradwire's own hooks ask for `source` and `target` instead, and no
-    buffer is ever made. With ``as_view`` the buffer always exists and every ``.grad`` ends up as a view of it.
+class BucketFacts:
+    """What every bucket is asked for: its place, its parameters, and the state of its reduction.
 
     Attributes:
         device: where the gradients are.
-        as_view: whether every ``.grad`` becomes a view of the buffer.
-        in_place: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
         divisor: what a sum over ranks is divided by; the number of ranks, or of those that have inputs left.
         pending: parameters whose gradient is not ready in this backward.
         stand_ins: parameters, by their place in the bucket, that this backward had no gradient for on this rank.
         future: the result of the hook, from launch to finalisation; None too for a bucket that is not reduced.
     """
 
-    def __init__(
-        self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str], as_view: bool
-    ) -> None:
+    def __init__(self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self._index = index
         self._is_last = is_last
         self._parameters = list(parameters)
         self._names = list(names)
-        layouts = [gradient_layout(parameter) for parameter in parameters]
-        self._table = SegmentTable(layouts)
-        self._strides = [layout.stride() for layout in layouts]
-        self.device = self._table.device
-        self._buffer: Tensor | None = None
-        self._flat_table: SegmentTable | None = None
-        self.as_view = as_view
-        if as_view:
-            self._allocate()
-        self._grads: list[Tensor] = []
-        self.stand_ins: list[int] = []
-        self._kept: dict[int, Tensor] = {}
-        self._is_flat = False
-        self._replaced: Tensor | None = None
-        self.in_place = False
+        self.device = self._parameters[0].device
         self.divisor = 1
-        self.pending = len(self._parameters)
-        self.future: Future[Tensor] | None = None
+        self.release()
 
     def index(self) -> int:
         """Position of the bucket in the order of communication."""
@@ -75,6 +52,44 @@ class GradBucket:
     def parameter_names(self) -> list[str]:
         """The names of `parameters`, as in ``module.named_parameters()``."""
         return self._names
+
+    def release(self) -> None:
+        """Wait for the next backward, without anything of this one."""
+        self.pending = len(self._parameters)
+        self.stand_ins: list[int] = []
+        self.future: Future[Tensor] | None = None
+
+
+class GradBucket(BucketFacts):
+    """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and two more methods.
+
+    A hook written for PyTorch asks for `buffer` or `gradients`, and the gradients are then copied into one flat
+    buffer, which lives as long as the bucket. gradwire's own hooks ask for `source` and `target` instead, and no
+    buffer is ever made. With ``as_view`` the buffer always exists and every ``.grad`` ends up as a view of it.
+
+    Attributes:
+        as_view: whether every ``.grad`` becomes a view of the buffer.
+        in_place: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
+    """
+
+    in_place: bool
+    _grads: list[Tensor]
+    _kept: dict[int, Tensor]  # gradients that this backward had nothing for, as they were
+    _replaced: Tensor | None
+
+    def __init__(
+        self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str], as_view: bool
+    ) -> None:
+        super().__init__(index, is_last, parameters, names)
+        layouts = [gradient_layout(parameter) for parameter in parameters]
+        self._table = SegmentTable(layouts)
+        self._strides = [layout.stride() for layout in layouts]
+        self._buffer: Tensor | None = None
+        self._flat_table: SegmentTable | None = None
+        self._is_flat = False
+        self.as_view = as_view
+        if as_view:
+            self._allocate()
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor, each in its own memory order; complex ones as real pairs."""
@@ -177,7 +192,6 @@ class GradBucket:
         bucket = GradBucket(self._index, self._is_last, self._parameters, self._names, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
         bucket._grads = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
-        bucket.divisor = self.divisor
         bucket.in_place = in_place
         return bucket
 
@@ -228,25 +242,23 @@ class GradBucket:
 
     def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
         """No rank has a gradient: it stays as it was."""
-        parameter, before, result = self._parameters[i], self._parameters[i].grad, self._grads[i]
+        before, result = self._parameters[i].grad, self._grads[i]
         if self.as_view:
             assert self._buffer is not None
-            before, result = self._kept[i], self._views(self._buffer)[i].clone()
-            if parameter.grad is not None:
-                self._views(self._buffer)[i].copy_(before)
+            before, result = self._kept[i], self._views(self._buffer)[i]
         if take_back is not None:
-            result = result / scale
-            take_back(self._names[i], result if before is None else result - before)
+            unscaled = result / scale
+            take_back(self._names[i], unscaled if before is None else unscaled - before)
+        if self.as_view and self._parameters[i].grad is not None:
+            result.copy_(self._kept[i])
 
     def release(self) -> None:
         """Let go of this backward's gradients and of a replaced buffer."""
+        super().release()
         self._grads = []
-        self.stand_ins = []
         self._kept = {}
         self._replaced = None
         self.in_place = False
-        self.future = None
-        self.pending = len(self._parameters)
 
     def point_gradients_at_buffer(self) -> None:
         """Make every defined ``.grad`` a view of the buffer, which must hold its values already."""
@@ -296,98 +308,3 @@ class GradBucket:
             views = self._views(self._buffer)
             torch._foreach_copy_([views[i] for i in outside], [self._grads[i] for i in outside])
         return False
-
-
-class SparseBucket:
-    """The sparse gradient of one parameter, with the interface of ``torch.distributed.GradBucket``.
-
-    Attributes: as those of `GradBucket`.
-    """
-
-    as_view = False
-
-    def __init__(self, index: int, is_last: bool, parameter: Tensor, name: str) -> None:
-        self._index = index
-        self._is_last = is_last
-        self._parameter = parameter
-        self._name = name
-        self._gradient: Tensor | None = None
-        self.stand_ins: list[int] = []
-        self.device = parameter.device
-        self.divisor = 1
-        self.pending = 1
-        self.future: Future[Tensor] | None = None
-
-    def index(self) -> int:
-        """Position of the bucket in the order of communication."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Whether this is the last bucket of a backward."""
-        return self._is_last
-
-    def parameters(self) -> list[Tensor]:
-        """The one parameter."""
-        return [self._parameter]
-
-    def parameter_names(self) -> list[str]:
-        """Its name."""
-        return [self._name]
-
-    def buffer(self) -> Tensor:
-        """The gradient: sparse, in the parameter's shape."""
-        assert self._gradient is not None
-        return self._gradient
-
-    def gradients(self) -> list[Tensor]:
-        """The same."""
-        return [self.buffer()]
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Let `buffer` stand for another tensor from now on."""
-        self._gradient = buffer
-
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
-        """Take a copy of the gradient; one without entries if it is undefined.
-
-        Raises:
-            RuntimeError: it is dense.
-        """
-        gradient = self._parameter.grad
-        if gradient is not None and not gradient.is_sparse:
-            raise RuntimeError(
-                f"The gradient of {self._name} is dense; expected a sparse one, as its module has sparse=True. Make "
-                "the module with sparse=False, or let all of the parameter's gradients be sparse."
-            )
-        self._gradient = self._empty() if gradient is None else gradient.detach().clone()
-        self.stand_ins = list(unused)
-
-    def of_zeros(self, in_place: bool) -> SparseBucket:
-        """This bucket with a gradient without entries."""
-        bucket = SparseBucket(self._index, self._is_last, self._parameter, self._name)
-        bucket._gradient = bucket._empty()
-        bucket.divisor = self.divisor
-        return bucket
-
-    def finish(
-        self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
-    ) -> None:
-        """Make the hook's result the gradient, and let go of it. See `GradBucket.finish`."""
-        if used.get(0, True):
-            assert result is not None
-            result = result * scale if scale != 1 else result
-            self._parameter.grad = result.to(self._parameter.dtype)
-        self.release()
-
-    def release(self) -> None:
-        """Let go of this backward's gradient."""
-        self._gradient = None
-        self.future = None
-        self.pending = 1
-
-    def _empty(self) -> Tensor:
-        # As an embedding's gradient has it: sparse in the first dimension only. Ranks must agree on that.
-        shape = self._parameter.shape
-        indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
-        values = torch.empty(0, *shape[1:], dtype=self._parameter.dtype, device=self.device)
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)

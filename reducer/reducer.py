@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce, sparse_all_reduce
-from gradwire.hooks.executor import drain_executors, executor_for
+from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
+from gradwire.hooks.executor import drain_executors
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
-from gradwire.reducer.bucket import GradBucket, SparseBucket, TakeBack
+from gradwire.reducer.bucket import GradBucket, TakeBack
+from gradwire.reducer.sparse_bucket import SparseBucket
 from gradwire.reducer.statistics import Statistics
 from gradwire.reducer.usage import UsedMap, unreachable
 
@@ -475,10 +476,9 @@ class Reducer:
         self._live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets = []
-        for bucket in self.buckets:
+        buckets: list[Bucket] = [bucket.of_zeros(self._hook_in_place) for bucket in self.buckets]
+        for bucket in buckets:
             bucket.divisor = self.process_group.size()
-            buckets.append(bucket.of_zeros(self._hook_in_place))
         return buckets
 
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
@@ -537,18 +537,15 @@ def _remove_all(handles: list[RemovableHandle]) -> None:
 
 def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
     """What PyTorch's DDP does without a hook, to the bit."""
-    if isinstance(bucket, SparseBucket):
-        executor = executor_for(process_group, bucket.device)
-        gradient, divisor = bucket.buffer(), bucket.divisor
-        return executor.submit(lambda: sparse_all_reduce(gradient, executor.transport, divisor))
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        assert isinstance(bucket, GradBucket)
         if bucket.as_view:
             transport.all_reduce(bucket.scale_into_buffer())
         else:
             cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
-    return reduce_bucket(process_group, cast("Any", bucket), algorithm)
+    return reduce_bucket(process_group, cast("Any", bucket), algorithm, bucket.divisor)
 
 
 def _run_optimizers(parameters: Sequence[Tensor]) -> None:
