@@ -138,7 +138,7 @@ def _flatten_triton(
     is_tensor = isinstance(scale, Tensor)
     with torch.cuda.device_of(out):
         _flatten_kernel[(table.n_chunks,)](
-            table_ptr=table.packed(),
+            table_ptr=table.packed(tensors),
             out_ptr=out,
             scale_ptr=scale if is_tensor else None,
             counters_ptr=counters,
@@ -199,13 +199,12 @@ def _scale_cpu(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scal
     """`flatten` to the tensors' own dtype where nothing can saturate: large ones in one pass, small ones together."""
     views = table.views(out)
     for block in table.blocks:
-        wire = out[block.start : block.stop]
-        if block.is_piece:
-            begin = block.start - table.offsets[block.first]
-            torch.mul(memory_order(tensors[block.first])[begin : begin + wire.numel()], scale, out=wire)
-        else:
+        if not block.is_piece:
             torch._foreach_copy_(views[block.first : block.last], table.real(tensors[block.first : block.last]))
-            wire.mul_(scale)
+            out[block.start : block.stop].mul_(scale)
+        elif block.start == table.offsets[block.first]:  # all pieces at once
+            stop = block.start + table.lengths[block.first]
+            torch.mul(memory_order(tensors[block.first]), scale, out=out[block.start : stop])
 
 
 def flatten(

@@ -10,7 +10,7 @@ uploaded once; the pointers again only when one of them has changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,6 +63,23 @@ class Block(NamedTuple):
     is_piece: bool  # whether it is a piece of one tensor that has more than BLOCK elements
 
 
+class Fitting(tuple[Tensor, ...]):
+    """Tensors that are known to fit a table, which takes them without looking at each again.
+
+    Args:
+        tensors: in the shapes, strides and dtype of the table's, on its device. Not checked.
+        table: that they fit.
+    """
+
+    table: SegmentTable
+
+    def __new__(cls, tensors: Iterable[Tensor], table: SegmentTable) -> Fitting:
+        """A tuple of the tensors."""
+        fitting = super().__new__(cls, tensors)
+        fitting.table = table
+        return fitting
+
+
 class SegmentTable:
     """The layout of a list of tensors in a flat wire buffer: packed, in list order, each in its own memory order.
 
@@ -108,7 +125,6 @@ class SegmentTable:
         self.numel = sum(self.lengths)
         self.blocks = self._cut_blocks()
         self._pointers: list[int] = []
-        self._uploaded: list[int] = []
         self._packed: Tensor | None = None
         self.n_chunks = sum(-(-length // CHUNK) for length in self.lengths)
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None
@@ -119,17 +135,13 @@ class SegmentTable:
         return len(self.lengths)
 
     def check(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
-        """Raise ValueError unless ``tensors`` and ``wire`` fit the table.
-
-        Shapes and strides are looked at only when a data pointer differs from the last call's.
-        """
+        """Raise ValueError unless ``tensors`` and ``wire`` fit the table."""
         if wire.dim() != 1 or wire.numel() != self.numel or not wire.is_contiguous() or wire.device != self.device:
             raise ValueError(
                 f"The wire buffer is {tuple(wire.shape)} on {wire.device}; expected a contiguous 1-D tensor of "
                 f"{self.numel} elements on {self.device}."
             )
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers == self._pointers and all(tensor.dtype is self.source_dtype for tensor in tensors):
+        if isinstance(tensors, Fitting) and tensors.table is self:
             return
         if len(tensors) != len(self):
             raise ValueError(f"Got {len(tensors)} tensors for a table of {len(self)}.")
@@ -144,15 +156,15 @@ class SegmentTable:
                     f"Tensor {i} has strides {tensor.stride()}; its table was built for {self.strides[i]}. "
                     "Copy it into that layout, or build a new table."
                 )
-        self._pointers = pointers
 
-    def packed(self) -> Tensor:
-        """The packed int64 table on the device, with the pointers of the tensors that `check` saw last."""
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The packed int64 table on the device, with the pointers of ``tensors``, which must fit."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
         if self._packed is None:
-            self._packed = upload([*self._pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
-        elif self._pointers != self._uploaded:
-            self._packed[: len(self)].copy_(upload(self._pointers, self.device))
-        self._uploaded = self._pointers
+            self._packed = upload([*pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+        elif pointers != self._pointers:
+            self._packed[: len(self)].copy_(upload(pointers, self.device))
+        self._pointers = pointers
         return self._packed
 
     def views(self, wire: Tensor) -> list[Tensor]:

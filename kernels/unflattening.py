@@ -85,7 +85,7 @@ def _unflatten_triton(
     is_tensor = isinstance(scale, Tensor)
     with torch.cuda.device_of(wire):
         _unflatten_kernel[(table.n_chunks,)](
-            table_ptr=table.packed(),
+            table_ptr=table.packed(tensors),
             wire_ptr=wire,
             scale_ptr=scale if is_tensor else None,
             absmax_ptr=None if absmax is None else absmax.view(torch.int32),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, segments
-from gradwire.kernels.segments import CHUNK, is_dense, memory_order
+from gradwire.kernels.segments import CHUNK, Fitting, is_dense, memory_order
 
 
 def tensors_of(*sizes, device="cpu", dtype=torch.float32):
@@ -37,8 +37,7 @@ def test_segments_are_packed_in_list_order(device, dtype, case):
 def test_the_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
     tensors = case.views(case.sources(dtype, device))
     table = SegmentTable(tensors)
-    table.check(tensors, torch.empty(table.numel, device=device))
-    packed = table.packed()
+    packed = table.packed(tensors)
     assert packed.dtype == torch.int64 and packed.device.type == device.type
     n = len(table)
     pointers, lengths, offsets, chunk_segment, chunk_start = packed.split([n, n, n, table.n_chunks, table.n_chunks])
@@ -70,19 +69,15 @@ def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypat
     upload = segments.upload
     monkeypatch.setattr(segments, "upload", lambda numbers, to: uploads.append(len(numbers)) or upload(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
-    wire = torch.empty(5003, device=device)
     table = SegmentTable(first)
 
-    table.check(first, wire)
-    storage = table.packed().data_ptr()
+    storage = table.packed(first).data_ptr()
     assert uploads == [2 + 2 + 2 + 3 + 3]  # pointers, lengths, offsets, and two numbers for each of three chunks
 
-    table.check(first, wire)
-    table.packed()
+    table.packed(first)
     assert len(uploads) == 1
 
-    table.check(second, wire)
-    packed = table.packed()
+    packed = table.packed(second)
     assert uploads[1:] == [2]
     assert packed.data_ptr() == storage
     assert packed[:2].tolist() == [tensor.data_ptr() for tensor in second]
@@ -167,14 +162,13 @@ def test_another_dtype_at_the_same_address_is_refused():
         table.check([tensor.view(torch.int32)], torch.empty(12))
 
 
-def test_a_refused_list_leaves_the_table_as_it_was():
-    tensor = other()
-    table = SegmentTable([tensor])
-    table.check([tensor], torch.empty(12))
-    before = table.packed().tolist()
-    with pytest.raises(ValueError, match="strides"):
-        table.check([other(strides=(1, 4))], torch.empty(12))
-    assert table.packed().tolist() == before
+def test_tensors_known_to_fit_are_not_looked_at_again():
+    table, same = SegmentTable([other()]), SegmentTable([other()])
+    misfit = [other(strides=(1, 4))]
+    table.check(Fitting(misfit, table), torch.empty(12))
+    for tensors in (misfit, Fitting(misfit, same)):
+        with pytest.raises(ValueError, match="strides"):
+            table.check(tensors, torch.empty(12))
 
 
 @pytest.mark.parametrize(
