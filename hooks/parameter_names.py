@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.hooks.reduce import InPlaceBucket
+from gradwire.hooks.reduce import is_in_place_bucket
 from gradwire.hooks.types import GradBucket
 
 NUMBERED = "parameter."
@@ -67,7 +67,7 @@ class ParameterNames:
         Raises:
             ValueError: a parameter is not one of the module's, or appears for the first time after `close`.
         """
-        if isinstance(bucket, InPlaceBucket):
+        if is_in_place_bucket(bucket):
             return tuple(bucket.parameter_names())
         return tuple(self._name(parameter) for parameter in bucket.parameters())
 

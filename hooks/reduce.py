@@ -7,7 +7,7 @@ sees the flat buffer and returns it, as PyTorch's would.
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ def is_in_place(hook: Callable[..., object]) -> bool:
     return any(marked is hook for marked in _in_place_hooks)  # a hook need not be hashable
 
 
-@runtime_checkable
 class InPlaceBucket(Protocol):
     """What gradwire's bucket has besides PyTorch's interface."""
 
@@ -49,8 +48,16 @@ class InPlaceBucket(Protocol):
     def target(self) -> Gradients:
         """Where their mean goes."""
 
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in order."""
+
     def parameter_names(self) -> list[str]:
-        """The names of `parameters()`."""
+        """Their names."""
+
+
+def is_in_place_bucket(bucket: GradBucket | InPlaceBucket) -> TypeGuard[InPlaceBucket]:
+    """Whether ``bucket`` is gradwire's own."""
+    return hasattr(bucket, "in_place")
 
 
 class BucketWork(NamedTuple):
@@ -69,24 +76,24 @@ class BucketWork(NamedTuple):
 
 def is_sparse(bucket: GradBucket) -> bool:
     """Whether it holds the sparse gradient of one parameter, which no hook compresses: see `reduce_bucket`."""
-    return not isinstance(bucket, InPlaceBucket) and bucket.buffer().is_sparse
+    return not is_in_place_bucket(bucket) and bucket.buffer().is_sparse
 
 
 def bucket_device(bucket: GradBucket) -> torch.device:
     """Where the bucket's gradients are."""
-    return bucket.device if isinstance(bucket, InPlaceBucket) else bucket.buffer().device
+    return bucket.device if is_in_place_bucket(bucket) else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
     """The real dtype of the bucket's gradients, or of the buffer that a wrapper has put in their place."""
-    if isinstance(bucket, InPlaceBucket) and bucket.in_place:
+    if is_in_place_bucket(bucket) and bucket.in_place:
         return bucket.parameters()[0].dtype.to_real()
     return bucket.buffer().dtype
 
 
 def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     """The gradients of ``bucket``: where they lie if it lends them, else its flat buffer, whose table is kept."""
-    if isinstance(bucket, InPlaceBucket) and bucket.in_place:
+    if is_in_place_bucket(bucket) and bucket.in_place:
         target = bucket.target()
         return BucketWork(bucket.source(), target, target.tensors[0])
     buffer = bucket.buffer()
@@ -118,4 +125,4 @@ def reduce_bucket(
         algorithm(work.source, work.target, transport, workspace)
         return work.result
 
-    return cast("Future[torch.Tensor]", executor.submit(task))
+    return cast("Future[torch.Tensor]", executor.submit(task, bucket.is_last()))
