@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.segments import gradient_layout
+from gradwire.kernels.segments import Fitting, gradient_layout
 
 # Of a parameter's name and what was reduced for it, beyond its gradient, but not applied.
 TakeBack = Callable[[str, Tensor], None]
@@ -24,6 +24,7 @@ class BucketFacts:
         device: where the gradients are.
         divisor: what a sum over ranks is divided by; the number of ranks, or of those that have inputs left.
         pending: parameters whose gradient is not ready in this backward.
+        awaited: the parameter, by its index in the model, whose gradient is taken for the last to come.
         stand_ins: parameters, by their place in the bucket, that this backward had no gradient for on this rank.
         future: the result of the hook, from launch to finalisation; None too for a bucket that is not reduced.
     """
@@ -35,6 +36,7 @@ class BucketFacts:
         self._names = list(names)
         self.device = self._parameters[0].device
         self.divisor = 1
+        self.awaited: int | None = None
         self.release()
 
     def index(self) -> int:
@@ -73,7 +75,7 @@ class GradBucket(BucketFacts):
     """
 
     in_place: bool
-    _grads: list[Tensor]
+    _grads: Sequence[Tensor]
     _kept: dict[int, Tensor]  # gradients that this backward had nothing for, as they were
     _replaced: Tensor | None
 
@@ -134,7 +136,7 @@ class GradBucket(BucketFacts):
         same, one gradient at a time.
         """
         buffer = self._allocate()
-        outside = self._outside()
+        outside = self._outside() if self.as_view else range(len(self._grads))
         if len(outside) == len(self._grads):
             return flatten(self._grads, buffer, table=self._table, scale=1 / self.divisor)
         if not outside and not self._table.is_complex:
@@ -164,12 +166,12 @@ class GradBucket(BucketFacts):
                 grad = self._in_layout(i, grad)
                 if i not in unused:
                     parameter.grad = grad
-            elif i in unused and not self.as_view:
+            elif unused and i in unused and not self.as_view:
                 grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
-        self._grads = grads
         self.stand_ins = list(unused)
         self._kept = {i: grads[i].clone() for i in unused} if self.as_view else {}
+        self._grads = Fitting(grads, self._table)
         self._is_flat = False
         self._replaced = None
         self.in_place = in_place
@@ -191,7 +193,8 @@ class GradBucket(BucketFacts):
         """This bucket with zeros for gradients, which leaves the parameters' own alone."""
         bucket = GradBucket(self._index, self._is_last, self._parameters, self._names, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
-        bucket._grads = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
+        zeros = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
+        bucket._grads = Fitting(zeros, bucket._table)
         bucket.in_place = in_place
         return bucket
 
@@ -255,7 +258,7 @@ class GradBucket(BucketFacts):
     def release(self) -> None:
         """Let go of this backward's gradients and of a replaced buffer."""
         super().release()
-        self._grads = []
+        self._grads = ()
         self._kept = {}
         self._replaced = None
         self.in_place = False

@@ -27,7 +27,8 @@ class DistributedDataParallel(TorchDDP):
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass: the same arguments, the same
     gradients to the bit without a communication hook. Behind it, a bucket is a list of gradients, so gradwire's hooks
-    read and write gradients where they lie, and no flat copy of the gradients is ever allocated for them.
+    read and write gradients where they lie, and no flat copy of the gradients is ever allocated for them. (Without a
+    hook there is one on CPUs, as PyTorch has it; on GPUs there is none.)
 
     Args:
         module: the model, equal on all ranks; rank 0's parameters and buffers are broadcast unless ``init_sync=False``.

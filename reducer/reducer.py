@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -12,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.utils.hooks import RemovableHandle
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
 from gradwire.hooks.executor import drain_executors
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
+from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.bucket import GradBucket, TakeBack
 from gradwire.reducer.sparse_bucket import SparseBucket
 from gradwire.reducer.statistics import Statistics
@@ -35,7 +34,7 @@ class Reducer:
 
     1. `prepare_for_backward`, after a forward that will be synchronised: all buckets wait for all their gradients.
        With ``find_unused_parameters``, a walk of the graph tells which gradients there is no waiting for.
-    2. `_autograd_hook`, called by autograd when a parameter's gradient is complete: the bucket waits for one less.
+    2. `_autograd_hook`, called when gradients are complete (`Arrivals` tells): their buckets wait for one less.
     3. `_launch`, once a bucket is complete and all buckets before it were launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; the work goes on in the
        executor's stream or thread.
@@ -90,7 +89,7 @@ class Reducer:
         self.statistics = Statistics(self.parameters[0].device)
         self._hook: CommHook = _plain_all_reduce
         self._hook_state: Any = process_group
-        self._hook_in_place = True
+        self._hook_in_place = False
         self._has_comm_hook = False
         self._take_back: TakeBack | None = None
         self._runs_optimizers = False
@@ -112,13 +111,7 @@ class Reducer:
         self.buckets: list[Bucket] = []
         # As in PyTorch: in model order for the first backward, which tells the order of readiness.
         self._build_buckets(torch_internals.assign_buckets(self.parameters, limits, self.sparse)[::-1])
-        self._accumulators = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
-        # The nodes must not keep the reducer alive: a model may be wrapped anew, and the old reducer then has to go.
-        self._handles = [
-            accumulator.register_hook(_ready_hook(weakref.ref(self), index))
-            for index, accumulator in enumerate(self._accumulators)
-        ]
-        weakref.finalize(self, _remove_all, self._handles)
+        self._arrivals = Arrivals(self.parameters, self._autograd_hook)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let ``hook(state, bucket)`` reduce every bucket from now on.
@@ -201,27 +194,50 @@ class Reducer:
         if self.static_graph:
             self._calls_left = list(self._calls)
         elif self.find_unused_parameters:
-            unused = unreachable(outputs, self._accumulators)
+            unused = unreachable(outputs, self._arrivals.nodes)
             if self.statistics.iterations > 1:
                 self._graph_seems_static &= unused == self._unused
             self._unused = unused
         self.statistics.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
 
-    def _autograd_hook(self, index: int) -> None:
-        """Autograd has accumulated the gradient of a parameter."""
-        if self._tracks_usage and self.parameters[index].grad is not None:
-            self._used.local[index] = 1  # also in no_sync: what has accumulated there goes out with the next reduction
-        if not self._expects_hooks:
-            return
+    def _quiet(self) -> bytearray:
+        """Whether the arrival of each gradient need only be noted: not of the one that a bucket gets last.
+
+        Of none where each arrival counts.
+        """
+        if self._tracks_usage or (self.static_graph and not self.has_counted_calls):
+            return bytearray(len(self.parameters))
+        quiet = bytearray(b"\1") * len(self.parameters)
+        for index, calls in enumerate(self._calls_left):
+            quiet[index] = calls == 1  # nor those that never come
+        for bucket, members in zip(self.buckets, self.members, strict=True):
+            bucket.awaited = next((i for i in reversed(members) if quiet[i]), None)
+            if bucket.awaited is not None:
+                quiet[bucket.awaited] = 0
+        return quiet
+
+    def _autograd_hook(self) -> None:
+        """Autograd has accumulated gradients of parameters, among them one that is not quiet."""
         with self._lock:
-            if self.static_graph and self._must_wait_for_more(index):
-                return
-            if not self._requires_finalize:
-                self._begin_reduction()
-            self.ready_order.append(index)
-            self._mark_ready(index)
-            if self._next == len(self.buckets):
-                torch_internals.queue_callback(self._finalize)
+            for index in self._arrivals.new():
+                if self._tracks_usage and self.parameters[index].grad is not None:
+                    self._used.local[index] = 1  # also in no_sync: what has accumulated there is reduced next time
+                if self._expects_hooks:
+                    self._accept(index)
+
+    def _accept(self, index: int) -> None:
+        """A gradient has come, perhaps one of several that add up."""
+        if self.static_graph and self._must_wait_for_more(index):
+            return
+        if not self._requires_finalize:
+            self._begin_reduction(index)
+        self.ready_order.append(index)
+        self._mark_ready(index)
+        bucket = self._bucket_of[index]
+        if bucket.pending > 0 and bucket.awaited == index:
+            bucket.awaited = self._arrivals.wake_one(self.members[bucket.index()])
+        if self._next == len(self.buckets):
+            torch_internals.queue_callback(self._finalize)
 
     def _must_wait_for_more(self, index: int) -> bool:
         """With a static graph, whether more will be added to a gradient."""
@@ -234,10 +250,13 @@ class Reducer:
         self._calls_left[index] -= 1
         return self._calls_left[index] > 0
 
-    def _begin_reduction(self) -> None:
+    def _begin_reduction(self, first: int) -> None:
         """The first gradient is ready; so are those that there will not be."""
         self._requires_finalize = True
         self.statistics.mark("backward_compute_time_start")
+        quiet = self._quiet()
+        quiet[first] = 0
+        self._arrivals.quieten(quiet)
         for unused in self._unused:
             self._mark_ready(unused)
 
@@ -266,12 +285,13 @@ class Reducer:
 
     def _launch_ready_buckets(self) -> None:
         """Launch what is complete, in the order of the buckets."""
-        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+        last = len(self.buckets) - 1
+        while self._next <= last and self.buckets[self._next].pending == 0:
+            if self._next == last:
+                self.statistics.mark("backward_compute_time_end")
             self._launch(self._next)
             self._next += 1
-        if self._next == len(self.buckets):
-            self.statistics.mark("backward_compute_time_end")
-            if self._may_leave_out and not self._used.is_exchanged:
+            if self._next > last and self._may_leave_out:
                 self._used.exchange(self.process_group)
 
     def _launch(self, index: int) -> None:
@@ -285,7 +305,8 @@ class Reducer:
                 warnings.warn(_CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
                 bucket.divisor = self._divide_factor()
-                bucket.collect(self._hook_in_place, [k for k, i in enumerate(members) if self._is_unused(i)])
+                unused = [k for k, i in enumerate(members) if not self._used.local[i]] if self._may_leave_out else []
+                bucket.collect(self._reduces_in_place(bucket), unused)
                 future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
                 self._raise(
@@ -297,8 +318,11 @@ class Reducer:
             self._abandon()
             raise
 
-    def _is_unused(self, index: int) -> bool:
-        return self._may_leave_out and not self._used.local[index]
+    def _reduces_in_place(self, bucket: Bucket) -> bool:
+        """Whether the result is written into the gradients; else it is that of the future."""
+        if isinstance(bucket, SparseBucket):
+            return False
+        return self._hook_in_place if self._has_comm_hook else bucket.device.type != "cpu"
 
     def _divide_factor(self) -> int:
         """What sums over the ranks are divided by: their number, or in `join` the number of those with inputs left."""
@@ -324,7 +348,7 @@ class Reducer:
                         continue
                     value = bucket.future.wait()
                     flat = value if isinstance(value, Tensor) else value[0]
-                    in_place = self._hook_in_place and isinstance(bucket, GradBucket)
+                    in_place = self._reduces_in_place(bucket)
                     used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
                     bucket.finish(None if in_place else flat, scale, used, self._take_back)
                     if self._runs_optimizers:
@@ -361,10 +385,12 @@ class Reducer:
         self._next = 0
         self.ready_order = []
         self._ready = bytearray(len(self.parameters))
+        self._arrivals.begin()
         for bucket in self.buckets:
             bucket.release()
 
     def _ensure_prior_reduction_finished(self) -> None:
+        self._autograd_hook()
         if not self._requires_finalize:
             return
         missing = [i for i, ready in enumerate(self._ready) if not ready]
@@ -438,7 +464,7 @@ class Reducer:
 
     def _remove_autograd_hooks(self) -> None:
         """Stop watching the parameters."""
-        _remove_all(self._handles)
+        self._arrivals.remove()
 
     def _set_static_graph(self) -> None:
         """Rely on every backward to use what the first one uses, as often.
@@ -476,7 +502,7 @@ class Reducer:
         self._live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.of_zeros(self._hook_in_place) for bucket in self.buckets]
+        buckets: list[Bucket] = [bucket.of_zeros(self._reduces_in_place(bucket)) for bucket in self.buckets]
         for bucket in buckets:
             bucket.divisor = self.process_group.size()
         return buckets
@@ -520,23 +546,15 @@ class Reducer:
             self._hook_state = process_group
 
 
-def _ready_hook(reference: weakref.ref[Reducer], index: int) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        reducer = reference()
-        if reducer is not None:
-            reducer._autograd_hook(index)
-
-    return hook
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
 def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
-    """What PyTorch's DDP does without a hook, to the bit."""
+    """What PyTorch's DDP does without a hook, to the bit.
+
+    On a CPU, from the buckets' own buffers and without an executor: gloo sums in threads of its own, of several buckets
+    at once.
+    """
+    if isinstance(bucket, GradBucket) and bucket.device.type == "cpu":
+        work = dist.all_reduce(bucket.scale_into_buffer(), group=process_group, async_op=True)
+        return cast("Future[Tensor]", work.get_future())
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         assert isinstance(bucket, GradBucket)

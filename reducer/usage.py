@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.profiler import record_function
 
 from gradwire.kernels.segments import upload
 from gradwire.reducer import torch_internals
@@ -15,14 +16,15 @@ from gradwire.reducer import torch_internals
 
 def unreachable(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list[int]:
     """The indices of the gradient accumulators that a backward from ``outputs`` cannot reach."""
-    stack = [torch_internals.gradient_node(output) for output in outputs if output.requires_grad]
-    seen = set(stack)  # holds the nodes: one that is let go of may come back as another object
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return [i for i, accumulator in enumerate(accumulators) if accumulator not in seen]
+    with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):  # PyTorch's name in a profile
+        stack = [torch_internals.gradient_node(output) for output in outputs if output.requires_grad]
+        seen = set(stack)  # holds the nodes: one that is let go of may come back as another object
+        while stack:
+            for node, _ in stack.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        return [i for i, accumulator in enumerate(accumulators) if accumulator not in seen]
 
 
 class UsedMap:
@@ -49,11 +51,6 @@ class UsedMap:
         self.last = upload(list(self.local), self._device).to(torch.int32)
         self._exchange = dist.all_reduce(self.last, group=group, async_op=True)
         self._anywhere = None
-
-    @property
-    def is_exchanged(self) -> bool:
-        """Whether an exchange was started since the last `clear`."""
-        return self._exchange is not None
 
     def used_anywhere(self, index: int) -> bool:
         """Whether some rank has a gradient for a parameter. Waits for the other ranks only where this one has none."""

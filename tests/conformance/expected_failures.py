@@ -1,13 +1,7 @@
-"""The tests that PyTorch's class passes on the CPU and gradwire's does not: why, and which.
+"""The tests that PyTorch's class passes on the CPU and gradwire's does not, on purpose: why, and which.
 
-Both lists are kept strictly: a test in them that passes fails the lane, and so does one outside them that fails.
+The list is kept strictly: a test in it that passes fails the lane, and so does one outside it that fails.
 """
-
-NOT_YET = {
-    "collectives run in the executor's thread, which a profiler of the training thread does not see": [
-        "test_ddp_profiling_torch_profiler",
-    ],
-}
 
 ON_PURPOSE = {
     "mixed_precision, experimental in PyTorch, is not supported": [
@@ -22,9 +16,4 @@ ON_PURPOSE = {
     ],
 }
 
-EXPECTED_FAILURES = {
-    test: f"{title}: {reason}"
-    for title, group in (("not yet", NOT_YET), ("on purpose", ON_PURPOSE))
-    for reason, tests in group.items()
-    for test in tests
-}
+EXPECTED_FAILURES = {test: reason for reason, tests in ON_PURPOSE.items() for test in tests}

@@ -339,14 +339,14 @@ def memory_of_buckets(hook, model):
     return flat, sizes, largest
 
 
-@pytest.mark.parametrize("hook", [None, "allreduce", "fp16", "bf16", "scaled_fp16", "scaled_bf16", "fp16_of_allreduce"])
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "scaled_fp16", "scaled_bf16", "fp16_of_allreduce"])
 def test_no_flat_copy_of_the_gradients_is_allocated(world, hook):
     for flat, _, _ in world.run(memory_of_buckets, hook=hook, model="mlp"):
         assert len(flat[-1]) > 1
         assert not any(itertools.chain.from_iterable(flat))
 
 
-@pytest.mark.parametrize(("hook", "itemsize"), [(None, 4), ("allreduce", 4), ("fp16", 2), ("scaled_fp16", 2)])
+@pytest.mark.parametrize(("hook", "itemsize"), [("allreduce", 4), ("fp16", 2), ("scaled_fp16", 2)])
 def test_workspace_shrinks_to_the_largest_bucket_after_the_rebuild(world, hook, itemsize):
     for _, sizes, largest in world.run(memory_of_buckets, hook=hook, model="mlp"):
         assert sizes[0] >= itemsize * sum(parameter.numel() for parameter in build("mlp").parameters())

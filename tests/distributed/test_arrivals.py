@@ -1,0 +1,142 @@
+"""A bucket is launched at the moment when its last gradient has come, in whatever order they come."""
+
+import sys
+import threading
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from training import WRAPPERS
+
+from gradwire.reducer.arrivals import Arrivals
+
+PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=60)
+
+
+class Chain(nn.Module):
+    """A product of numbers in a chosen order, the last of which gets its gradient first."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x, order):
+        for i in reversed(order):
+            x = x * self.numbers[i]
+        return x
+
+
+def launches(wrapper, orders, count, caps, mode):
+    """What happened in each step: "came" for a gradient, "went" for a bucket, in turn."""
+    options = {"find": {"find_unused_parameters": True}, "static": {"static_graph": True}, "plain": {}}[mode]
+    model = Chain(count)
+    ddp = WRAPPERS[wrapper](model, bucket_cap_mb_list=caps, **options)
+    place = {id(number): i for i, number in enumerate(model.numbers)}
+    happened = []
+    for i, number in enumerate(model.numbers):
+        number.register_post_accumulate_grad_hook(lambda _, i=i: happened.append(("came", i)))
+
+    def hook(_, bucket):
+        happened.append(("went", [place[id(p)] for p in bucket.parameters()]))
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    steps = []
+    for order in orders:
+        happened.clear()
+        ddp(torch.ones(1), order).backward()
+        steps.append(list(happened))
+    return steps
+
+
+@st.composite
+def loops(draw):
+    count = draw(st.integers(1, 7))
+    mode = draw(st.sampled_from(("plain", "find", "static")))
+    used = st.permutations(range(count))
+    if mode == "find":
+        used = used.flatmap(lambda order: st.integers(1, count).map(lambda n: order[:n]))
+    if mode == "static":
+        members = draw(used)[: draw(st.integers(1, count))]
+        used = st.permutations(members)
+    caps = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    return {
+        "count": count,
+        "mode": mode,
+        "orders": draw(st.lists(used, min_size=4, max_size=6)),
+        "caps": [4 * n / 2**20 for n in caps],
+    }
+
+
+def test_buckets_are_launched_when_pytorch_launches_them(worlds):
+    world = worlds(1)
+
+    @given(loop=loops())
+    @PROPERTY
+    def launches_agree(loop):
+        (pytorch,) = world.run(launches, wrapper="pytorch", **loop)
+        (gradwire,) = world.run(launches, wrapper="gradwire", **loop)
+        assert gradwire == pytorch
+
+    launches_agree()
+
+
+def test_quiet_parameters_are_noted_and_react_the_second_time():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    seen = Watcher(parameters)
+    seen.arrivals.quieten(bytes([1, 1, 0]))
+    (parameters[0] * parameters[1]).backward()
+    assert seen.calls == 0
+    (parameters[2] * 1).backward()
+    assert seen.calls == 1
+    assert sorted(seen.taken) == [0, 1, 2]
+    (parameters[1] * 1).backward()
+    assert seen.calls == 2
+    assert seen.taken[3:] == [1]
+
+
+def test_no_arrival_is_lost_between_threads():
+    """Threads arrive at quiet parameters while another wakes them: each must be taken by somebody."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            parameters = [nn.Parameter(torch.ones(1)) for _ in range(64)]
+            seen = Watcher(parameters, wakes=True)
+            seen.arrivals.quieten(bytes([0, *[1] * 63]))
+            threads = [threading.Thread(target=arrive, args=(parameters[k::4],)) for k in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(seen.taken) == list(range(64))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def arrive(parameters):
+    for parameter in parameters:
+        (parameter * 1).backward()
+
+
+class Watcher:
+    """Takes arrivals as the reducer does: one that is awaited wakes another, until all have come."""
+
+    def __init__(self, parameters, wakes=False):
+        self.arrivals = Arrivals(parameters, self.react)
+        self.lock = threading.Lock()
+        self.taken = []
+        self.calls = 0
+        self.wakes = wakes
+        self.awaited = 0
+
+    def react(self):
+        with self.lock:
+            self.calls += 1
+            for index in self.arrivals.new():
+                self.taken.append(index)
+                if self.wakes and index == self.awaited:
+                    self.awaited = self.arrivals.wake_one(range(64))
