@@ -18,6 +18,7 @@ from gradwire.bench import hook_cost, namespaces, network, reducer
 from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 from gradwire.bench.launch import LaunchError, launch
 from gradwire.bench.measuring import Neighbours, backend_of, bench_device
+from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.report import results_table, save_plot
 from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
@@ -60,14 +61,24 @@ def _parse_list(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
-def _parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
+def _parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
     names = _parse_list(text)
     unknown = [name for name in names if name not in choices]
     if unknown:
         raise typer.BadParameter(
-            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(choices)}.", param_hint="--hooks"
+            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(choices)}.", param_hint=option
         )
     return names
+
+
+def _parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
+    return _parse_choices(text, choices, "--hooks")
+
+
+def _parse_ranks(text: str | None, device: torch.device) -> list[int]:
+    most = torch.cuda.device_count() if device.type == "cuda" else 16
+    choices = [str(count) for count in range(1, most + 1)]
+    return [int(count) for count in _parse_choices(text or ",".join(choices[:2]), choices, "--ranks")]
 
 
 def _parse_rates(text: str) -> list[Rate]:
@@ -114,14 +125,21 @@ def demo(
 
 @bench.command("reducer")
 def bench_reducer(
-    steps: Annotated[int, typer.Option(min=10, help="Timed backwards of each reducer.")] = 60,
+    steps: Annotated[int, typer.Option(min=2, help="Timed backwards of each reducer on each model.")] = 40,
+    models: Annotated[str, typer.Option(help="Which models, separated by commas.")] = ",".join(MODELS),
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU.")
+    ] = None,
     output: OutputOption = None,
 ) -> None:
-    """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns."""
+    """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns; weigh their memory."""
+    names = _parse_choices(models, MODELS, "--models")
     device, facts, neighbours = _begin(threads=1)
-    measured = reducer.measure(steps, device)
+    console = Console()
+    with _stoppable("gradwire bench reducer", console):
+        measured = reducer.measure(names, _parse_ranks(ranks, device), steps)
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    Console().print(*reducer.reducer_tables(measured))
+    console.print(*reducer.reducer_tables(measured, facts))
     _save(measured, facts, output)
 
 

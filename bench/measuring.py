@@ -1,7 +1,9 @@
 """What the benches share: a world of one rank, clocks that wait for the device, percentiles."""
 
 import os
+import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +41,24 @@ def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """Element by element, the largest over the ranks. A collective call."""
+    largest = torch.tensor(
+        seconds, dtype=torch.float64, device=bench_device() if dist.get_backend() == "nccl" else None
+    )
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    values: list[float] = largest.tolist()
+    return values
+
+
+def peak_memory(device: torch.device) -> int:
+    """The largest number of bytes held so far: on a GPU by its tensors, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -40,7 +40,7 @@ from gradwire.bench.contenders import (
 )
 from gradwire.bench.hooks import HOOKS
 from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
-from gradwire.bench.measuring import percentiles_ms
+from gradwire.bench.measuring import percentiles_ms, slowest
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.report import format_bytes, machine_line
 
@@ -148,8 +148,8 @@ def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, path: Path) ->
             dist.barrier()
             contender.link_bytes.append(0 if is_loopback else namespaces.sent_bytes() - sent_before)
         first += steps
-        slowest = [_slowest(contender.seconds) for contender in contenders]
-        measured += summarize(rate.name, contenders, slowest, is_loopback)
+        seconds = [slowest(contender.seconds) for contender in contenders]
+        measured += summarize(rate.name, contenders, seconds, is_loopback)
     if rank == 0:
         document = {
             "model": MODEL,
@@ -194,14 +194,6 @@ def _probe() -> float:
         times.append(time.perf_counter() - start)
     n = dist.get_world_size()
     return round(2 * (n - 1) / n * 8e-6 * _PROBE_BYTES / median(times), 1)
-
-
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Element by element, the largest over the ranks."""
-    largest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    values: list[float] = largest.tolist()
-    return values
 
 
 def summarize(
