@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-reducer bench-hooks bench-network wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network wheel clean
 
 install: .venv/.installed
 
@@ -46,6 +46,9 @@ conformance: install
 
 demo: install
 	$(BIN)/gradwire demo
+
+bench-kernels: install
+	$(BIN)/gradwire bench kernels
 
 bench-reducer: install
 	$(BIN)/gradwire bench reducer

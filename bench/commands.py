@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 import gradwire
-from gradwire.bench import hook_cost, namespaces, network, reducer
+from gradwire.bench import hook_cost, kernel_cost, namespaces, network, reducer
+from gradwire.bench.compare import ResultsError, changes_table, compare, load_ratios
 from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 from gradwire.bench.launch import LaunchError, launch
 from gradwire.bench.measuring import Neighbours, backend_of, bench_device
@@ -22,6 +23,7 @@ from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.report import results_table, save_plot
 from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
+from gradwire.bench.shapes import SHAPES
 
 app = typer.Typer(
     help="gradwire: gradient compression for PyTorch data-parallel training.",
@@ -81,6 +83,14 @@ def _parse_ranks(text: str | None, device: torch.device) -> list[int]:
     return [int(count) for count in _parse_choices(text or ",".join(choices[:2]), choices, "--ranks")]
 
 
+def _parse_sizes(text: str) -> list[int]:
+    sizes = _parse_list(text)
+    wrong = [size for size in sizes if not size.isdecimal() or int(size) == 0]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB above 0.", param_hint="--sizes")
+    return [int(size) for size in sizes]
+
+
 def _parse_rates(text: str) -> list[Rate]:
     try:
         return [Rate.parse(name) for name in _parse_list(text)]
@@ -121,6 +131,29 @@ def demo(
     console.print(
         f"Plot:    {output / 'loss_vs_bytes.png'}\nNumbers: {output / 'results.json'}", highlight=False, soft_wrap=True
     )
+
+
+@bench.command("kernels")
+def bench_kernels(
+    models: Annotated[str, typer.Option(help="Whose parameters, separated by commas.")] = ",".join(SHAPES),
+    sizes: Annotated[str, typer.Option(help="Buckets' sizes in MiB, separated by commas.")] = "25",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each contender over the buckets.")] = 20,
+    threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="5 rounds of resnet50 and gpt2-124m.")] = False,
+    output: OutputOption = None,
+) -> None:
+    """Time every kernel on real parameter lists, beside PyTorch's own code and the bandwidth of a copy.
+
+    On a GPU the Triton kernels, on a CPU the CPU paths. A few minutes.
+    """
+    names = ("resnet50", "gpt2-124m") if quick else _parse_choices(models, SHAPES, "--models")
+    device, facts, neighbours = _begin(threads)
+    torch.set_num_threads(threads)
+    with _stoppable("gradwire bench kernels", Console()):
+        measured = kernel_cost.measure(names, _parse_sizes(sizes), 5 if quick else rounds, device)
+    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
+    Console().print(*kernel_cost.kernel_tables(measured, facts))
+    _save(measured, facts, output)
 
 
 @bench.command("reducer")
@@ -192,6 +225,26 @@ def bench_network(
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
     console.print(*network.step_tables(measured, facts))
     _save(measured, facts, output)
+
+
+@bench.command("compare")
+def bench_compare(
+    before: Annotated[list[Path], typer.Option("--before", help="Results of one state; again for each repeated run.")],
+    after: Annotated[list[Path], typer.Option("--after", help="Results of the other; again for each repeated run.")],
+) -> None:
+    """Say what got slower between two states, and fail if anything did, beyond the noise of repeated runs."""
+    try:
+        changes = compare([load_ratios(path) for path in before], [load_ratios(path) for path in after])
+    except ResultsError as error:
+        typer.echo(f"gradwire bench compare: {error}.", err=True)
+        raise typer.Exit(1) from None
+    if not changes:
+        typer.echo("gradwire bench compare: the files have no measurement in common.", err=True)
+        raise typer.Exit(1)
+    Console().print(changes_table(changes))
+    slower = [change for change in changes if change.verdict == "slower"]
+    typer.echo(f"{len(slower)} of {len(changes)} got slower.")
+    raise typer.Exit(1 if slower else 0)
 
 
 def _refuse_network(reason: str) -> NoReturn:

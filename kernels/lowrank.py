@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.kernels.flattening import triton_dtype
+from gradwire.kernels.flattening import compute_dtype, triton_dtype
 from gradwire.kernels.language import jit, next_power_of_2, tl
 from gradwire.kernels.matrices import MAX_RANK, MatrixTable, Operands
 from gradwire.kernels.platform import use_triton
@@ -40,6 +40,14 @@ STRIP = 512
 TILE_M = 64
 # Elements of a factor that one program adds up.
 CHUNK = 1024
+
+
+def lowrank_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that the three passes together read and write for ``numel`` elements of matrices, with error feedback."""
+    gradient, error = dtype.itemsize, compute_dtype(dtype).itemsize
+    if gradient == error:  # M is kept in the target
+        return numel * ((2 * gradient + error) + gradient + (2 * gradient + error))
+    return numel * ((gradient + error) + (gradient + error) + (2 * gradient + 2 * error))
 
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:

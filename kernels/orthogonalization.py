@@ -11,7 +11,8 @@ Gram-Schmidt doubles it at rank 2 when the gradient has rank 1). So for every fi
 
 A factor with an inf or NaN becomes NaN throughout, and its flag says so.
 
-Traffic: a few times r n elements a factor, which is small beside the matrices.
+Traffic: at least r n elements a factor read and written; a few times that for a factor that does not fit into the
+registers of one program. It is small beside the matrices.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ SMALL = 1 << 14
 # r x r, more would not fit into registers at rank 64.
 TILE = 512
 BLOCK = 1024
+
+
+def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
+    """Bytes that orthogonalising ``numel`` elements of factors reads and writes at least."""
+    return numel * (wire.itemsize + out.itemsize)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,0 +1,144 @@
+"""What got slower between two states of the code, by the results that benches wrote.
+
+A machine is faster at one hour than at another, so times of two runs are not compared. Every bench has PyTorch's code
+take turns with gradwire's; what is compared is their ratio. Several runs of a state tell how much a ratio moves by
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+Ratios = dict[str, float]  # by what was measured: gradwire's median in units of another's
+
+# A change that is smaller than this is not told from noise, however well repeated runs agree.
+LEAST_BAND = 0.05
+# What a ratio is taken to move by where a state was measured once.
+UNREPEATED_BAND = 0.15
+
+
+class ResultsError(Exception):
+    """A file does not hold what a bench writes."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a ratio changed.
+
+    Attributes:
+        what: was measured.
+        before: the median ratio of the runs of one state.
+        after: of the other's.
+        band: how much of a ratio is noise, as a fraction.
+    """
+
+    what: str
+    before: float
+    after: float
+    band: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as long it takes now."""
+        return self.after / self.before
+
+    @property
+    def verdict(self) -> str:
+        """Whether that is beyond the noise."""
+        if self.factor > 1 + self.band:
+            return "slower"
+        return "faster" if self.factor < 1 / (1 + self.band) else ""
+
+
+def load_ratios(path: Path) -> Ratios:
+    """Every ratio between gradwire's time and another's in a file that a bench wrote.
+
+    Raises:
+        ResultsError: it is none.
+    """
+    try:
+        measurements = json.loads(path.read_text())["measurements"]
+        found = {name: rows for name, rows in measurements.items() if name in _ROWS}
+        return {what: ratio for name, rows in found.items() for row in rows for what, ratio in _ROWS[name](row)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
+
+
+def _kernel(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if row["vs_gradwire"] != 1:
+        yield f"{row['kernel']}: {row['model']}, {row['bucket_mib']} MiB, to {row['contender']}", 1 / row["vs_gradwire"]
+
+
+def _hook(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if row["step_vs_pytorch"] is not None:
+        yield f"hook {row['hook']}: {row['provider']}", row["step_vs_pytorch"]
+
+
+def _network(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if row["vs_pytorch"] is not None:
+        yield f"{row['rate']}, hook {row['hook']}: {row['provider']}", row["vs_pytorch"]
+
+
+def _reducer(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if row["vs_pytorch"] is not None:
+        yield f"reducer, {row['model']}, ranks: {row['ranks']}: {row['provider']}", row["vs_pytorch"]
+
+
+# By the name of the list in a bench's measurements.
+_ROWS: dict[str, Callable[[dict[str, Any]], Iterator[tuple[str, float]]]] = {
+    "timings": _kernel,
+    "costs": _hook,
+    "measured": _network,
+    "backwards": _reducer,
+}
+
+
+def compare(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[Change]:
+    """What was measured in all runs of both states, the slowest change first."""
+    common = set.intersection(*map(set, before), *map(set, after))
+    changes = []
+    for what in sorted(common):
+        states = [[run[what] for run in runs] for runs in (before, after)]
+        band = max(LEAST_BAND, *map(_spread, states))
+        changes.append(Change(what, median(states[0]), median(states[1]), round(band, 3)))
+    return sorted(changes, key=lambda change: -change.factor)
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """How far repeated runs are apart, as a fraction."""
+    return max(ratios) / min(ratios) - 1 if len(ratios) > 1 else UNREPEATED_BAND
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """A row for each change."""
+    table = Table(
+        title="gradwire's time in units of PyTorch's, before and after",
+        caption="noise: how far repeated runs of one state are apart; 5 % at least, 15 % for a single run",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    table.add_column("what")
+    for header in ("before", "after", "change", "noise", ""):
+        table.add_column(header, justify="right", no_wrap=True)
+    for change in changes:
+        table.add_row(
+            change.what,
+            f"{change.before:.2f}x",
+            f"{change.after:.2f}x",
+            f"{100 * (change.factor - 1):+.0f} %",
+            f"{100 * change.band:.0f} %",
+            change.verdict,
+            style={"slower": "bold red", "faster": "green", "": ""}[change.verdict],
+        )
+    return table

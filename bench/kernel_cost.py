@@ -1,0 +1,344 @@
+"""The speed of kernels on parameter lists of real models, beside their floor and what one would write without them.
+
+A model's parameters are cut into buckets as DDP cuts them. Every contender works on several buckets in rotation, so
+that no cache flatters it, and all contenders of a case take turns. A case is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
+
+from gradwire.bench.measuring import percentiles_ms, timed
+from gradwire.bench.report import machine_line
+from gradwire.bench.shapes import SHAPES, Shape, buckets
+from gradwire.compress import LowRankPolicy
+from gradwire.kernels import SegmentTable, flatten, unflatten
+from gradwire.kernels.flattening import flatten_bytes, flatten_reference
+from gradwire.kernels.lowrank import backproject, lowrank_bytes, project, reconstruct
+from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
+from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes
+from gradwire.kernels.unflattening import unflatten_bytes
+
+OURS = "gradwire"
+RANKS = 2  # the mean that is taken is one over so many
+ROTATION = 4  # buckets of a case
+RANK = 4  # of PowerSGD
+WARM_UP = 2
+
+Contender = Callable[[int], object]  # takes the number of a bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What a contender took for one bucket.
+
+    Attributes:
+        kernel: what it does.
+        model: whose shapes, a key of `gradwire.bench.shapes.SHAPES`.
+        bucket_mib: the size at which a bucket is closed, as fp32.
+        contender: who.
+        ms: p20, p50, p80.
+        gb_per_s: the bytes that gradwire's kernel moves, as its own traffic function counts them, in the median time.
+        of_copy: that, in units of the bandwidth of a plain copy on this device.
+        vs_gradwire: the median in units of gradwire's.
+    """
+
+    kernel: str
+    model: str
+    bucket_mib: int
+    contender: str
+    ms: dict[str, float]
+    gb_per_s: float
+    of_copy: float
+    vs_gradwire: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel on some buckets of a model.
+
+    Attributes:
+        kernel: what it does.
+        nbytes: that gradwire's moves for each bucket.
+        contenders: by name, gradwire's first.
+        check: raises where gradwire's result for bucket 0 is wrong; to be called after it has run on that.
+    """
+
+    kernel: str
+    nbytes: list[int]
+    contenders: dict[str, Contender]
+    check: Callable[[], None]
+
+
+def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Times of every kernel and its rivals.
+
+    Args:
+        models: names in `SHAPES`.
+        sizes_mib: of the buckets.
+        rounds: times that each contender goes through all buckets of a case.
+        device: where to measure.
+
+    Returns:
+        What `kernel_tables` takes and JSON holds: the bandwidth of a copy, and a list of `Timing` as dictionaries.
+
+    Raises:
+        RuntimeError: a kernel's result is wrong.
+    """
+    torch.manual_seed(0)
+    copied = copy_bandwidth(device)
+    timings: list[Timing] = []
+    with Progress() as progress, torch.no_grad():
+        todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(MAKERS))
+        for model, size, make in itertools.product(models, sizes_mib, MAKERS):
+            shapes = buckets(SHAPES[model], size << 20)[:ROTATION]
+            case = make(shapes, device)
+            progress.update(todo, description=f"{model}: {case.kernel}")
+            timings += run(case, model, size, rounds, copied, device)
+            progress.advance(todo)
+    return {"rounds": rounds, "copy_gb_per_s": round(copied, 2), "timings": [asdict(timing) for timing in timings]}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of ``copy_``, reading and writing counted, of 64 MiB that no cache holds."""
+    pairs = [torch.ones(2, 16 << 20, device=device) for _ in range(ROTATION)]
+    seconds = [timed(partial(pair[1].copy_, pair[0]), device) for _ in range(5) for pair in pairs]
+    return 1e-9 * pairs[0].nbytes / median(seconds[ROTATION:])
+
+
+def run(case: Case, model: str, size: int, rounds: int, copied: float, device: torch.device) -> list[Timing]:
+    """Check a case, then time its contenders in turns."""
+    case.contenders[OURS](0)
+    try:
+        case.check()
+    except AssertionError as error:
+        raise RuntimeError(f"{case.kernel} of {model} is wrong; nothing is timed.") from error
+    seconds: dict[str, list[float]] = {name: [] for name in case.contenders}
+    for turn in range(WARM_UP + rounds):
+        for bucket, (name, contender) in itertools.product(range(len(case.nbytes)), case.contenders.items()):
+            took = timed(partial(contender, bucket), device)
+            if turn >= WARM_UP:
+                seconds[name].append(took)
+    # Buckets differ in size, so the middle one of a round's means is what a bucket takes.
+    count = len(case.nbytes)
+    means = {
+        name: [sum(times[i : i + count]) / count for i in range(0, len(times), count)]
+        for name, times in seconds.items()
+    }
+    nbytes = sum(case.nbytes) / count
+    ours = median(means[OURS])
+    return [
+        Timing(
+            kernel=case.kernel,
+            model=model,
+            bucket_mib=size,
+            contender=name,
+            ms=percentiles_ms(times),
+            gb_per_s=round(1e-9 * nbytes / median(times), 2),
+            of_copy=round(1e-9 * nbytes / median(times) / copied, 3),
+            vs_gradwire=round(median(times) / ours, 3),
+        )
+        for name, times in means.items()
+    ]
+
+
+def _gradients(shapes: Sequence[Sequence[Shape]], device: torch.device) -> list[list[Tensor]]:
+    return [[torch.randn(shape, device=device) for shape in of_bucket] for of_bucket in shapes]
+
+
+def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
+    lists = _gradients(shapes, device)
+    tables = [SegmentTable(tensors) for tensors in lists]
+    wires = [torch.empty(table.numel, dtype=dtype, device=device) for table in tables]
+    flats = [torch.empty(table.numel, device=device) for table in tables]
+
+    def ddp_and_hook(i: int) -> Tensor:
+        torch._foreach_copy_(tables[i].views(flats[i]), lists[i])
+        return flats[i].to(dtype).div_(RANKS)
+
+    def check() -> None:
+        expected = torch.empty_like(wires[0])
+        flatten_reference(lists[0], tables[0], expected, 1 / RANKS, torch.finfo(dtype).max, None)
+        torch.testing.assert_close(wires[0], expected, rtol=0, atol=0)
+
+    return Case(
+        f"flatten to {str(dtype).removeprefix('torch.')}",
+        [flatten_bytes(table.numel, torch.float32, dtype) for table in tables],
+        {
+            OURS: lambda i: flatten(lists[i], wires[i], table=tables[i], scale=1 / RANKS),
+            "PyTorch: DDP copies, hook casts": ddp_and_hook,
+            "cat, to, div": lambda i: torch.cat([t.reshape(-1) for t in lists[i]]).to(dtype).div_(RANKS),
+            "_foreach_copy_, unscaled": lambda i: torch._foreach_copy_(tables[i].views(wires[i]), lists[i]),
+        },
+        check,
+    )
+
+
+def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    lists = _gradients(shapes, device)
+    tables = [SegmentTable(tensors) for tensors in lists]
+    wires = [torch.randn(table.numel, device=device).half() for table in tables]
+    flats = [torch.empty(table.numel, device=device) for table in tables]
+
+    def hook_and_ddp(i: int) -> None:
+        flats[i].copy_(wires[i])
+        torch._foreach_copy_(lists[i], tables[i].views(flats[i]))
+
+    def check() -> None:
+        expected = wires[0].float()
+        torch.testing.assert_close(torch.cat([t.reshape(-1) for t in lists[0]]), expected, rtol=0, atol=0)
+
+    return Case(
+        "unflatten from float16",
+        [unflatten_bytes(table.numel, torch.float16, torch.float32) for table in tables],
+        {
+            OURS: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
+            "PyTorch: hook casts, DDP copies": hook_and_ddp,
+            "_foreach_copy_": lambda i: torch._foreach_copy_(lists[i], tables[i].views(wires[i])),
+        },
+        check,
+    )
+
+
+def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[list[MatrixTable], list[list[Tensor]]]:
+    """The matrices of each bucket that PowerSGD compresses at its default policy, and gradients of their shapes."""
+    policy = LowRankPolicy(rank=RANK)
+    tables, gradients = [], []
+    for of_bucket in shapes:
+        found = [
+            Matrix(shape.rows, shape.columns, shape.rank, key)
+            for key, parameter in enumerate(of_bucket)
+            for shape in [policy.matrix_shape("", torch.empty(parameter, device="meta"))]
+            if shape is not None
+            for _ in range(shape.matrices)
+        ]
+        tables.append(MatrixTable(found, torch.float32, device))
+        gradients.append([torch.randn(m.rows, m.columns, device=device) for m in found])
+    return tables, gradients
+
+
+def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, _ = _matrices(shapes, device)
+    wires = [torch.randn(table.p.numel, device=device) for table in tables]
+    outs = [torch.empty_like(wire) for wire in wires]
+    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
+    factors = [table.p.views(wire) for table, wire in zip(tables, wires, strict=True)]
+
+    def check() -> None:
+        for basis in tables[0].p.views(outs[0]):
+            gram = basis.double() @ basis.double().t()
+            torch.testing.assert_close(gram, torch.eye(len(gram), dtype=gram.dtype, device=device), rtol=0, atol=1e-5)
+
+    return Case(
+        f"orthogonalize, rank {RANK}",
+        [orthogonalize_bytes(table.p.numel, torch.float32, torch.float32) for table in tables],
+        {
+            OURS: lambda i: orthogonalize(wires[i], tables[i].p, outs[i], finite[i]),
+            "PyTorch's hook, one by one": lambda i: [torch_orthogonalize(f.t().clone()[None]) for f in factors[i]],
+            "linalg.qr, one by one": lambda i: [torch.linalg.qr(factor.t()) for factor in factors[i]],
+        },
+        check,
+    )
+
+
+def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, gradients = _matrices(shapes, device)
+    errors = [[torch.zeros_like(g) for g in of_bucket] for of_bucket in gradients]
+    targets = [[torch.empty_like(g) for g in of_bucket] for of_bucket in gradients]
+    ps = [0.01 * torch.randn(table.p.numel, device=device) for table in tables]
+    qs = [0.01 * torch.randn(table.q.numel, device=device) for table in tables]
+    products = [(torch.empty_like(p), torch.empty_like(q)) for p, q in zip(ps, qs, strict=True)]
+    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
+
+    # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
+    def passes(i: int) -> None:
+        operands = Operands(tables[i], gradients[i], targets[i], errors[i], keep=True)
+        project(operands, qs[i], products[i][0], scale=1 / RANKS)
+        backproject(operands, ps[i], products[i][1], scale=1 / RANKS)
+        reconstruct(operands, ps[i], qs[i], finite[i])
+
+    def eager(i: int) -> None:
+        views = (tables[i].p.views(ps[i]), tables[i].q.views(qs[i]))
+        outs = (tables[i].p.views(products[i][0]), tables[i].q.views(products[i][1]))
+        for k, (p, q, p_out, q_out) in enumerate(zip(*views, *outs, strict=True)):
+            m = gradients[i][k] + errors[i][k]
+            torch.mm(q, m.t(), out=p_out).div_(RANKS)
+            torch.mm(p, m, out=q_out).div_(RANKS)
+            torch.mm(p.t(), q, out=targets[i][k])
+            torch.sub(m, targets[i][k], out=errors[i][k])
+
+    def check() -> None:
+        whole = [g - t - e for g, t, e in zip(gradients[0], targets[0], errors[0], strict=True)]
+        for rest, target in zip(whole, targets[0], strict=True):
+            torch.testing.assert_close(rest, torch.zeros_like(rest), rtol=0, atol=1e-5 * float(1 + target.abs().max()))
+
+    return Case(
+        f"PowerSGD's three passes, rank {RANK}",
+        [lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), torch.float32) for table in tables],
+        {OURS: passes, "the same in eager PyTorch": eager},
+        check,
+    )
+
+
+MAKERS: tuple[Callable[[Sequence[Sequence[Shape]], torch.device], Case], ...] = (
+    lambda shapes, device: _flatten_case(shapes, device, torch.float16),
+    lambda shapes, device: _flatten_case(shapes, device, torch.float32),
+    _unflatten_case,
+    _orthogonalize_case,
+    _lowrank_case,
+)
+
+
+def kernel_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[Table]:
+    """A table for each kernel; what the numbers mean is below the last."""
+    by_kernel = sorted(measured["timings"], key=itemgetter("kernel"))
+    kernels = list(dict.fromkeys(row["kernel"] for row in by_kernel))
+    for kernel, rows in itertools.groupby(by_kernel, key=itemgetter("kernel")):
+        table = Table(
+            title=kernel,
+            caption=_caption(measured, facts) if kernel == kernels[-1] else None,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=0,
+            min_width=79,  # title and caption are as wide as the table
+            pad_edge=False,
+        )
+        table.add_column("model, bucket", no_wrap=True)
+        for header in ("ms", "GB/s", "of a\ncopy", "vs\ngradwire"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for (model, size), contenders in itertools.groupby(rows, key=itemgetter("model", "bucket_mib")):
+            table.add_row(f"{model}, {size} MiB", style="bold")
+            for row in contenders:
+                ms = row["ms"]
+                table.add_row(
+                    f"  {row['contender']}",
+                    f"{ms['p50']:.2f} ({ms['p20']:.1f}-{ms['p80']:.1f})",
+                    f"{row['gb_per_s']:.3g}",
+                    f"{100 * row['of_copy']:.0f} %",
+                    f"{row['vs_gradwire']:.2f}x" if row["contender"] != OURS else "",
+                )
+        yield table
+
+
+def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
+    return (
+        f"ms: for one bucket, median (20th-80th percentile) of {measured['rounds']} rounds over\n"
+        f"  up to {ROTATION} buckets, in turns\n"
+        "GB/s: the bytes that gradwire's kernel moves, in that time\n"
+        f"of a copy: in units of copy_, which moves {measured['copy_gb_per_s']:.3g} GB/s here\n"
+        f"{machine_line(facts)}"
+    )
