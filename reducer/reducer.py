@@ -203,13 +203,16 @@ class Reducer:
     def _quiet(self) -> bytearray:
         """Whether the arrival of each gradient need only be noted: not of the one that a bucket gets last.
 
-        Of none where each arrival counts.
+        Nor of one that adds up from several calls, or never comes; and of none as long as calls are counted.
         """
-        if self._tracks_usage or (self.static_graph and not self.has_counted_calls):
+        if self.static_graph and not self.has_counted_calls:
             return bytearray(len(self.parameters))
         quiet = bytearray(b"\1") * len(self.parameters)
+        for index in self._unused:
+            quiet[index] = 0
         for index, calls in enumerate(self._calls_left):
-            quiet[index] = calls == 1  # nor those that never come
+            if calls > 1:
+                quiet[index] = 0
         for bucket, members in zip(self.buckets, self.members, strict=True):
             bucket.awaited = next((i for i in reversed(members) if quiet[i]), None)
             if bucket.awaited is not None:
