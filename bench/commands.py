@@ -21,6 +21,7 @@ from gradwire.bench.launch import LaunchError, launch
 from gradwire.bench.measuring import Neighbours, backend_of, bench_device
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError, Rate
+from gradwire.bench.pages import PageError, write_pages
 from gradwire.bench.report import results_table, save_plot
 from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
 from gradwire.bench.shapes import SHAPES
@@ -245,6 +246,21 @@ def bench_compare(
     slower = [change for change in changes if change.verdict == "slower"]
     typer.echo(f"{len(slower)} of {len(changes)} got slower.")
     raise typer.Exit(1 if slower else 0)
+
+
+@bench.command("report")
+def bench_report(
+    root: Annotated[
+        Path, typer.Argument(help="A checkout: its bench/results are read, its README.md and docs/ written.")
+    ] = Path(),
+) -> None:
+    """Make the tables and plots of README and docs from the results in bench/results."""
+    try:
+        for path in write_pages(root):
+            typer.echo(path)
+    except (PageError, OSError) as error:
+        typer.echo(f"gradwire bench report: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _refuse_network(reason: str) -> NoReturn:

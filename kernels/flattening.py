@@ -171,13 +171,17 @@ def _flatten_cpu(
         _scale_cpu(tensors, table, out, scale)
         return
     scratch = table.scratch(compute_dtype(table.dtype))
+    factor = torch.tensor(scale, dtype=scratch.dtype)  # a number would be made one in every call
     for index, block in enumerate(table.blocks):
         pieces, views = table.pieces(index, tensors)
         x = scratch[: block.stop - block.start]
         if x.numel() == 0:
             continue
-        torch._foreach_copy_(views, pieces)
-        x.mul_(scale)
+        if block.is_piece and table.dtype == scratch.dtype:
+            torch.mul(pieces[0], factor, out=x)
+        else:
+            torch._foreach_copy_(views, pieces)
+            x.mul_(factor)
         wire = out[block.start : block.stop]
         if _all_within(x, limit):
             wire.copy_(x if x.dtype == wire.dtype else x.float())

@@ -55,9 +55,8 @@ def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: T
         rows = torch.stack([pad(sources[i], (0, -size[1] % ALIGNMENT)) for i in members]).double()
         is_finite = rows.isfinite().all(2).all(1)
         basis = torch.where(is_finite[:, None, None], _gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
-        for k, i in enumerate(members):
-            targets[i].copy_(basis[k, :, : size[1]])
-            finite[i] = is_finite[k]
+        torch._foreach_copy_([targets[i] for i in members], list(basis[:, :, : size[1]].unbind()))
+        finite[members] = is_finite.to(finite.dtype)
 
 
 def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
@@ -68,7 +67,7 @@ def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
     basis = torch.zeros_like(rows)
     for c in range(rows.shape[1]):
         column, known = rows[:, c : c + 1], basis[:, :c]
-        for _ in range(2):
+        for _ in range(2 if c > 0 else 0):
             column = torch.baddbmm(column, torch.bmm(column, known.mT), known, alpha=-1)
         norm = torch.linalg.vector_norm(column, dim=2, keepdim=True)
         basis[:, c : c + 1] = torch.where(norm > limit * norms[:, c : c + 1], column / norm, 0)

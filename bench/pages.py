@@ -1,0 +1,249 @@
+"""README's and docs' tables and plots of benches, made from the results that are kept and from nothing else.
+
+A page says where a table goes by a pair of comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; what stands
+between them is replaced. `TABLES` holds what there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.bench.contenders import GRADWIRE, PYTORCH
+from gradwire.bench.kernel_cost import OURS
+from gradwire.bench.report import format_bytes, machine_line
+from gradwire.bench.results import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAGES = ("README.md", "docs/benchmarks.md")
+PLOTS = "docs/plots"
+_THEIRS_COLOR, _OURS_COLOR, _FLOOR_COLOR = "#d55e00", "#0072b2", "#444444"
+
+Results = dict[str, Any]  # what a bench wrote: its measurements and their provenance
+
+
+class PageError(Exception):
+    """A page asks for a table that there is not."""
+
+
+def write_pages(root: Path) -> list[Path]:
+    """Fill in the pages and draw the plots of a checkout; returns what has been written.
+
+    Raises:
+        PageError: a page names a table that there is not, or whose results are missing.
+    """
+    results = load_all(root / "bench" / "results")
+    written = []
+    for name in PAGES:
+        path = root / name
+        text = fill(path.read_text(), results)
+        with replacing(path) as partial:
+            partial.write_text(text)
+        written.append(path)
+    folder = root / PLOTS
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in DRAWINGS.items():
+        if name in results:
+            draw(results[name], folder / f"{name}.png")
+            written.append(folder / f"{name}.png")
+    return written
+
+
+def load_all(folder: Path) -> dict[str, Results]:
+    """The results of each bench, by the name of their file."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def fill(page: str, results: dict[str, Results]) -> str:
+    """The page with every table made anew. See `write_pages` for what it raises."""
+
+    def replaced(match: re.Match[str]) -> str:
+        name = match["name"]
+        bench = name.partition("-")[0]
+        if name not in TABLES or bench not in results:
+            raise PageError(f"There is no table {name!r}, or no bench/results/{bench}.json for it. Run that bench.")
+        return f"<!-- begin {name} -->\n{TABLES[name](results[bench])}<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, all columns but the first aligned to the right."""
+    rule = ["---", *("---:" for _ in headers[1:])]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headers, rule, *rows))
+
+
+def _source(results: Results) -> str:
+    facts = results["provenance"]
+    machine, *rest = machine_line(facts).splitlines()
+    return f"\n`{facts['command']}`. {machine}{''.join(f'. {line}' for line in rest)}.\n"
+
+
+def _ms(ms: dict[str, float]) -> str:
+    return f"{ms['p50']:.3g}"
+
+
+def _ratio(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else ""
+
+
+def network_table(results: Results) -> str:
+    """Milliseconds a step by rate and hook: PyTorch's, gradwire's, and the latter's bytes."""
+    rows = []
+    for (rate, hook), group in itertools.groupby(results["measurements"]["measured"], key=itemgetter("rate", "hook")):
+        steps = {step["provider"]: step for step in group if not step["one_bucket"] or hook != "noop"}
+        ours, theirs = steps[GRADWIRE], steps[PYTORCH]
+        sent = format_bytes(ours["link_bytes"]) if ours["link_bytes"] is not None else ""
+        times = (_ms(theirs["step_ms"]), _ms(ours["step_ms"]), _ratio(ours["vs_pytorch"]), _ratio(ours["vs_noop"]))
+        rows.append((rate, hook, *times, sent))
+    headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "in units of noop", "sent")
+    return markdown(headers, rows) + _source(results)
+
+
+def hooks_table(results: Results) -> str:
+    """The own cost of each hook: PyTorch's, gradwire's on PyTorch's DDP, and gradwire's on its own."""
+    rows = []
+    for hook, group in itertools.groupby(results["measurements"]["costs"], key=itemgetter("hook")):
+        costs = {cost["provider"]: cost for cost in group}
+        ours, theirs = costs.pop(GRADWIRE), costs.pop(PYTORCH)
+        (mixed,) = costs.values()
+        own = (f"{cost['own_ms']:.1f}" for cost in (theirs, mixed, ours))
+        rows.append((hook, *own, _ratio(ours["own_vs_pytorch"]), _ratio(ours["step_vs_pytorch"])))
+    headers = ("hook", "PyTorch, ms", "gradwire on PyTorch's DDP", "gradwire on its own", "ratio", "of the whole step")
+    return markdown(headers, rows) + _source(results)
+
+
+def reducer_table(results: Results) -> str:
+    """Ratios of backwards to PyTorch's, by model, ranks and hook."""
+    rows = []
+    for (model, ranks), group in itertools.groupby(
+        results["measurements"]["backwards"], key=itemgetter("model", "ranks")
+    ):
+        backwards = {row["provider"]: row for row in group}
+        none = backwards["no reducer"]
+        size = f"{model}: {none['parameters']} parameters, {none['elements'] / 1e6:.2g} M"
+        hooks = ("", ", noop_hook", ", fp16_compress_hook")
+        theirs = backwards["PyTorch"]["ms"]
+        ratios = (_ratio(backwards[f"gradwire{hook}"]["vs_pytorch"]) for hook in hooks)
+        rows.append((size, str(ranks), _ms(none["ms"]), _ms(theirs), *ratios))
+    headers = ("model", "ranks", "no reducer, ms", "PyTorch, ms", "gradwire / PyTorch: no hook", "noop", "fp16")
+    memory = results["measurements"]["peak_memory"]
+    bare = memory.get("no reducer", 0)
+    beyond = [(name, format_bytes(nbytes - bare)) for name, nbytes in memory.items() if name != "no reducer"]
+    weighed = "\n" + markdown(("mlp: peak memory beyond no reducer", ""), beyond) if beyond else ""
+    return markdown(headers, rows) + weighed + _source(results)
+
+
+def kernels_table(results: Results) -> str:
+    """Milliseconds of each kernel for a bucket, its bandwidth, and what its rivals take in units of it."""
+    rows = []
+    timings = sorted(results["measurements"]["timings"], key=itemgetter("kernel"))
+    for (kernel, model, size), group in itertools.groupby(timings, key=itemgetter("kernel", "model", "bucket_mib")):
+        ours, *rivals = sorted(group, key=lambda row: row["contender"] != OURS)
+        others = ", ".join(f"{row['contender']}: {row['vs_gradwire']:.2f}" for row in rivals)
+        bucket = f"{model}, {size} MiB"
+        rows.append((kernel, bucket, _ms(ours["ms"]), f"{ours['gb_per_s']:.3g}", f"{ours['of_copy']:.2f}", others))
+    headers = ("kernel", "bucket", "ms", "GB/s", "of a copy", "others, in units of gradwire's time")
+    return markdown(headers, rows) + _source(results)
+
+
+# By name: that of the file of results, up to the first hyphen.
+TABLES: dict[str, Callable[[Results], str]] = {
+    "network": network_table,
+    "hooks": hooks_table,
+    "reducer": reducer_table,
+    "kernels": kernels_table,
+}
+
+
+def _pairs(axes: Axes, labels: Sequence[str], theirs: Sequence[float], ours: Sequence[float]) -> None:
+    """PyTorch's and gradwire's bars side by side, each with its number at its end."""
+    places = range(len(labels))
+    for values, shift, color, name in ((theirs, -0.2, _THEIRS_COLOR, "PyTorch"), (ours, 0.2, _OURS_COLOR, "gradwire")):
+        bars = axes.barh([place + shift for place in places], values, 0.38, color=color, label=name)
+        axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=2, fontsize=8)
+    axes.set_yticks(list(places), labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def draw_network(results: Results, path: Path) -> None:
+    """Milliseconds a step for each hook, one panel for each rate."""
+    from matplotlib.figure import Figure
+
+    measured = results["measurements"]["measured"]
+    rates = list(dict.fromkeys(step["rate"] for step in measured))
+    figure = Figure(figsize=(4 * len(rates), 4.5), dpi=150, layout="constrained")
+    for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
+        steps = [step for step in measured if step["rate"] == rate]
+        of = {(step["hook"], step["provider"]): step["step_ms"]["p50"] for step in reversed(steps)}
+        hooks = list(dict.fromkeys(step["hook"] for step in steps))
+        _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
+        axes.set_xlabel("ms per step")
+        axes.set_title(f"link: {rate}", fontsize=11)
+    axes.legend(loc="lower right", frameon=False)
+    _save(figure, f"Steps between {results['measurements']['hosts']} hosts: {results['measurements']['model']}", path)
+
+
+def draw_hooks(results: Results, path: Path) -> None:
+    """Own cost of each hook."""
+    from matplotlib.figure import Figure
+
+    costs = results["measurements"]["costs"]
+    of = {(cost["hook"], cost["provider"]): max(cost["own_ms"], 0.0) for cost in costs}
+    hooks = [hook for hook in dict.fromkeys(cost["hook"] for cost in costs) if hook != "noop"]
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
+    axes.set_xlabel("ms per step beyond noop_hook, one rank")
+    axes.legend(loc="lower right", frameon=False)
+    _save(figure, f"Own cost of hooks: {results['measurements']['model']}", path)
+
+
+def draw_kernels(results: Results, path: Path) -> None:
+    """Bandwidth of each contender, one panel for each kernel; a line at that of a copy."""
+    from matplotlib.figure import Figure
+
+    timings = results["measurements"]["timings"]
+    kernels = list(dict.fromkeys(row["kernel"] for row in timings))
+    models = list(dict.fromkeys((row["model"], row["bucket_mib"]) for row in timings))
+    figure = Figure(figsize=(10, 2.6 * len(kernels)), dpi=150, layout="constrained")
+    copied = results["measurements"]["copy_gb_per_s"]
+    for axes, kernel in zip(figure.subplots(len(kernels), 1, squeeze=False)[:, 0], kernels, strict=True):
+        rows = [row for row in timings if row["kernel"] == kernel]
+        contenders = list(dict.fromkeys(row["contender"] for row in rows))
+        width = 0.8 / len(contenders)
+        for k, contender in enumerate(contenders):
+            color = _OURS_COLOR if contender == OURS else str(0.35 + 0.15 * k)
+            of = {(row["model"], row["bucket_mib"]): row["gb_per_s"] for row in rows if row["contender"] == contender}
+            places = [place + (k - (len(contenders) - 1) / 2) * width for place in range(len(models))]
+            axes.bar(places, [of[model] for model in models], width, color=color, label=contender)
+        if max(row["gb_per_s"] for row in rows) > 0.3 * copied:
+            axes.axhline(copied, color=_FLOOR_COLOR, linestyle="--", linewidth=1, label="a copy of as many bytes")
+        axes.set_xticks(range(len(models)), [f"{model}\n{size} MiB" for model, size in models], fontsize=8)
+        axes.set_ylabel("GB/s")
+        axes.set_title(kernel, fontsize=10)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
+    _save(figure, "Kernels: bytes that gradwire's moves, per second of each one's time", path)
+
+
+def _save(figure: Any, title: str, path: Path) -> None:
+    figure.suptitle(title, fontsize=11)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", metadata={"Software": None})
+
+
+DRAWINGS: dict[str, Callable[[Results, Path], None]] = {
+    "network": draw_network,
+    "hooks": draw_hooks,
+    "kernels": draw_kernels,
+}

@@ -1,0 +1,71 @@
+"""README and docs say what the kept results say, to the letter; `gradwire bench report` makes them."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from typer.testing import CliRunner
+
+from gradwire.bench.commands import app
+from gradwire.bench.pages import DRAWINGS, PAGES, TABLES, PageError, fill, load_all
+
+ROOT = Path(__file__).parents[1]
+RESULTS = load_all(ROOT / "bench" / "results")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_those_that_the_kept_results_make(page):
+    text = (ROOT / page).read_text()
+    assert fill(text, RESULTS) == text, "run `gradwire bench report`"
+
+
+def test_every_table_is_on_a_page():
+    texts = "".join((ROOT / page).read_text() for page in PAGES)
+    assert set(re.findall(r"<!-- begin (\S+) -->", texts)) == set(TABLES)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_have_as_many_cells_in_each_row_and_say_where_they_come_from(name):
+    lines = TABLES[name](RESULTS[name]).splitlines()
+    for first, *rest in _tables(lines):
+        assert {row.count("|") for row in rest} == {first.count("|")}
+    assert lines[-1].startswith(f"`gradwire bench {name}")
+
+
+def _tables(lines):
+    tables = [[]]
+    for line in lines:
+        if line.startswith("|"):
+            tables[-1].append(line)
+        elif tables[-1]:
+            tables.append([])
+    return [table for table in tables if table]
+
+
+@pytest.mark.parametrize(
+    "page", ["<!-- begin speed -->\n<!-- end speed -->", "<!-- begin hooks -->\n<!-- end hooks -->"]
+)
+def test_a_table_that_cannot_be_made_is_refused(page):
+    with pytest.raises(PageError, match="Run that bench"):
+        fill(page, {"kernels": {}})
+
+
+def test_report_writes_pages_and_plots(tmp_path):
+    shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
+    (tmp_path / "docs").mkdir()
+    for page in PAGES:
+        (tmp_path / page).write_text("before\n<!-- begin hooks -->\nold\n<!-- end hooks -->\nafter\n")
+    done = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    for page in PAGES:
+        text = (tmp_path / page).read_text()
+        assert "old" not in text and "| powersgd-r4 |" in text
+        assert text.startswith("before\n") and text.endswith("after\n")
+    for name in DRAWINGS:
+        height, width, _ = imread(tmp_path / "docs" / "plots" / f"{name}.png").shape
+        assert height > 500 and width > 1000
+    (tmp_path / "bench" / "results" / "hooks.json").unlink()
+    done = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
+    assert done.exit_code == 1 and "no bench/results/hooks.json" in done.output
