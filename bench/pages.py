@@ -86,8 +86,12 @@ def _source(results: Results) -> str:
     return f"\n`{facts['command']}`. {machine}{''.join(f'. {line}' for line in rest)}.\n"
 
 
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def _ms(ms: dict[str, float]) -> str:
-    return f"{ms['p50']:.3g}"
+    return _number(ms["p50"])
 
 
 def _ratio(value: float | None) -> str:
@@ -105,6 +109,18 @@ def network_table(results: Results) -> str:
         rows.append((rate, hook, *times, sent))
     headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "in units of noop", "sent")
     return markdown(headers, rows) + _source(results)
+
+
+def network_summary(results: Results) -> str:
+    """A row for each rate: PyTorch's and gradwire's milliseconds a step with each hook."""
+    measured = results["measurements"]["measured"]
+    of = {(step["rate"], step["hook"], step["provider"]): step["step_ms"] for step in reversed(measured)}
+    rates, hooks = (list(dict.fromkeys(step[key] for step in measured)) for key in ("rate", "hook"))
+    rows = (
+        (rate, *(f"{_ms(of[rate, hook, PYTORCH])} / {_ms(of[rate, hook, GRADWIRE])}" for hook in hooks))
+        for rate in rates
+    )
+    return markdown(("ms per step: PyTorch's / gradwire's", *hooks), rows) + _source(results)
 
 
 def hooks_table(results: Results) -> str:
@@ -157,6 +173,7 @@ def kernels_table(results: Results) -> str:
 # By name: that of the file of results, up to the first hyphen.
 TABLES: dict[str, Callable[[Results], str]] = {
     "network": network_table,
+    "network-summary": network_summary,
     "hooks": hooks_table,
     "reducer": reducer_table,
     "kernels": kernels_table,
@@ -168,11 +185,15 @@ def _pairs(axes: Axes, labels: Sequence[str], theirs: Sequence[float], ours: Seq
     places = range(len(labels))
     for values, shift, color, name in ((theirs, -0.2, _THEIRS_COLOR, "PyTorch"), (ours, 0.2, _OURS_COLOR, "gradwire")):
         bars = axes.barh([place + shift for place in places], values, 0.38, color=color, label=name)
-        axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=2, fontsize=8)
+        axes.bar_label(bars, [_number(value) for value in values], padding=2, fontsize=8)
     axes.set_yticks(list(places), labels)
     axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.margins(x=0.18)
     axes.grid(axis="x", alpha=0.3)
+
+
+def _legend_below(figure: Any, axes: Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 
 
 def draw_network(results: Results, path: Path) -> None:
@@ -189,7 +210,7 @@ def draw_network(results: Results, path: Path) -> None:
         _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
         axes.set_xlabel("ms per step")
         axes.set_title(f"link: {rate}", fontsize=11)
-    axes.legend(loc="lower right", frameon=False)
+    _legend_below(figure, axes)
     _save(figure, f"Steps between {results['measurements']['hosts']} hosts: {results['measurements']['model']}", path)
 
 
@@ -204,7 +225,7 @@ def draw_hooks(results: Results, path: Path) -> None:
     axes = figure.add_subplot()
     _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
     axes.set_xlabel("ms per step beyond noop_hook, one rank")
-    axes.legend(loc="lower right", frameon=False)
+    _legend_below(figure, axes)
     _save(figure, f"Own cost of hooks: {results['measurements']['model']}", path)
 
 
@@ -222,10 +243,11 @@ def draw_kernels(results: Results, path: Path) -> None:
         contenders = list(dict.fromkeys(row["contender"] for row in rows))
         width = 0.8 / len(contenders)
         for k, contender in enumerate(contenders):
+            # Labels begin with a space, because one that begins with an underscore is left out of the legend.
             color = _OURS_COLOR if contender == OURS else str(0.35 + 0.15 * k)
             of = {(row["model"], row["bucket_mib"]): row["gb_per_s"] for row in rows if row["contender"] == contender}
             places = [place + (k - (len(contenders) - 1) / 2) * width for place in range(len(models))]
-            axes.bar(places, [of[model] for model in models], width, color=color, label=contender)
+            axes.bar(places, [of[model] for model in models], width, color=color, label=f" {contender}")
         if max(row["gb_per_s"] for row in rows) > 0.3 * copied:
             axes.axhline(copied, color=_FLOOR_COLOR, linestyle="--", linewidth=1, label="a copy of as many bytes")
         axes.set_xticks(range(len(models)), [f"{model}\n{size} MiB" for model, size in models], fontsize=8)
