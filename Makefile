@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-all wheel clean
 
 install: .venv/.installed
 
@@ -59,6 +59,14 @@ bench-hooks: install
 # Two network namespaces: needs root and iproute2.
 bench-network: install
 	$(BIN)/gradwire bench network
+
+# All of them, whose results are kept, and the pages that are made from these. Half an hour on a quiet machine.
+bench-all: install
+	$(BIN)/gradwire bench kernels --output bench/results/kernels.json
+	$(BIN)/gradwire bench reducer --output bench/results/reducer.json
+	$(BIN)/gradwire bench hooks --output bench/results/hooks.json
+	$(BIN)/gradwire bench network --output bench/results/network.json
+	$(BIN)/gradwire bench report
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.
 wheel: install

@@ -164,14 +164,16 @@ def bench_reducer(
     ranks: Annotated[
         str | None, typer.Option(help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU.")
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="20 steps of the transformer on one rank.")] = False,
     output: OutputOption = None,
 ) -> None:
     """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns; weigh their memory."""
-    names = _parse_choices(models, MODELS, "--models")
+    names = ("transformer",) if quick else _parse_choices(models, MODELS, "--models")
     device, facts, neighbours = _begin(threads=1)
+    counts = [1] if quick else _parse_ranks(ranks, device)
     console = Console()
     with _stoppable("gradwire bench reducer", console):
-        measured = reducer.measure(names, _parse_ranks(ranks, device), steps)
+        measured = reducer.measure(names, counts, 20 if quick else steps)
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
     console.print(*reducer.reducer_tables(measured, facts))
     _save(measured, facts, output)
@@ -182,12 +184,13 @@ def bench_hooks(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook on each DDP.")] = 30,
     threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
     hooks: HooksOption = _COST_HOOKS,
+    quick: Annotated[bool, typer.Option("--quick", help=f"10 steps of {', '.join(hook_cost.QUICK_HOOKS)}.")] = False,
     output: OutputOption = None,
 ) -> None:
     """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks, in one process."""
-    names = _parse_hooks(hooks, HOOKS)
+    names = hook_cost.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
     device, facts, neighbours = _begin(threads)
-    measured = hook_cost.measure(names, steps, threads, device)
+    measured = hook_cost.measure(names, 10 if quick else steps, threads, device)
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
     Console().print(hook_cost.cost_table(measured, facts))
     _save(measured, facts, output)

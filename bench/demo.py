@@ -86,14 +86,14 @@ class Training:
             self.model.register_comm_hook(*registration)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=steps)
-        self.transport = executor_for(self.model.process_group, device).transport
+        self.transports = (executor_for(self.model.process_group, device).transport, self.model.reducer.transport)
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
         self.step_ms: list[float] = []
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Train on one batch and measure it."""
-        sent_before = self.transport.payload_bytes
+        sent_before = self._payload_bytes()
         start = time.perf_counter()
         loss = functional.cross_entropy(self.model(images), labels)
         self.optimizer.zero_grad()
@@ -101,8 +101,11 @@ class Training:
         self.optimizer.step()
         self.losses.append(loss.item())  # on a GPU, this waits for the whole step
         self.step_ms.append(1e3 * (time.perf_counter() - start))
-        self.sent_bytes.append(self.transport.payload_bytes - sent_before)
+        self.sent_bytes.append(self._payload_bytes() - sent_before)
         self.schedule.step()
+
+    def _payload_bytes(self) -> int:
+        return sum(transport.payload_bytes for transport in self.transports)
 
     def finish(self, settings: Settings, data: Digits) -> Run:
         """Check the training and sum it up; every rank calls it.

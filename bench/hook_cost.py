@@ -45,6 +45,7 @@ DEFAULT_HOOKS = (
     "powersgd-r4-alternating",
     "powersgd-r4-batched",
 )
+QUICK_HOOKS = ("noop", "fp16", "powersgd-r4")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 
 class Transport:
     """Collectives that block in the calling thread (CPU) or in the current stream (GPU), counting their payload.
+
+    One, `start_all_reduce`, does not block.
 
     Attributes:
         world_size: number of ranks.
@@ -32,6 +37,12 @@ class Transport:
             with dist.distributed_c10d._coalescing_manager(self.group, tensors[0].device):
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=self.group)
+
+    def start_all_reduce(self, tensor: Tensor) -> Future[Any]:
+        """Begin to replace ``tensor`` by its sum over all ranks; the future's value is a list of it alone."""
+        self.payload_bytes += _nbytes(tensor)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return cast("Future[Any]", work.get_future())
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Replace every element of ``tensor`` by its largest value over all ranks."""

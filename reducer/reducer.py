@@ -88,7 +88,8 @@ class Reducer:
         self.has_rebuilt_buckets = False
         self.statistics = Statistics(self.parameters[0].device)
         self._hook: CommHook = _plain_all_reduce
-        self._hook_state: Any = process_group
+        self.transport = Transport(process_group)  # of what is reduced without a hook on a CPU
+        self._hook_state: Any = self.transport
         self._hook_in_place = False
         self._has_comm_hook = False
         self._take_back: TakeBack | None = None
@@ -545,19 +546,19 @@ class Reducer:
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on. The process group of a hook's state is its owner's to update."""
         self.process_group = process_group
+        self.transport = Transport(process_group)
         if not self._has_comm_hook:
-            self._hook_state = process_group
+            self._hook_state = self.transport
 
 
-def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
+def _plain_all_reduce(transport: Transport, bucket: Bucket) -> Future[Tensor]:
     """What PyTorch's DDP does without a hook, to the bit.
 
     On a CPU, from the buckets' own buffers and without an executor: gloo sums in threads of its own, of several buckets
     at once.
     """
     if isinstance(bucket, GradBucket) and bucket.device.type == "cpu":
-        work = dist.all_reduce(bucket.scale_into_buffer(), group=process_group, async_op=True)
-        return cast("Future[Tensor]", work.get_future())
+        return transport.start_all_reduce(bucket.scale_into_buffer())
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         assert isinstance(bucket, GradBucket)
@@ -566,7 +567,7 @@ def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Bucket) -> Futur
         else:
             cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
-    return reduce_bucket(process_group, cast("Any", bucket), algorithm, bucket.divisor)
+    return reduce_bucket(transport.group, cast("Any", bucket), algorithm, bucket.divisor)
 
 
 def _run_optimizers(parameters: Sequence[Tensor]) -> None:
