@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-all wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench-all wheel clean
 
 install: .venv/.installed
 
@@ -60,12 +60,17 @@ bench-hooks: install
 bench-network: install
 	$(BIN)/gradwire bench network
 
+# Likewise.
+bench-converge: install
+	$(BIN)/gradwire bench converge
+
 # All of them, whose results are kept, and the pages that are made from these. Half an hour on a quiet machine.
 bench-all: install
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.json
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.json
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.json
 	$(BIN)/gradwire bench network --output bench/results/network.json
+	$(BIN)/gradwire bench converge --output bench/results/converge.json
 	$(BIN)/gradwire bench report
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.

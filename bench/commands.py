@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import gradwire
-from gradwire.bench import hook_cost, kernel_cost, namespaces, network, reducer
+from gradwire.bench import converge, hook_cost, kernel_cost, namespaces, network, reducer
 from gradwire.bench.compare import ResultsError, changes_table, compare, load_ratios
 from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 from gradwire.bench.launch import LaunchError, launch
@@ -39,6 +39,7 @@ app.add_typer(bench, name="bench")
 _DEMO_HOOKS = ",".join(DEMO_HOOKS)
 _COST_HOOKS = ",".join(hook_cost.DEFAULT_HOOKS)
 _NETWORK_HOOKS = ",".join(network.DEFAULT_HOOKS)
+_RACED_HOOKS = ",".join(converge.DEFAULT_HOOKS)
 _NETWORK_RATES = ",".join(network.DEFAULT_RATES)
 
 HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
@@ -218,16 +219,49 @@ def bench_network(
     links = _parse_rates(",".join(network.QUICK_RATES) if quick else rates)
     obstacle = None if loopback else namespaces.obstacle()
     if obstacle is not None:
-        _refuse_network(obstacle)
+        _refuse_network("network", obstacle)
     facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
     console = Console()
     with _stoppable("gradwire bench network", console):
         try:
             measured = network.measure(names, [network.LOOPBACK] if loopback else links, 5 if quick else steps, hosts)
         except NamespaceError as error:
-            _refuse_network(str(error))
+            _refuse_network("network", str(error))
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
     console.print(*network.step_tables(measured, facts))
+    _save(measured, facts, output)
+
+
+@bench.command("converge")
+def bench_converge(
+    hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
+    rate: Annotated[str, typer.Option(help="Of the hosts' links.")] = "100mbit",
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each hook.")] = 3,
+    hooks: HooksOption = _RACED_HOOKS,
+    quick: Annotated[bool, typer.Option("--quick", help="One seed of none and powersgd-r4.")] = False,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="No network: ranks share this machine's loopback. Needs no root.")
+    ] = False,
+    output: OutputOption = None,
+) -> None:
+    """Train until a target over a slow network, with PyTorch's hooks and gradwire's. Needs root, iproute2.
+
+    A few minutes at 100mbit.
+    """
+    names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
+    (link,) = _parse_rates(rate)[:1]
+    obstacle = None if loopback else namespaces.obstacle()
+    if obstacle is not None:
+        _refuse_network("converge", obstacle)
+    facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
+    console = Console()
+    with _stoppable("gradwire bench converge", console):
+        try:
+            measured = converge.measure(names, network.LOOPBACK if loopback else link, 1 if quick else seeds, hosts)
+        except NamespaceError as error:
+            _refuse_network("converge", str(error))
+    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
+    console.print(converge.race_table(measured, facts))
     _save(measured, facts, output)
 
 
@@ -266,10 +300,10 @@ def bench_report(
         raise typer.Exit(1) from None
 
 
-def _refuse_network(reason: str) -> NoReturn:
+def _refuse_network(command: str, reason: str) -> NoReturn:
     typer.echo(
-        f"gradwire bench network: {reason}. It needs Linux, root and iproute2 (ip, tc); with --loopback it needs none "
-        "of them, and measures hooks where the link is memory.",
+        f"gradwire bench {command}: {reason}. It needs Linux, root and iproute2 (ip, tc); with --loopback it needs "
+        "none of them, and measures hooks where the link is memory.",
         err=True,
     )
     raise typer.Exit(1)

@@ -281,9 +281,15 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
             torch.sub(m, targets[i][k], out=errors[i][k])
 
     def check() -> None:
-        whole = [g - t - e for g, t, e in zip(gradients[0], targets[0], errors[0], strict=True)]
-        for rest, target in zip(whole, targets[0], strict=True):
-            torch.testing.assert_close(rest, torch.zeros_like(rest), rtol=0, atol=1e-5 * float(1 + target.abs().max()))
+        """After one call, whose errors were zero: M = G."""
+        factors = zip(tables[0].p.views(ps[0]), tables[0].q.views(qs[0]), strict=True)
+        made = zip(tables[0].p.views(products[0][0]), tables[0].q.views(products[0][1]), strict=True)
+        for k, ((p, q), (p_made, q_made)) in enumerate(zip(factors, made, strict=True)):
+            m, result = gradients[0][k].double(), p.double().t() @ q.double()
+            pairs = ((p_made, q.double() @ m.t() / RANKS), (q_made, p.double() @ m / RANKS))
+            for actual, expected in (*pairs, (targets[0][k], result), (errors[0][k], m - result)):
+                bound = 1e-5 * float(1 + expected.abs().max())
+                torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
     return Case(
         f"PowerSGD's three passes, rank {RANK}",

@@ -100,15 +100,15 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int)
     """
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")), "measured.json")
-        places, address, port = stack.enter_context(_places(list(rates) == [LOOPBACK], count))
+        hosts, address, port = stack.enter_context(places(list(rates) == [LOOPBACK], count))
         settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "path": str(path)}
-        launch_at("gradwire.bench.network", [json.dumps(settings)], places, address, port)
+        launch_at("gradwire.bench.network", [json.dumps(settings)], hosts, address, port)
         measured: dict[str, Any] = json.loads(path.read_text())
     return measured
 
 
 @contextmanager
-def _places(is_loopback: bool, count: int) -> Iterator[tuple[list[Place], str, int]]:
+def places(is_loopback: bool, count: int) -> Iterator[tuple[list[Place], str, int]]:
     """Where the ranks run, and where rank 0 listens."""
     if is_loopback:
         with socket.create_server(("127.0.0.1", 0)) as server:

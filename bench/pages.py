@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
+from gradwire.bench.converge import summarize
 from gradwire.bench.kernel_cost import OURS
 from gradwire.bench.report import format_bytes, machine_line
 from gradwire.bench.results import replacing
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 PAGES = ("README.md", "docs/benchmarks.md")
 PLOTS = "docs/plots"
+_CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f0b400")
 _THEIRS_COLOR, _OURS_COLOR, _FLOOR_COLOR = "#d55e00", "#0072b2", "#444444"
 
 Results = dict[str, Any]  # what a bench wrote: its measurements and their provenance
@@ -83,7 +85,8 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _source(results: Results) -> str:
     facts = results["provenance"]
     machine, *rest = machine_line(facts).splitlines()
-    return f"\n`{facts['command']}`. {machine}{''.join(f'. {line}' for line in rest)}.\n"
+    commit = f", commit {facts['commit'][:10]}" if facts["commit"] else ""
+    return f"\n`{facts['command']}`{commit}. {machine}{''.join(f'; {line}' for line in rest)}.\n"
 
 
 def _number(value: float) -> str:
@@ -170,10 +173,32 @@ def kernels_table(results: Results) -> str:
     return markdown(headers, rows) + _source(results)
 
 
+def converge_table(results: Results) -> str:
+    """Steps, seconds and bytes of each contender until the target."""
+    measured = results["measurements"]
+    rows = [
+        (
+            row["hook"],
+            row["provider"],
+            row["reached"],
+            f"{row['steps']:g}" if row["steps"] is not None else "",
+            f"{row['seconds']:.2f}" if row["seconds"] is not None else "",
+            format_bytes(row["sent_bytes"]) if row["sent_bytes"] is not None else "",
+            _ratio(row["times_faster"]),
+        )
+        for row in summarize(measured["races"])
+    ]
+    target = f"until {100 * measured['target']:.1f} % at {measured['rate']}"
+    return markdown(
+        (f"hook, {target}", "DDP and hook", "reached", "steps", "seconds", "sent", "faster"), rows
+    ) + _source(results)
+
+
 # By name: that of the file of results, up to the first hyphen.
 TABLES: dict[str, Callable[[Results], str]] = {
     "network": network_table,
     "network-summary": network_summary,
+    "converge": converge_table,
     "hooks": hooks_table,
     "reducer": reducer_table,
     "kernels": kernels_table,
@@ -212,6 +237,41 @@ def draw_network(results: Results, path: Path) -> None:
         axes.set_title(f"link: {rate}", fontsize=11)
     _legend_below(figure, axes)
     _save(figure, f"Steps between {results['measurements']['hosts']} hosts: {results['measurements']['model']}", path)
+
+
+def draw_converge(results: Results, path: Path) -> None:
+    """Accuracy against seconds and against megabytes, a curve for each training."""
+    from matplotlib.figure import Figure
+
+    measured = results["measurements"]
+    races = measured["races"]
+    hooks = list(dict.fromkeys(race["hook"] for race in races))
+    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, of, unit in ((panels[0], "seconds", 1.0), (panels[1], "sent_bytes", 1e-6)):
+        seen = set()
+        for race in (race for race in races if race[of]):
+            name = f"{race['hook']}, {race['provider']}"
+            axes.plot(
+                [unit * value for value in race[of]],
+                [100 * right for right in race["accuracies"]],
+                color=_CURVES[hooks.index(race["hook"]) % len(_CURVES)],
+                linestyle="-" if race["provider"] == GRADWIRE else ":",
+                linewidth=1.5,
+                label=None if name in seen else name,
+            )
+            seen.add(name)
+        axes.axhline(100 * measured["target"], color=_FLOOR_COLOR, linestyle="--", linewidth=1)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(85, 100)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test images that are right (%)")
+    panels[0].set_xlabel("seconds of training")
+    panels[1].set_xlabel("sent by rank 0 (MB)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    title = f"{measured['task']}, {measured['hosts']} hosts at {measured['rate']}; dashed: the target"
+    _save(figure, title, path)
 
 
 def draw_hooks(results: Results, path: Path) -> None:
@@ -266,6 +326,7 @@ def _save(figure: Any, title: str, path: Path) -> None:
 
 DRAWINGS: dict[str, Callable[[Results, Path], None]] = {
     "network": draw_network,
+    "converge": draw_converge,
     "hooks": draw_hooks,
     "kernels": draw_kernels,
 }

@@ -7,8 +7,7 @@ order, however long each of them takes.
 - On a GPU, a side stream: the algorithm is enqueued at once, and nothing waits on the host. Workspaces are used on
   that stream only.
 - On a CPU, a worker thread. It has a process group of its own, because two threads that issue collectives on one
-  gloo group take their order from thread timing. A task that nothing goes on beside, such as a step's last bucket,
-  runs in the calling thread once the worker has done all before it.
+  gloo group take their order from thread timing.
 """
 
 from __future__ import annotations
@@ -50,13 +49,8 @@ class Executor:
         self.workspace = Workspace(device)
         self.tables: Tables = {}
 
-    def submit(self, task: Task, is_last: bool = False) -> Future[Any]:
-        """Run ``task`` after all earlier ones; the future holds its result or its exception.
-
-        Args:
-            task: what to run, without gradients.
-            is_last: whether the caller has nothing left to do but to wait for it; then this may block.
-        """
+    def submit(self, task: Task) -> Future[Any]:
+        """Run ``task`` after all earlier ones; the future holds its result or its exception."""
         raise NotImplementedError
 
 
@@ -68,7 +62,7 @@ class StreamExecutor(Executor):
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, task: Task, is_last: bool = False) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future: Future[Any] = Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
@@ -81,32 +75,26 @@ class WorkerExecutor(Executor):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(_twin_group(group), device)
-        self._tasks: queue.Queue[tuple[Future[Any], Task] | None] = queue.Queue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Task] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._tasks,), name="gradwire", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._tasks, thread)
 
-    def submit(self, task: Task, is_last: bool = False) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future: Future[Any] = Future()
-        if is_last:
-            self._tasks.join()
-            with torch.no_grad():
-                _complete(future, task)
-        else:
-            self._tasks.put((future, task))
+        self._tasks.put((future, task))
         return future
 
 
-def _work(tasks: "queue.Queue[tuple[Future[Any], Task] | None]") -> None:
+def _work(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]") -> None:
     torch.set_grad_enabled(False)
     torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own here
     while (entry := tasks.get()) is not None:
         _complete(*entry)
-        tasks.task_done()
         del entry  # a task holds gradients; it must not outlive its step
 
 
-def _end(tasks: "queue.Queue[tuple[Future[Any], Task] | None]", thread: threading.Thread) -> None:
+def _end(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]", thread: threading.Thread) -> None:
     """End a worker, also when the interpreter exits: a thread that returns from C++ later than that aborts it."""
     tasks.put(None)
     if thread is not threading.current_thread():

@@ -125,4 +125,4 @@ def reduce_bucket(
         algorithm(work.source, work.target, transport, workspace)
         return work.result
 
-    return cast("Future[torch.Tensor]", executor.submit(task, bucket.is_last()))
+    return cast("Future[torch.Tensor]", executor.submit(task))

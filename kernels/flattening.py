@@ -171,7 +171,7 @@ def _flatten_cpu(
         _scale_cpu(tensors, table, out, scale)
         return
     scratch = table.scratch(compute_dtype(table.dtype))
-    factor = torch.tensor(scale, dtype=scratch.dtype)  # a number would be made one in every call
+    factor = torch.tensor(scale, dtype=scratch.dtype, device=scratch.device)  # a number would become one in each call
     for index, block in enumerate(table.blocks):
         pieces, views = table.pieces(index, tensors)
         x = scratch[: block.stop - block.start]

@@ -54,7 +54,11 @@ class Arrivals:
             yield from arrived
 
     def wake_one(self, indices: Iterable[int]) -> int | None:
-        """Let one of these that is quiet react after all; returns it. It may have arrived and be in what is `new`."""
+        """Let one of these that is quiet react after all; returns it.
+
+        Args:
+            indices: of parameters that have not been taken from what is `new`; one that waits there will be.
+        """
         for index in indices:
             if self._quiet[index]:
                 self._quiet[index] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -158,10 +159,16 @@ class GradBucket(BucketFacts):
             in_place: whether the hook may take them where they lie.
             unused: parameters, by their place in the bucket, that this backward had no gradient for. If no other rank
                 has one either, their ``.grad`` stays as it is; so a copy is reduced, or with ``as_view`` kept.
+
+        Raises:
+            ValueError: a gradient has another dtype or shape than when the model was wrapped.
         """
         grads: list[Tensor] = []
+        dtype, shapes = self._table.source_dtype, self._table.shapes
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
+            if grad is not None and (grad.dtype != dtype or grad.shape != shapes[i]):
+                self._raise_changed(i, grad)
             if grad is None or grad.stride() != stride or grad.is_conj() or grad.is_neg():
                 grad = self._in_layout(i, grad)
                 if i not in unused:
@@ -175,6 +182,12 @@ class GradBucket(BucketFacts):
         self._is_flat = False
         self._replaced = None
         self.in_place = in_place
+
+    def _raise_changed(self, i: int, grad: Tensor) -> NoReturn:
+        raise ValueError(
+            f"The gradient of {self._names[i]} is {grad.dtype} {tuple(grad.shape)}; when the model was wrapped, it was "
+            f"{self._table.source_dtype} {tuple(self._table.shapes[i])}. Wrap a model after changing its parameters."
+        )
 
     def _in_layout(self, i: int, grad: Tensor | None) -> Tensor:
         """A copy of a gradient in its parameter's layout; zeros if it is undefined."""

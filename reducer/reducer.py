@@ -239,7 +239,8 @@ class Reducer:
         self._mark_ready(index)
         bucket = self._bucket_of[index]
         if bucket.pending > 0 and bucket.awaited == index:
-            bucket.awaited = self._arrivals.wake_one(self.members[bucket.index()])
+            missing = (i for i in self.members[bucket.index()] if not self._ready[i])
+            bucket.awaited = self._arrivals.wake_one(missing)
         if self._next == len(self.buckets):
             torch_internals.queue_callback(self._finalize)
 
@@ -394,9 +395,10 @@ class Reducer:
             bucket.release()
 
     def _ensure_prior_reduction_finished(self) -> None:
-        self._autograd_hook()
         if not self._requires_finalize:
             return
+        for index in self._arrivals.new():  # noted since, in buckets that never became complete
+            self._ready[index] = 1
         missing = [i for i, ready in enumerate(self._ready) if not ready]
         self._abandon()
         if not missing:  # all was launched, then the backward failed elsewhere, and its caller has seen that error

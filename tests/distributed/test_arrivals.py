@@ -140,3 +140,49 @@ class Watcher:
                 self.taken.append(index)
                 if self.wakes and index == self.awaited:
                     self.awaited = self.arrivals.wake_one(range(64))
+
+
+class Doubles(nn.Module):
+    """An output for each number."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(4))
+
+    def forward(self):
+        return [2 * number for number in self.numbers]
+
+
+def arrive_while_the_first_is_taken():
+    """A gradient comes in a second thread while the reducer takes the first; gradients, and what is left pending."""
+    ddp = WRAPPERS["gradwire"](Doubles())
+    reducer = ddp.reducer
+    sum(ddp()).backward()
+    ddp.zero_grad()
+    outputs = ddp()
+    early, late, first, awaited = reducer.members[0]  # the last is awaited; the first would be woken in its place
+    second = threading.Thread(target=outputs[early].backward)
+    begin = reducer._begin_reduction
+    has_come = threading.Event()
+
+    def begin_with_company(index):
+        reducer.parameters[early].register_post_accumulate_grad_hook(lambda _: has_come.set())
+        second.start()
+        has_come.wait()
+        while not reducer._arrivals._noted:  # its hook runs next, and then waits for the reducer's lock
+            pass
+        begin(index)
+
+    reducer._begin_reduction = begin_with_company
+    outputs[first].backward()
+    second.join()
+    reducer._begin_reduction = begin
+    outputs[awaited].backward()
+    outputs[late].backward()
+    pending = [bucket.pending for bucket in reducer.buckets]
+    return [number.grad.item() for number in ddp.module.numbers], pending, reducer._requires_finalize
+
+
+def test_a_gradient_that_has_come_is_not_waited_for(worlds):
+    (result,) = worlds(1).run(arrive_while_the_first_is_taken)
+    assert result == ([2.0] * 4, [4], False)

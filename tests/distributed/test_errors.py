@@ -559,3 +559,17 @@ def test_broadcast_coalesces_up_to_its_limit(world):
     for calls, values in world.run(coalesced_messages):
         assert calls == [(1600, True)] * 3 + [(800, True)]
         assert values == [[i] for i in range(7)]
+
+
+def ask_for_wide_gradients():
+    ddp = DDP(nn.Linear(3, 2).bfloat16())
+    for parameter in ddp.parameters():
+        parameter.grad_dtype = torch.float32
+    return message_of(lambda: ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward())
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+def test_gradients_of_another_dtype_than_their_parameters_are_refused(world):
+    for kind, text in world.run(ask_for_wide_gradients):
+        assert kind == "ValueError"
+        assert "is torch.float32" in text and "it was torch.bfloat16" in text

@@ -332,3 +332,12 @@ def test_wires_that_do_not_fit_are_refused(make_wire, device):
 def test_traffic_counts_both_sides():
     assert flatten_bytes(10, torch.float32, torch.bfloat16) == 60
     assert flatten_bytes(10, torch.float64, torch.float16) == 100
+
+
+def test_a_default_device_does_not_matter():
+    source = [torch.full((300_000,), 4.0), torch.full((7,), 4.0)]
+    wires = [torch.empty(300_007, dtype=dtype) for dtype in (torch.float16, torch.float32)]
+    with torch.device("meta"):
+        for wire in wires:
+            flatten(source, wire, scale=0.5)
+    assert all((wire == 2).all() for wire in wires)

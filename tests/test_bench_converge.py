@@ -1,0 +1,110 @@
+"""`gradwire bench converge`: its sums, its table and plot, and a race for real."""
+
+import io
+import json
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gradwire.bench import pages
+from gradwire.bench.commands import app
+from gradwire.bench.contenders import GRADWIRE, PYTORCH
+from gradwire.bench.converge import DEFAULT_HOOKS, RACED, TARGET, race_table, summarize
+
+FACTS = {
+    "date": "2000-01-01T00:00:00+00:00",
+    "gradwire": "1",
+    "torch": "2",
+    "cpu": "a CPU",
+    "cpu_count": 2,
+    "gpu": None,
+    "backend": "gloo",
+    "command": "gradwire bench converge",
+    "commit": None,
+}
+
+
+def race(hook, provider, seconds, reached=1, seed=0):
+    times = [seconds / 2, seconds, 2 * seconds]
+    return {
+        "seed": seed,
+        "hook": hook,
+        "provider": provider,
+        "steps": [5, 10, 15],
+        "seconds": times,
+        "sent_bytes": [1e6 * time for time in times],
+        "accuracies": [0.9, 0.98, 0.985],
+        "reached": reached,
+    }
+
+
+RACES = [
+    *(race("none", PYTORCH, seconds, seed=seed) for seed, seconds in enumerate((10.0, 30.0, 12.0))),
+    *(race("fp16", PYTORCH, 6.0, reached, seed=seed) for seed, reached in enumerate((0, None, 1))),
+    *(race("powersgd-r4", GRADWIRE, seconds, seed=seed) for seed, seconds in enumerate((1.0, 3.0, 2.0))),
+]
+MEASURED = {
+    "task": "a task",
+    "parameters": 1234,
+    "target": TARGET,
+    "rate": "100mbit",
+    "hosts": 2,
+    "plain_steps": 10,
+    "races": RACES,
+}
+
+
+def test_medians_are_over_seeds_and_one_that_missed_the_target_has_none():
+    none, fp16, powersgd = summarize(RACES)
+    assert (none["steps"], none["seconds"], none["sent_bytes"], none["times_faster"]) == (10, 12.0, 12e6, 1.0)
+    assert (powersgd["seconds"], powersgd["times_faster"], powersgd["reached"]) == (2.0, 6.0, "3 of 3")
+    assert (fp16["reached"], fp16["seconds"], fp16["times_faster"]) == ("2 of 3", None, None)
+
+
+def test_the_table_fits_80_columns_and_says_what_the_numbers_mean():
+    console = Console(file=io.StringIO(), width=80)
+    console.print(race_table(MEASURED, FACTS))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for phrase in ("link: 100mbit", "97.5 %", "6.00x", "2 of 3", "medians over the seeds", "first 10 steps whole"):
+        assert phrase in text
+
+
+def test_the_page_and_the_plot_are_made_of_the_same(tmp_path):
+    results = {"measurements": MEASURED, "provenance": FACTS}
+    assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 | 2 MB | 6.00 |" in pages.converge_table(results)
+    pages.draw_converge(results, tmp_path / "plot.png")
+    height, width, _ = imread(tmp_path / "plot.png").shape
+    assert height > 500 and width > 1000
+
+
+def test_hooks_with_and_without_feedback_are_raced_on_both_sides():
+    assert set(DEFAULT_HOOKS) <= set(RACED)
+    for hook in DEFAULT_HOOKS:
+        assert RACED[hook].peer is not None
+
+
+def test_a_race_over_loopback_reaches_the_target(tmp_path):
+    path = tmp_path / "converge.json"
+    options = ["--loopback", "--seeds", "1", "--hooks", "none,powersgd-r4-no-feedback", "--output", str(path)]
+    done = CliRunner().invoke(app, ["bench", "converge", *options])
+    assert done.exit_code == 0, done.output
+    races = json.loads(path.read_text())["measurements"]["races"]
+    assert [(one["hook"], one["provider"]) for one in races] == [
+        (hook, provider) for hook in ("none", "powersgd-r4-no-feedback") for provider in (PYTORCH, GRADWIRE)
+    ]
+    theirs, ours = races[:2]
+    assert ours["reached"] is not None and theirs["reached"] is not None
+    assert ours["accuracies"][ours["reached"]] >= TARGET
+    assert len(ours["steps"]) == len(ours["seconds"]) == ours["reached"] + 1, "a racer stops at the target"
+    # Without a hook the gradients are the same to the bit, and so is everything that they make.
+    assert ours["accuracies"] == theirs["accuracies"]
+    assert ours["sent_bytes"] == []
+
+
+@pytest.mark.parametrize("option", [["--hooks", "noop"], ["--rate", "fast"]])
+def test_unknown_hooks_and_rates_are_refused(option):
+    done = CliRunner().invoke(app, ["bench", "converge", *option])
+    assert done.exit_code == 2
