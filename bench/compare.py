@@ -17,6 +17,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from gradwire.bench.contenders import GRADWIRE, PYTORCH
+from gradwire.bench.converge import summarize
+from gradwire.bench.kernel_cost import OURS
+
 Ratios = dict[str, float]  # by what was measured: gradwire's median in units of another's
 
 # A change that is smaller than this is not told from noise, however well repeated runs agree.
@@ -66,14 +70,16 @@ def load_ratios(path: Path) -> Ratios:
     """
     try:
         measurements = json.loads(path.read_text())["measurements"]
-        found = {name: rows for name, rows in measurements.items() if name in _ROWS}
-        return {what: ratio for name, rows in found.items() for row in rows for what, ratio in _ROWS[name](row)}
+        ratios = {
+            what: ratio for name in _ROWS for row in measurements.get(name, ()) for what, ratio in _ROWS[name](row)
+        }
+        return ratios | dict(_races(measurements.get("races", ())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
 
 
 def _kernel(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if row["contender"] != "gradwire":
+    if row["contender"] != OURS:
         yield f"{row['kernel']}: {row['model']}, {row['bucket_mib']} MiB, to {row['contender']}", 1 / row["vs_gradwire"]
 
 
@@ -90,6 +96,14 @@ def _network(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _reducer(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     if row["vs_pytorch"] is not None:
         yield f"reducer, {row['model']}, ranks: {row['ranks']}: {row['provider']}", row["vs_pytorch"]
+
+
+def _races(races: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    seconds = {(row["hook"], row["provider"]): row["seconds"] for row in summarize(races)}
+    for (hook, provider), ours in seconds.items():
+        theirs = seconds.get((hook, PYTORCH))
+        if provider == GRADWIRE and ours and theirs:
+            yield f"time to the target, hook {hook}", ours / theirs
 
 
 # By the name of the list in a bench's measurements.
