@@ -85,7 +85,8 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _source(results: Results) -> str:
     facts = results["provenance"]
     machine, *rest = machine_line(facts).splitlines()
-    commit = f", commit {facts['commit'][:10]}" if facts["commit"] else ""
+    name, _, changes = (facts["commit"] or "").partition("-")
+    commit = f", commit {name[:10]}{' with local changes' if changes else ''}" if name else ""
     return f"\n`{facts['command']}`{commit}. {machine}{''.join(f'; {line}' for line in rest)}.\n"
 
 
