@@ -28,6 +28,8 @@ PLOTS = "docs/plots"
 _CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f0b400")
 _THEIRS_COLOR, _OURS_COLOR, _FLOOR_COLOR = "#d55e00", "#0072b2", "#444444"
 
+_HOOKS = {"none": "no hook", "noop": "noop: nothing sent"}
+
 Results = dict[str, Any]  # what a bench wrote: its measurements and their provenance
 
 
@@ -102,6 +104,10 @@ def _ratio(value: float | None) -> str:
     return f"{value:.2f}" if value is not None else ""
 
 
+def _link(rate: str) -> str:
+    return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", rate)
+
+
 def network_table(results: Results) -> str:
     """Milliseconds a step by rate and hook: PyTorch's, gradwire's, and the latter's bytes."""
     rows = []
@@ -110,7 +116,7 @@ def network_table(results: Results) -> str:
         ours, theirs = steps[GRADWIRE], steps[PYTORCH]
         sent = format_bytes(ours["link_bytes"]) if ours["link_bytes"] is not None else ""
         times = (_ms(theirs["step_ms"]), _ms(ours["step_ms"]), _ratio(ours["vs_pytorch"]), _ratio(ours["vs_noop"]))
-        rows.append((rate, hook, *times, sent))
+        rows.append((_link(rate), _HOOKS.get(hook, hook), *times, sent))
     headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "in units of noop", "sent")
     return markdown(headers, rows) + _source(results)
 
@@ -121,10 +127,11 @@ def network_summary(results: Results) -> str:
     of = {(step["rate"], step["hook"], step["provider"]): step["step_ms"] for step in reversed(measured)}
     rates, hooks = (list(dict.fromkeys(step[key] for step in measured)) for key in ("rate", "hook"))
     rows = (
-        (rate, *(f"{_ms(of[rate, hook, PYTORCH])} / {_ms(of[rate, hook, GRADWIRE])}" for hook in hooks))
+        (_link(rate), *(f"{_ms(of[rate, hook, PYTORCH])} / {_ms(of[rate, hook, GRADWIRE])}" for hook in hooks))
         for rate in rates
     )
-    return markdown(("ms per step: PyTorch's / gradwire's", *hooks), rows) + _source(results)
+    headers = ("ms per step: PyTorch's / gradwire's", *(_HOOKS.get(hook, hook) for hook in hooks))
+    return markdown(headers, rows) + _source(results)
 
 
 def hooks_table(results: Results) -> str:
