@@ -228,5 +228,5 @@ class SegmentTable:
 
 def upload(numbers: list[int], device: torch.device) -> Tensor:
     """An int64 tensor on the device, sent without a synchronisation."""
-    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
