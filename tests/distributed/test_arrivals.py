@@ -139,7 +139,7 @@ class Watcher:
             for index in self.arrivals.new():
                 self.taken.append(index)
                 if self.wakes and index == self.awaited:
-                    self.awaited = self.arrivals.wake_one(range(64))
+                    self.awaited = self.arrivals.wake_one(set(range(64)).difference(self.taken))
 
 
 class Doubles(nn.Module):
