@@ -4,7 +4,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -217,18 +217,11 @@ def bench_network(
     """
     names = network.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
     links = _parse_rates(",".join(network.QUICK_RATES) if quick else rates)
-    obstacle = None if loopback else namespaces.obstacle()
-    if obstacle is not None:
-        _refuse_network("network", obstacle)
-    facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
-    console = Console()
-    with _stoppable("gradwire bench network", console):
-        try:
-            measured = network.measure(names, [network.LOOPBACK] if loopback else links, 5 if quick else steps, hosts)
-        except NamespaceError as error:
-            _refuse_network("network", str(error))
-    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    console.print(*network.step_tables(measured, facts))
+    links = [network.LOOPBACK] if loopback else links
+    measured, facts = _over_network(
+        "network", loopback, lambda: network.measure(names, links, 5 if quick else steps, hosts)
+    )
+    Console().print(*network.step_tables(measured, facts))
     _save(measured, facts, output)
 
 
@@ -249,19 +242,11 @@ def bench_converge(
     A few minutes at 100mbit.
     """
     names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
-    (link,) = _parse_rates(rate)[:1]
-    obstacle = None if loopback else namespaces.obstacle()
-    if obstacle is not None:
-        _refuse_network("converge", obstacle)
-    facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
-    console = Console()
-    with _stoppable("gradwire bench converge", console):
-        try:
-            measured = converge.measure(names, network.LOOPBACK if loopback else link, 1 if quick else seeds, hosts)
-        except NamespaceError as error:
-            _refuse_network("converge", str(error))
-    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    console.print(converge.race_table(measured, facts))
+    link = network.LOOPBACK if loopback else _parse_rates(rate)[0]
+    measured, facts = _over_network(
+        "converge", loopback, lambda: converge.measure(names, link, 1 if quick else seeds, hosts)
+    )
+    Console().print(converge.race_table(measured, facts))
     _save(measured, facts, output)
 
 
@@ -298,6 +283,22 @@ def bench_report(
     except (PageError, OSError) as error:
         typer.echo(f"gradwire bench report: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _over_network(
+    command: str, loopback: bool, measure: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ``measure`` returns, with its provenance; refuses where namespaces are asked for and cannot be made."""
+    obstacle = None if loopback else namespaces.obstacle()
+    if obstacle is not None:
+        _refuse_network(command, obstacle)
+    facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
+    with _stoppable(f"gradwire bench {command}", Console()):
+        try:
+            measured = measure()
+        except NamespaceError as error:
+            _refuse_network(command, str(error))
+    return measured, facts | {"cpus_busy_with_others": neighbours.busy_cpus()}
 
 
 def _refuse_network(command: str, reason: str) -> NoReturn:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
@@ -34,11 +31,11 @@ from gradwire.bench import namespaces
 from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH
 from gradwire.bench.demo import GLOBAL_BATCH, Digits, accuracy, load_data, make_network
 from gradwire.bench.hooks import HOOKS, HookEntry, Peer
-from gradwire.bench.launch import exit_with_launcher, launch_at
+from gradwire.bench.launch import exit_with_launcher
 from gradwire.bench.measuring import slowest
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, places
-from gradwire.bench.report import format_bytes, machine_line
+from gradwire.bench.network import LOOPBACK, link_named, run_on_hosts
+from gradwire.bench.report import bench_table, format_bytes, machine_line
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 NO_FEEDBACK = "powersgd-r4-no-feedback"
@@ -189,13 +186,8 @@ def measure(hooks: Sequence[str], rate: Rate, seeds: int, count: int) -> dict[st
         NamespaceError: the system refuses to make hosts.
         LaunchError: a rank failed.
     """
-    with ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")), "measured.json")
-        hosts, address, port = stack.enter_context(places(rate == LOOPBACK, count))
-        settings = {"hooks": list(hooks), "rate": rate.name, "seeds": seeds, "path": str(path)}
-        launch_at("gradwire.bench.converge", [json.dumps(settings)], hosts, address, port)
-        measured: dict[str, Any] = json.loads(path.read_text())
-    return measured
+    settings = {"hooks": list(hooks), "rate": rate.name, "seeds": seeds}
+    return run_on_hosts("gradwire.bench.converge", settings, rate == LOOPBACK, count)
 
 
 def main(hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -> None:
@@ -284,24 +276,18 @@ def _contender_order(races: Sequence[dict[str, Any]]) -> Any:
 
 def race_table(measured: dict[str, Any], facts: dict[str, Any]) -> Table:
     """A row for each contender, with what the numbers mean below."""
-    table = Table(
-        title=f"{measured['task']}, {measured['parameters']:,} parameters\n"
+    title = (
+        f"{measured['task']}, {measured['parameters']:,} parameters\n"
         f"{measured['hosts']} hosts, link: {measured['rate']}; until {100 * measured['target']:.1f} % of the test "
-        "images are right",
-        caption="steps, seconds, sent: until then, medians over the seeds; looking is not counted\n"
+        "images are right"
+    )
+    caption = (
+        "steps, seconds, sent: until then, medians over the seeds; looking is not counted\n"
         "faster: than PyTorch's DDP without a hook\n"
         f"sent: by rank 0's interface; PowerSGD sends the first {measured['plain_steps']} steps whole\n"
-        f"{machine_line(facts)}",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        min_width=79,  # title and caption are as wide as the table
-        pad_edge=False,
+        f"{machine_line(facts)}"
     )
-    table.add_column("hook", no_wrap=True)
-    for header in ("reached", "steps", "seconds", "sent", "faster"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = bench_table(title, caption, ("hook", "reached", "steps", "seconds", "sent", "faster"))
     for row in summarize(measured["races"]):
         table.add_row(
             f"{row['hook']}, {row['provider']}",
@@ -318,7 +304,7 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     main(
         given["hooks"],
-        LOOPBACK if given["rate"] == LOOPBACK.name else Rate.parse(given["rate"]),
+        link_named(given["rate"]),
         given["seeds"],
         Path(given["path"]),
     )

@@ -13,7 +13,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
@@ -31,7 +30,7 @@ from gradwire.bench.contenders import (
 )
 from gradwire.bench.hooks import HOOKS
 from gradwire.bench.measuring import percentiles_ms, world_of_one
-from gradwire.bench.report import machine_line
+from gradwire.bench.report import bench_table, machine_line
 
 DEFAULT_HOOKS = (
     "noop",
@@ -159,19 +158,9 @@ def summarize(contenders: Sequence[Contender], references: dict[tuple[str, bool]
 
 def cost_table(measured: dict[str, Any], provenance: dict[str, Any]) -> Table:
     """Three rows for each hook, with what the numbers mean below."""
-    table = Table(
-        title=f"Own cost of hooks, one rank\n{measured['model']}",
-        caption=_caption(measured, provenance),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        min_width=79,  # title and caption are as wide as the table
-        pad_edge=False,
-    )
-    table.add_column("hook", no_wrap=True)
-    for header in ("ms per step", "vs\nPyT.", "own\nms", "vs\nPyT."):
-        table.add_column(header, justify="right", no_wrap=True)
+    title = f"Own cost of hooks, one rank\n{measured['model']}"
+    headers = ("hook", "ms per step", "vs\nPyT.", "own\nms", "vs\nPyT.")
+    table = bench_table(title, _caption(measured, provenance), headers)
     for hook, costs in itertools.groupby(measured["costs"], key=itemgetter("hook")):
         table.add_row(hook, style="bold")
         for cost in costs:

@@ -15,14 +15,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich import box
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
 from gradwire.bench.measuring import percentiles_ms, timed
-from gradwire.bench.report import machine_line
+from gradwire.bench.report import bench_table, machine_line
 from gradwire.bench.shapes import SHAPES, Shape, buckets
 from gradwire.compress import LowRankPolicy
 from gradwire.kernels import SegmentTable, flatten, unflatten
@@ -313,19 +312,8 @@ def kernel_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[T
     by_kernel = sorted(measured["timings"], key=itemgetter("kernel"))
     kernels = list(dict.fromkeys(row["kernel"] for row in by_kernel))
     for kernel, rows in itertools.groupby(by_kernel, key=itemgetter("kernel")):
-        table = Table(
-            title=kernel,
-            caption=_caption(measured, facts) if kernel == kernels[-1] else None,
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=0,
-            min_width=79,  # title and caption are as wide as the table
-            pad_edge=False,
-        )
-        table.add_column("model, bucket", no_wrap=True)
-        for header in ("ms", "GB/s", "of a\ncopy", "vs\ngradwire"):
-            table.add_column(header, justify="right", no_wrap=True)
+        caption = _caption(measured, facts) if kernel == kernels[-1] else None
+        table = bench_table(kernel, caption, ("model, bucket", "ms", "GB/s", "of a\ncopy", "vs\ngradwire"))
         for (model, size), contenders in itertools.groupby(rows, key=itemgetter("model", "bucket_mib")):
             table.add_row(f"{model}, {size} MiB", style="bold")
             for row in contenders:

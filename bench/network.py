@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
@@ -42,7 +41,7 @@ from gradwire.bench.hooks import HOOKS
 from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
 from gradwire.bench.measuring import percentiles_ms, slowest
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.report import format_bytes, machine_line
+from gradwire.bench.report import bench_table, format_bytes, machine_line
 
 REFERENCE = "noop"
 DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "powersgd-r1", "powersgd-r4", "powersgd-r16")
@@ -98,17 +97,38 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int)
         NamespaceError: the system refuses to make hosts.
         LaunchError: a rank failed.
     """
+    settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps}
+    return run_on_hosts("gradwire.bench.network", settings, list(rates) == [LOOPBACK], count)
+
+
+def run_on_hosts(module: str, settings: dict[str, Any], is_loopback: bool, count: int) -> dict[str, Any]:
+    """Run ``python -m module`` as one rank on each host; returns what rank 0 has written.
+
+    Args:
+        module: takes ``settings`` as JSON, and with them the ``path`` of the file to write, JSON too.
+        settings: of the module.
+        is_loopback: whether the hosts share this machine's loopback.
+        count: hosts.
+
+    Raises:
+        NamespaceError: the system refuses to make hosts.
+        LaunchError: a rank failed.
+    """
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")), "measured.json")
-        hosts, address, port = stack.enter_context(places(list(rates) == [LOOPBACK], count))
-        settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "path": str(path)}
-        launch_at("gradwire.bench.network", [json.dumps(settings)], hosts, address, port)
+        places, address, port = stack.enter_context(_places(is_loopback, count))
+        launch_at(module, [json.dumps(settings | {"path": str(path)})], places, address, port)
         measured: dict[str, Any] = json.loads(path.read_text())
     return measured
 
 
+def link_named(name: str) -> Rate:
+    """The rate of that name, or `LOOPBACK`."""
+    return LOOPBACK if name == LOOPBACK.name else Rate.parse(name)
+
+
 @contextmanager
-def places(is_loopback: bool, count: int) -> Iterator[tuple[list[Place], str, int]]:
+def _places(is_loopback: bool, count: int) -> Iterator[tuple[list[Place], str, int]]:
     """Where the ranks run, and where rank 0 listens."""
     if is_loopback:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -236,19 +256,9 @@ def step_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[Tab
     """A table for each rate; what the numbers mean is below the last."""
     rates = list(measured["reached_mbit"])
     for rate, steps in itertools.groupby(measured["measured"], key=itemgetter("rate")):
-        table = Table(
-            title=_title(rate, measured),
-            caption=_caption(measured, facts) if rate == rates[-1] else None,
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=0,
-            min_width=79,  # title and caption are as wide as the table
-            pad_edge=False,
-        )
-        table.add_column("hook", no_wrap=True)
-        for header in ("ms per step", "vs\nnoop", "vs\nPyTorch", "sent"):
-            table.add_column(header, justify="right", no_wrap=True)
+        caption = _caption(measured, facts) if rate == rates[-1] else None
+        headers = ("hook", "ms per step", "vs\nnoop", "vs\nPyTorch", "sent")
+        table = bench_table(_title(rate, measured), caption, headers)
         for hook, providers in itertools.groupby(steps, key=itemgetter("hook")):
             table.add_row(hook, style="bold")
             for step in providers:
@@ -292,7 +302,7 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     main(
         given["hooks"],
-        [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in given["rates"]],
+        [link_named(name) for name in given["rates"]],
         given["steps"],
         Path(given["path"]),
     )

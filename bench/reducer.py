@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from gradwire import DistributedDataParallel
 from gradwire.bench.launch import exit_with_launcher, launch
 from gradwire.bench.measuring import backend_of, bench_device, peak_memory, percentiles_ms, slowest, synchronize
 from gradwire.bench.models import MODELS, Model
-from gradwire.bench.report import format_bytes, machine_line
+from gradwire.bench.report import bench_table, format_bytes, machine_line
 from gradwire.hooks import debugging_hooks, default_hooks
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -228,7 +227,7 @@ def reducer_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[
         size = f"{rows[0]['parameters']} parameters, {rows[0]['elements'] / 1e6:.2g} M elements"
         title = f"Backward, {key[0]}: {size}; ranks: {key[1]}"
         caption = _caption(measured, facts) if key == keys[-1] and not memory else None
-        table = _table(title, caption, ("reducer", "ms", "us a\nparameter", "vs\nPyTorch"))
+        table = bench_table(title, caption, ("reducer", "ms", "us a\nparameter", "vs\nPyTorch"))
         for row in rows:
             table.add_row(
                 row["provider"],
@@ -238,29 +237,13 @@ def reducer_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[
             )
         yield table
     if memory:
-        table = _table(
+        table = bench_table(
             f"Peak memory of a process, {WEIGHED}", _caption(measured, facts), ("reducer", "peak", "beyond no reducer")
         )
         for provider, nbytes in memory.items():
             beyond = format_bytes(nbytes - memory[NO_REDUCER]) if provider != NO_REDUCER else ""
             table.add_row(provider, format_bytes(nbytes), beyond)
         yield table
-
-
-def _table(title: str, caption: str | None, headers: Sequence[str]) -> Table:
-    table = Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        min_width=79,  # title and caption are as wide as the table
-        pad_edge=False,
-    )
-    for header in headers:
-        table.add_column(header, justify="left" if header == "reducer" else "right", no_wrap=True)
-    return table
 
 
 def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Table and plot of a demo, made from its results and from nothing else."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ _COLORS = ("#0072b2", "#f0b400", "#009e73", "#a0307a", "#d55e00", "#56b4e9", "#0
 _WIDTHS = (2.0, 6.0, 3.2, 1.2, 2.0, 2.0)  # curves that lie on each other, as those of casts do: the wide ones first
 
 
-def results_table(results: Results) -> Table:
-    """One row for each hook, with what the numbers mean below."""
+def bench_table(title: str, caption: str | None, headers: Sequence[str]) -> Table:
+    """A table without rows: title above, what the numbers mean below; a column of names, then columns of numbers."""
     table = Table(
-        title=_title(results),
-        caption=_caption(results),
+        title=title,
+        caption=caption,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -27,9 +28,15 @@ def results_table(results: Results) -> Table:
         min_width=79,  # title and caption are as wide as the table
         pad_edge=False,
     )
-    table.add_column("hook", no_wrap=True)
-    for header in ("training\nloss", "test\naccuracy", "sent per\nstep", "vs\nnone", "ms per\nstep *", "vs\nnone"):
-        table.add_column(header, justify="right", no_wrap=True)
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="right" if i > 0 else "left", no_wrap=True)
+    return table
+
+
+def results_table(results: Results) -> Table:
+    """One row for each hook, with what the numbers mean below."""
+    numbers = ("training\nloss", "test\naccuracy", "sent per\nstep", "vs\nnone", "ms per\nstep *", "vs\nnone")
+    table = bench_table(_title(results), _caption(results), ("hook", *numbers))
     baseline = next((run for run in results.runs if run.hook == BASELINE), None)
     for run in results.runs:
         table.add_row(*_row(run, baseline))

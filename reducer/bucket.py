@@ -173,7 +173,7 @@ class GradBucket(BucketFacts):
                 grad = self._in_layout(i, grad)
                 if i not in unused:
                     parameter.grad = grad
-            elif unused and i in unused and not self.as_view:
+            elif i in unused and not self.as_view:
                 grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
         self.stand_ins = list(unused)

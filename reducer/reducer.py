@@ -517,8 +517,7 @@ class Reducer:
         return self._hook(self._hook_state, bucket)
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
-        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
-        return cast("Future[Tensor]", work.get_future())
+        return self.transport.start_all_reduce(bucket.buffer())
 
     def match_used_map(self) -> None:
         """Take part in the exchange of a backward that this rank has no inputs for."""

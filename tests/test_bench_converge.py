@@ -1,29 +1,15 @@
 """`gradwire bench converge`: its sums, its table and plot, and a race for real."""
 
-import io
 import json
 
 import pytest
 from matplotlib.image import imread
-from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire.bench import pages
 from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.converge import DEFAULT_HOOKS, RACED, TARGET, race_table, summarize
-
-FACTS = {
-    "date": "2000-01-01T00:00:00+00:00",
-    "gradwire": "1",
-    "torch": "2",
-    "cpu": "a CPU",
-    "cpu_count": 2,
-    "gpu": None,
-    "backend": "gloo",
-    "command": "gradwire bench converge",
-    "commit": None,
-}
 
 
 def race(hook, provider, seconds, reached=1, seed=0):
@@ -63,17 +49,15 @@ def test_medians_are_over_seeds_and_one_that_missed_the_target_has_none():
     assert (fp16["reached"], fp16["seconds"], fp16["times_faster"]) == ("2 of 3", None, None)
 
 
-def test_the_table_fits_80_columns_and_says_what_the_numbers_mean():
-    console = Console(file=io.StringIO(), width=80)
-    console.print(race_table(MEASURED, FACTS))
-    text = console.file.getvalue()
+def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed):
+    text = printed(race_table(MEASURED, facts))
     assert max(map(len, text.splitlines())) <= 80
     for phrase in ("link: 100mbit", "97.5 %", "6.00x", "2 of 3", "medians over the seeds", "first 10 steps whole"):
         assert phrase in text
 
 
-def test_the_page_and_the_plot_are_made_of_the_same(tmp_path):
-    results = {"measurements": MEASURED, "provenance": FACTS}
+def test_the_page_and_the_plot_are_made_of_the_same(tmp_path, facts):
+    results = {"measurements": MEASURED, "provenance": facts}
     assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 | 2 MB | 6.00 |" in pages.converge_table(results)
     pages.draw_converge(results, tmp_path / "plot.png")
     height, width, _ = imread(tmp_path / "plot.png").shape

@@ -1,12 +1,10 @@
 """`gradwire bench hooks`: its arithmetic on made-up times, its table, and a round for real on a small model."""
 
-import io
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import gradwire
@@ -15,16 +13,6 @@ from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.hook_cost import DEFAULT_HOOKS, cost_table, summarize
 from gradwire.bench.hooks import HOOKS
-
-FACTS = {
-    "date": "2000-01-01T00:00:00+00:00",
-    "gradwire": "1",
-    "torch": "2",
-    "cpu": "a CPU",
-    "cpu_count": 2,
-    "gpu": None,
-    "backend": "gloo",
-}
 
 
 def timed(hook, provider, ms, one_bucket=False):
@@ -62,15 +50,9 @@ def test_there_is_no_ratio_where_a_cost_is_not_positive(ours, theirs):
     assert [cost.own_vs_pytorch for cost in made_up_round("fp16", ours, theirs)] == [None, None, None]
 
 
-def printed(table):
-    console = Console(file=io.StringIO(), width=80)
-    console.print(table)
-    return console.file.getvalue()
-
-
-def test_the_table_of_all_hooks_fits_into_80_columns():
+def test_the_table_of_all_hooks_fits_into_80_columns(facts, printed):
     costs = [vars(cost) for hook in HOOKS for cost in made_up_round(hook, (1234.5, 1350.0), 2345.0)]
-    text = printed(cost_table({"model": contenders.MODEL, "steps": 30, "threads": 1, "costs": costs}, FACTS))
+    text = printed(cost_table({"model": contenders.MODEL, "steps": 30, "threads": 1, "costs": costs}, facts))
     assert "…" not in text
     rows = [line.split() for line in text.splitlines()]
     for hook in HOOKS:

@@ -1,12 +1,10 @@
 """`gradwire bench kernels`: its shape tables, its arithmetic, its check, its tables, and a run for real."""
 
-import io
 import json
 from math import prod
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire.bench import kernel_cost, shapes
@@ -15,15 +13,6 @@ from gradwire.bench.kernel_cost import MAKERS, OURS, Case, Timing, kernel_tables
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 
 CPU = torch.device("cpu")
-FACTS = {
-    "date": "2000-01-01T00:00:00+00:00",
-    "gradwire": "1",
-    "torch": "2",
-    "cpu": "a CPU",
-    "cpu_count": 2,
-    "gpu": None,
-    "backend": "gloo",
-}
 SMALL = [[(40, 30), (40,)], [(64, 3, 3, 3), (7,), (1, 50, 20)]]
 
 
@@ -91,7 +80,7 @@ def test_a_kernel_that_writes_nothing_is_refused(make):
         run(lazy, "resnet50", 25, rounds=1, copied=1.0, device=CPU)
 
 
-def test_tables_fit_80_columns_and_say_what_the_numbers_mean():
+def test_tables_fit_80_columns_and_say_what_the_numbers_mean(facts, printed):
     timing = Timing(
         kernel="flatten to float16",
         model="gpt2-124m",
@@ -103,9 +92,7 @@ def test_tables_fit_80_columns_and_say_what_the_numbers_mean():
         vs_gradwire=1.61,
     )
     measured = {"rounds": 7, "copy_gb_per_s": 11.2, "timings": [kernel_cost.asdict(timing)]}
-    console = Console(file=io.StringIO(), width=80)
-    console.print(*kernel_tables(measured, FACTS))
-    text = console.file.getvalue()
+    text = printed(*kernel_tables(measured, facts))
     assert max(map(len, text.splitlines())) <= 80
     for phrase in (
         "gpt2-124m, 25 MiB",

@@ -1,6 +1,5 @@
 """`gradwire bench network`: its arithmetic and tables on made-up times, and short runs for real."""
 
-import io
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire.bench import namespaces
@@ -24,15 +22,6 @@ from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, step_tables, summari
 
 OBSTACLE = namespaces.obstacle()
 BENCH = [sys.executable, "-m", "gradwire.bench", "bench", "network"]
-FACTS = {
-    "date": "2000-01-01T00:00:00+00:00",
-    "gradwire": "1",
-    "torch": "2",
-    "cpu": "a CPU",
-    "cpu_count": 2,
-    "gpu": None,
-    "backend": "gloo",
-}
 
 
 def timed(hook, provider, one_bucket=False, sent=1000):
@@ -60,21 +49,18 @@ def test_bytes_are_unknown_on_loopback():
     assert {step.link_bytes for step in made_up(is_loopback=True)} == {None}
 
 
-def tables(rates, hooks, is_loopback=False):
-    measured = {
+def measured(rates, hooks, is_loopback=False):
+    return {
         "model": MODEL,
         "hosts": 2,
         "steps": 15,
         "reached_mbit": {rate: 1234.5 for rate in rates},
         "measured": [vars(step) for rate in rates for step in made_up(rate, hooks, 123_456_789, is_loopback)],
     }
-    console = Console(file=io.StringIO(), width=80)
-    console.print(*step_tables(measured, FACTS))
-    return console.file.getvalue()
 
 
-def test_the_tables_of_all_hooks_fit_into_80_columns():
-    text = tables(["100mbit", "1gbit"], [hook for hook in HOOKS if hook != "noop"])
+def test_the_tables_of_all_hooks_fit_into_80_columns(facts, printed):
+    text = printed(*step_tables(measured(["100mbit", "1gbit"], [hook for hook in HOOKS if hook != "noop"]), facts))
     assert "…" not in text
     rows = [line.split() for line in text.splitlines()]
     for hook in HOOKS:
@@ -84,8 +70,8 @@ def test_the_tables_of_all_hooks_fit_into_80_columns():
     assert text.count("in turns") == 1  # what the numbers mean is said once
 
 
-def test_the_table_of_loopback_names_no_bytes():
-    text = tables([LOOPBACK.name], ["fp16"], is_loopback=True)
+def test_the_table_of_loopback_names_no_bytes(facts, printed):
+    text = printed(*step_tables(measured([LOOPBACK.name], ["fp16"], is_loopback=True), facts))
     assert "2 hosts, this machine's loopback" in text
     assert ["gradwire", "30", "(30-30)", "3.00x", "0.19x", "-"] in [line.split() for line in text.splitlines()]
 
