@@ -1,4 +1,5 @@
-"""The algorithms: what is sent and what is remembered. Straight-line code that blocks; no streams, no futures."""
+"""The algorithms: what is sent and what is remembered. Straight-line code that awaits its collectives; no streams,
+no futures."""
 
 from gradwire.compress.cast import cast_all_reduce, sparse_all_reduce
 from gradwire.compress.error_memory import ErrorMemory
@@ -6,17 +7,19 @@ from gradwire.compress.gradients import Gradients
 from gradwire.compress.policy import LowRankPolicy
 from gradwire.compress.powersgd import Factors, LowRankBucket, alternating_all_reduce, powersgd_all_reduce
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress.transport import Transport
+from gradwire.compress.transport import Collective, Steps, Transport
 from gradwire.compress.workspace import Workspace
 
 __all__ = [
     "BucketScale",
+    "Collective",
     "DelayedScaling",
     "ErrorMemory",
     "Factors",
     "Gradients",
     "LowRankBucket",
     "LowRankPolicy",
+    "Steps",
     "Transport",
     "Workspace",
     "alternating_all_reduce",

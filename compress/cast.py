@@ -15,7 +15,7 @@ from gradwire.compress.workspace import Workspace
 from gradwire.kernels import flatten, unflatten
 
 
-def cast_all_reduce(
+async def cast_all_reduce(
     source: Gradients,
     target: Gradients,
     dtype: torch.dtype,
@@ -39,13 +39,13 @@ def cast_all_reduce(
     flat = target.flat
     wire = flat if flat is not None and flat.dtype == dtype else workspace.wire(source.table.numel, dtype)
     flatten(source.tensors, wire, table=source.table, scale=1 / (divisor or transport.world_size))
-    transport.all_reduce(wire)
+    await transport.all_reduce(wire)
     if wire is not flat:
         unflatten(wire, target.tensors, table=target.table)
 
 
-def sparse_all_reduce(gradient: torch.Tensor, transport: Transport, divisor: int) -> torch.Tensor:
+async def sparse_all_reduce(gradient: torch.Tensor, transport: Transport, divisor: int) -> torch.Tensor:
     """The sum over all ranks of a sparse gradient divided by ``divisor``; uses its memory."""
     gradient.div_(divisor)
-    transport.all_reduce(gradient)
+    await transport.all_reduce(gradient)
     return gradient

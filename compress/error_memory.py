@@ -69,7 +69,7 @@ class ErrorMemory:
             self.errors[name] = view
         return flat
 
-    def averaged(self, transport: Transport, device: torch.device) -> dict[str, Tensor]:
+    async def averaged(self, transport: Transport, device: torch.device) -> dict[str, Tensor]:
         """The mean of every error over the ranks, on the CPU. Every rank must call it.
 
         PowerSGD is linear in M, so its results depend only on the mean error: ranks that all start from the mean go on
@@ -78,6 +78,6 @@ class ErrorMemory:
         means = {}
         for name in sorted(self.errors):
             mean = self.errors[name].to(device) / transport.world_size
-            transport.all_reduce(memory_order(mean))
+            await transport.all_reduce(memory_order(mean))
             means[name] = mean.contiguous().cpu()
         return means

@@ -180,7 +180,7 @@ class Wires(NamedTuple):
     buffers: list[Tensor]
 
 
-def powersgd_all_reduce(
+async def powersgd_all_reduce(
     bucket: LowRankBucket,
     source: Sequence[Tensor],
     target: Sequence[Tensor],
@@ -211,16 +211,16 @@ def powersgd_all_reduce(
 
     bucket.pack(source, wires.raw, mean)
     project(gradients, bucket.q, wires.factor, scale=mean)
-    transport.all_reduce(*wires.messages)
+    await transport.all_reduce(*wires.messages)
     orthogonalize(wires.factor, table.p, p, bucket.finite)
     backproject(gradients, p, q, scale=mean)
-    transport.all_reduce(q)
+    await transport.all_reduce(q)
     renew(q, table.q, table.keys, iteration + 1, bucket.q, bucket.finite)
     reconstruct(gradients, p, q, bucket.finite)
     bucket.unpack(wires.raw, target)
 
 
-def alternating_all_reduce(
+async def alternating_all_reduce(
     bucket: LowRankBucket,
     source: Sequence[Tensor],
     target: Sequence[Tensor],
@@ -249,7 +249,7 @@ def alternating_all_reduce(
     bucket.pack(source, wires.raw, mean)
     orthogonalize(remembered, fixed, basis, bucket.finite)
     (project if on_p else backproject)(gradients, basis, wires.factor, scale=mean)
-    transport.all_reduce(*wires.messages)
+    await transport.all_reduce(*wires.messages)
     renew(wires.factor, sent, table.keys, iteration + 1, following, bucket.finite)
     p, q = (wires.factor, basis) if on_p else (basis, wires.factor)
     reconstruct(gradients, p, q, bucket.finite)

@@ -73,7 +73,7 @@ class BucketScale:
         self.is_agreed = False
 
 
-def scaled_cast_all_reduce(
+async def scaled_cast_all_reduce(
     source: Gradients,
     target: Gradients,
     scaling: DelayedScaling,
@@ -97,17 +97,17 @@ def scaled_cast_all_reduce(
         workspace: wire memory.
     """
     if not scale.is_agreed:
-        _agree(source, scale, transport)
+        await _agree(source, scale, transport)
         _update(scaling, scale, counters, False, transport)
     wire = workspace.wire(source.table.numel, scaling.dtype)
     limit = scaling.limit(transport.world_size)
     flatten(source.tensors, wire, table=source.table, scale=scale.scales[0], limit=limit, counters=counters)
-    transport.all_reduce(wire)
+    await transport.all_reduce(wire)
     unflatten(wire, target.tensors, table=target.table, scale=scale.scales[1], absmax=scale.absmax)
     _update(scaling, scale, counters, is_last, transport)
 
 
-def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
+async def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
     """Give all ranks the smallest exponent that any of them remembers, and the largest |g| of all."""
     tensors = source.table.real(source.tensors)
     norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
@@ -116,7 +116,7 @@ def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
     forgotten = torch.full_like(exponent, -MAX_EXPONENT)
     bits = scale.absmax.view(torch.int32)[0]  # the bits of non-negative numbers order as the numbers do, NaN on top
     message = torch.stack([bits, torch.where(calibrated > 0, -exponent, forgotten), calibrated])
-    transport.all_reduce_max(message)
+    await transport.all_reduce_max(message)
     scale.absmax.view(torch.int32).copy_(message[0])
     scale.exponent.copy_(torch.stack([torch.where(message[2] > 0, -message[1], exponent), message[2]]))
     scale.is_agreed = True

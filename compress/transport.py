@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Coroutine, Generator
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+T = TypeVar("T")
+
+
+class Collective(NamedTuple):
+    """What an algorithm awaits: the reduction of tensors over all ranks, in place.
+
+    Several tensors travel together: one wait on the wire, not several.
+    """
+
+    tensors: tuple[Tensor, ...]
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+
+    def __await__(self) -> Generator[Collective, None, None]:
+        yield self
+
+
+# An algorithm under way; whoever drives it runs each collective that it yields, and sends None when that is done.
+Steps = Coroutine[Collective, None, T]
+
 
 class Transport:
-    """Collectives that block in the calling thread (CPU) or in the current stream (GPU), counting their payload.
+    """The collectives of one process group, counting their payload.
 
-    One, `start_all_reduce`, does not block.
+    Algorithms await `all_reduce` and `all_reduce_max`, which do nothing by themselves; what drives the algorithm hands
+    them to `run` or `start`.
 
     Attributes:
+        group: the process group.
         world_size: number of ranks.
         payload_bytes: bytes of the tensors handed to collectives so far. What a link carries is this times a factor
             that depends on the collective's algorithm, 2 (n - 1) / n for a ring all-reduce over n ranks.
@@ -25,29 +47,45 @@ class Transport:
         self.world_size = group.size()
         self.payload_bytes = 0
 
-    def all_reduce(self, *tensors: Tensor) -> None:
-        """Replace each tensor by its sum over all ranks. Several travel together: one wait on the wire, not several."""
-        self.payload_bytes += sum(_nbytes(tensor) for tensor in tensors)
-        if len(tensors) == 1:
-            dist.all_reduce(tensors[0], group=self.group)
-        elif tensors[0].device.type == "cpu":
-            for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
-                work.wait()
-        else:
-            with dist.distributed_c10d._coalescing_manager(self.group, tensors[0].device):
-                for tensor in tensors:
-                    dist.all_reduce(tensor, group=self.group)
+    def all_reduce(self, *tensors: Tensor) -> Collective:
+        """Replace each tensor by its sum over all ranks."""
+        return Collective(tensors)
+
+    def all_reduce_max(self, tensor: Tensor) -> Collective:
+        """Replace every element of ``tensor`` by its largest value over all ranks."""
+        return Collective((tensor,), dist.ReduceOp.MAX)
+
+    def run(self, collective: Collective) -> None:
+        """Run a collective in the current stream of its CUDA tensors."""
+        self._count(collective)
+        if len(collective.tensors) == 1:
+            dist.all_reduce(collective.tensors[0], collective.op, group=self.group)
+            return
+        with dist.distributed_c10d._coalescing_manager(self.group, collective.tensors[0].device):
+            for tensor in collective.tensors:
+                dist.all_reduce(tensor, collective.op, group=self.group)
+
+    def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
+        """Begin a collective; returns what to wait for.
+
+        Args:
+            collective: of CPU tensors.
+            group: another process group of the same ranks; by default the transport's own.
+        """
+        self._count(collective)
+        group = group or self.group
+        return [
+            cast("dist.Work", dist.all_reduce(tensor, collective.op, group=group, async_op=True))
+            for tensor in collective.tensors
+        ]
 
     def start_all_reduce(self, tensor: Tensor) -> Future[Any]:
         """Begin to replace ``tensor`` by its sum over all ranks; the future's value is a list of it alone."""
-        self.payload_bytes += _nbytes(tensor)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return cast("Future[Any]", work.get_future())
+        (work,) = self.start(self.all_reduce(tensor))
+        return work.get_future()
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Replace every element of ``tensor`` by its largest value over all ranks."""
-        self.payload_bytes += tensor.nbytes
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+    def _count(self, collective: Collective) -> None:
+        self.payload_bytes += sum(_nbytes(tensor) for tensor in collective.tensors)
 
 
 def _nbytes(tensor: Tensor) -> int:

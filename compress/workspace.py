@@ -1,4 +1,4 @@
-"""Workspace: the wire memory of one executor."""
+"""Workspace: the wire memory of a bucket under way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ALIGNMENT = 64
 
 
 class Workspace:
-    """One buffer that every bucket reuses in turn, as large as the largest bucket of the last few steps.
+    """One buffer that buckets reuse in turn, as large as the largest that it held in the last few steps.
 
-    Buckets run one after another, on one stream or in one thread, so they can share it. The first step's buckets may
-    be much larger than all later ones, so the buffer shrinks when the last `MEMORY` steps needed less.
+    The first step's buckets may be much larger than all later ones, so the buffer shrinks when the last `MEMORY` steps
+    needed less.
     """
 
     MEMORY = 4

@@ -25,8 +25,8 @@ __all__ = [
 def _cast_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype | None
 ) -> torch.futures.Future[torch.Tensor]:
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-        cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
+    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
     return reduce_bucket(process_group, bucket, algorithm)
 

@@ -1,13 +1,13 @@
 """Executors: run the bucket algorithms in bucket order, off the critical path of the backward pass.
 
-An algorithm is straight-line code that blocks in its collectives. An executor runs one at a time, in the order of
-submission, which DDP makes the order of buckets on every rank: so every rank issues the same collectives in the same
-order, however long each of them takes.
+An algorithm is straight-line code that awaits its collectives. An executor begins them in the order of submission,
+which DDP makes the order of buckets on every rank, and runs them such that every rank issues the same collectives in
+the same order, however long each of them takes.
 
 - On a GPU, a side stream: the algorithm is enqueued at once, and nothing waits on the host. Workspaces are used on
   that stream only.
-- On a CPU, a worker thread. It has a process group of its own, because two threads that issue collectives on one
-  gloo group take their order from thread timing.
+- On a CPU, a worker thread, which has several algorithms under way: see `_Worker`. It has process groups of its own,
+  because two threads that issue collectives on one gloo group take their order from thread timing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,14 +27,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.futures import Future
 
-from gradwire.compress import Transport, Workspace
+from gradwire.compress import Steps, Transport, Workspace
 from gradwire.kernels import SegmentTable
 
+# Algorithms that a worker has under way at once. gloo works on two collectives of a group at a time; one more waits.
+UNDER_WAY = 3
 # Seconds that a worker which waits for a lost peer may hold up the exit of the interpreter.
 EXIT_LIMIT = 2.0
 MEETING_TIMEOUT = timedelta(minutes=2)
 
-Task = Callable[[], Any]
+Task = Callable[[Workspace], Steps[Any]]
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
 
 
@@ -40,17 +45,17 @@ class Executor:
 
     Attributes:
         transport: the collectives that tasks use.
-        workspace: the wire memory that tasks use, one after another.
+        workspaces: the wire memory that tasks use, one for each that may be under way.
         tables: the layouts of flat buckets, kept from step to step.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.transport = Transport(group)
-        self.workspace = Workspace(device)
+    def __init__(self, transport: Transport, workspaces: list[Workspace]) -> None:
+        self.transport = transport
+        self.workspaces = workspaces
         self.tables: Tables = {}
 
     def submit(self, task: Task) -> Future[Any]:
-        """Run ``task`` after all earlier ones; the future holds its result or its exception."""
+        """Run ``task`` in its turn; the future holds its result or its exception. Futures complete in order."""
         raise NotImplementedError
 
 
@@ -58,7 +63,7 @@ class StreamExecutor(Executor):
     """Runs tasks on a CUDA side stream, which first waits for the work already in the current stream."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
+        super().__init__(Transport(group), [Workspace(device)])
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
@@ -66,49 +71,142 @@ class StreamExecutor(Executor):
         future: Future[Any] = Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            _complete(future, task)
+            try:
+                future.set_result(self._run(task(*self.workspaces)))
+            except Exception as error:
+                future.set_exception(error)
         return future
+
+    def _run(self, steps: Steps[Any]) -> Any:
+        while True:
+            try:
+                collective = steps.send(None)
+            except StopIteration as end:
+                return end.value
+            self.transport.run(collective)
 
 
 class WorkerExecutor(Executor):
-    """Runs tasks in one thread, over a process group of its own with the same ranks."""
+    """Runs tasks in one thread, over process groups of its own with the same ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(_twin_group(group), device)
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Task] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._tasks,), name="gradwire", daemon=True)
+        first, later = (_twin_group(group, name) for name in ("first", "later"))
+        super().__init__(Transport(first), [Workspace(device) for _ in range(UNDER_WAY)])
+        worker = _Worker(self.transport, later, self.workspaces)
+        self._events = worker.events
+        thread = threading.Thread(target=worker.work, name="gradwire", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._tasks, thread)
+        weakref.finalize(self, _end, worker.events, thread)
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
-        future: Future[Any] = Future()
-        self._tasks.put((future, task))
-        return future
+        run = _Run(task)
+        self._events.put(run)
+        return run.future
 
 
-def _work(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]") -> None:
-    torch.set_grad_enabled(False)
-    torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own here
-    while (entry := tasks.get()) is not None:
-        _complete(*entry)
-        del entry  # a task holds gradients; it must not outlive its step
+class _Run:
+    """A task under way, or not yet begun."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.future: Future[Any] = Future()
+        self.steps: Steps[Any] | None = None
+        self.works: list[dist.Work] = []  # of the collective that it awaits
+        self.ends: Callable[[], None] | None = None  # completes the future, once there is nothing more to do
 
 
-def _end(tasks: "queue.SimpleQueue[tuple[Future[Any], Task] | None]", thread: threading.Thread) -> None:
+class _Event(Enum):
+    DONE = "a collective is done"
+    END = "no more tasks come"
+
+
+_Events = queue.SimpleQueue[_Run | _Event]
+
+
+class _Worker:
+    """A thread's loop over what happens: a task comes, a collective is done.
+
+    The first collectives of all tasks are issued in the order of the tasks, on one process group; what follows is done
+    for the oldest task only, with its other collectives on another group. So each of the groups sees one order on
+    all ranks, which follows from the order of the tasks alone.
+    """
+
+    def __init__(self, transport: Transport, later: dist.ProcessGroup, workspaces: list[Workspace]) -> None:
+        self.events: _Events = queue.SimpleQueue()
+        self._transport = transport
+        self._later = later
+        self._free = list(workspaces)
+        self._waiting: deque[_Run] = deque()
+        self._under_way: deque[tuple[_Run, Workspace]] = deque()
+
+    def work(self) -> None:
+        """Until the end has come, and all tasks before it are done."""
+        torch.set_grad_enabled(False)
+        torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
+        is_ending = False
+        while not is_ending or self._waiting or self._under_way:
+            is_ending |= self._take(self.events.get())
+            while self._advance():
+                while not self.events.empty():
+                    is_ending |= self._take(self.events.get())
+
+    def _take(self, event: _Run | _Event) -> bool:
+        """Note what has happened; whether it is the end."""
+        if isinstance(event, _Run):
+            self._waiting.append(event)
+        return event is _Event.END
+
+    def _advance(self) -> bool:
+        """Begin a task, or go on with the oldest. Returns whether there was something to do."""
+        if self._waiting and self._free:
+            run, workspace = self._waiting.popleft(), self._free.pop()
+            self._under_way.append((run, workspace))
+            self._step(run, workspace)
+            return True
+        if not self._under_way:
+            return False
+        run, workspace = self._under_way[0]
+        if run.ends is not None:
+            self._under_way.popleft()
+            self._free.append(workspace)
+            complete = run.ends
+            del run  # a task holds gradients; it must not outlive its step
+            complete()
+            return True
+        if all(work.get_future().done() for work in run.works):
+            self._step(run, workspace)
+            return True
+        return False
+
+    def _step(self, run: _Run, workspace: Workspace) -> None:
+        """Let a task run until its next collective, and issue that."""
+        group = self._later if run.steps is not None else None
+        try:
+            if run.steps is None:
+                run.steps = run.task(workspace)
+            for work in run.works:
+                work.wait()
+            run.works = self._transport.start(run.steps.send(None), group)
+        except StopIteration as end:
+            run.ends = partial(run.future.set_result, end.value)
+        except Exception as error:
+            run.ends = partial(run.future.set_exception, error)
+        else:
+            for work in run.works:
+                work.get_future().add_done_callback(self._wake)
+
+    def _wake(self, _: object) -> None:
+        self.events.put(_Event.DONE)
+
+
+def _end(events: _Events, thread: threading.Thread) -> None:
     """End a worker, also when the interpreter exits: a thread that returns from C++ later than that aborts it."""
-    tasks.put(None)
+    events.put(_Event.END)
     if thread is not threading.current_thread():
         thread.join(EXIT_LIMIT)
 
 
-def _complete(future: Future[Any], task: Task) -> None:
-    try:
-        future.set_result(task())
-    except Exception as error:
-        future.set_exception(error)
-
-
-def _twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _twin_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """A new gloo group of the same ranks and timeout, which only these ranks have to make.
 
     Not ``dist.new_group``: that names a group by how many the process has, which may differ between its ranks.
@@ -119,7 +217,7 @@ def _twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             f"The process group's backend for CPU tensors is {backends.get('cpu')}; gradwire's hooks need gloo there. "
             'Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
         )
-    store = PrefixStore("gradwire", dist.distributed_c10d._get_process_group_store(group))
+    store = PrefixStore(f"gradwire/{name}", dist.distributed_c10d._get_process_group_store(group))
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
 
@@ -151,8 +249,12 @@ _executors: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Executor]] =
 
 def drain_executors() -> None:
     """Wait until every executor has done what it was given."""
+
+    async def nothing(_: Workspace) -> None:
+        pass
+
     for _, executor in _executors.values():
-        executor.submit(lambda: None).wait()
+        executor.submit(nothing).wait()
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:

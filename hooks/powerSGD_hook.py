@@ -260,15 +260,15 @@ class PowerSGDState(NamedState):
         plan = self._plan(names, bucket, batched) if compresses else None
         iteration = self.iter
 
-        def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
             if plan is None or plan.bucket is None:
-                cast_all_reduce(source, target, source.table.dtype, transport, workspace)
+                await cast_all_reduce(source, target, source.table.dtype, transport, workspace)
                 return
             tensors = (plan.bucket, source.each(plan.table), target.each(plan.table), iteration)
             if self.alternating:
-                alternating_all_reduce(*tensors, transport, workspace)
+                await alternating_all_reduce(*tensors, transport, workspace)
             else:
-                powersgd_all_reduce(*tensors, self.warm_start, transport, workspace)
+                await powersgd_all_reduce(*tensors, self.warm_start, transport, workspace)
 
         self.maybe_increase_iter(bucket)
         if plan is not None:
@@ -309,7 +309,7 @@ class PowerSGDState(NamedState):
         errors = {}
         if self._memory.errors:
             executor = executor_for(self.process_group, devices[0])
-            errors = executor.submit(lambda: self._memory.averaged(executor.transport, devices[0])).wait()
+            errors = executor.submit(lambda _: self._memory.averaged(executor.transport, devices[0])).wait()
         return {
             "iter": self.iter,
             "errors": errors,

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.compress import Gradients, Transport, Workspace, sparse_all_reduce
+from gradwire.compress import Gradients, Steps, Transport, Workspace, sparse_all_reduce
 from gradwire.hooks.executor import Tables, executor_for
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 
-Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], None]
+Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not an attribute of the function: functools.wraps would copy that to a user's wrapper, which expects flat buffers.
@@ -109,20 +109,22 @@ def reduce_bucket(
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result.
 
-    A sparse gradient is averaged as it is: divided by ``divisor``, by default the number of ranks.
+    An algorithm is an ``async`` function that awaits its collectives. A sparse gradient is averaged as it is: divided
+    by ``divisor``, by default the number of ranks.
     """
     executor = executor_for(process_group, bucket_device(bucket))
-    transport, workspace = executor.transport, executor.workspace
+    transport, workspaces = executor.transport, executor.workspaces
     work = bucket_work(bucket, executor.tables) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
     is_first = bucket.index() == 0
 
-    def task() -> torch.Tensor:
+    async def task(workspace: Workspace) -> torch.Tensor:
         if is_first:
-            workspace.start_step()
+            for each in workspaces:
+                each.start_step()
         if work is None:
-            return sparse_all_reduce(gradient, transport, divisor or transport.world_size)
-        algorithm(work.source, work.target, transport, workspace)
+            return await sparse_all_reduce(gradient, transport, divisor or transport.world_size)
+        await algorithm(work.source, work.target, transport, workspace)
         return work.result
 
     return cast("Future[torch.Tensor]", executor.submit(task))

@@ -163,10 +163,10 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
     names = state._names.of(bucket)
     is_last = bucket.is_last()
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         device = source.table.device
         scale = state.bucket_scale(names, device)
         counters = state.counters(device)
-        scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
+        await scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
 
     return reduce_bucket(state.process_group, bucket, algorithm)

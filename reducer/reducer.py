@@ -561,12 +561,12 @@ def _plain_all_reduce(transport: Transport, bucket: Bucket) -> Future[Tensor]:
     if isinstance(bucket, GradBucket) and bucket.device.type == "cpu":
         return transport.start_all_reduce(bucket.scale_into_buffer())
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         assert isinstance(bucket, GradBucket)
         if bucket.as_view:
-            transport.all_reduce(bucket.scale_into_buffer())
+            await transport.all_reduce(bucket.scale_into_buffer())
         else:
-            cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
+            await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
     return reduce_bucket(transport.group, cast("Any", bucket), algorithm, bucket.divisor)
 

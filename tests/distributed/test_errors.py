@@ -74,7 +74,7 @@ class FaultyHook:
         return default_hooks.allreduce_hook(state, bucket).then(callback)
 
     def algorithm_fails(self, state, bucket):
-        def algorithm(source, target, transport, workspace):
+        async def algorithm(source, target, transport, workspace):
             raise Trouble("from the worker")
 
         return reduce_bucket(state, bucket, algorithm)

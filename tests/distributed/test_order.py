@@ -29,13 +29,13 @@ def nap(draw):
 def sums_and_squares(draw):
     """A hook of two collectives a bucket: the sum, and the sum of squares that travels on its own."""
 
-    def algorithm(source, target, transport, workspace):
+    async def algorithm(source, target, transport, workspace):
         nap(draw)
         wire = flatten(source.tensors, workspace.wire(source.table.numel, source.table.dtype), table=source.table)
         squares = wire * wire
-        transport.all_reduce(wire)
+        await transport.all_reduce(wire)
         nap(draw)
-        transport.all_reduce(squares)
+        await transport.all_reduce(squares)
         unflatten(wire + WEIGHT_OF_SQUARES * squares, target.tensors, table=target.table)
 
     def hook(state, bucket):

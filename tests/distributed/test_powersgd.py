@@ -327,7 +327,7 @@ def run_with_delays(options, hook, wrapper, steps=START + 20):
 
     def late_all_reduce(self, *tensors):
         nap(draw)
-        all_reduce(self, *tensors)
+        return all_reduce(self, *tensors)
 
     module = Fed(values[0][0])
     for weight in module.weights:
@@ -704,7 +704,7 @@ def collectives(options, dtype=torch.float32, steps=START + 2):
 
     def counting_all_reduce(self, *tensors):
         calls[-1].append([tensor.nbytes for tensor in tensors])
-        all_reduce(self, *tensors)
+        return all_reduce(self, *tensors)
 
     with mock.patch.object(Transport, "all_reduce", counting_all_reduce):
         for ranks in values:

@@ -124,12 +124,12 @@ def no_flat_buffer_is_allocated():
 
 @in_place
 def mean_then_mean_of_squares(state, bucket):
-    def algorithm(source, target, transport, workspace):
+    async def algorithm(source, target, transport, workspace):
         wire = workspace.wire(source.table.numel, torch.float32)
         flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
-        transport.all_reduce(wire)
+        await transport.all_reduce(wire)
         wire.square_()
-        transport.all_reduce(wire)
+        await transport.all_reduce(wire)
         unflatten(wire, target.tensors, table=target.table)
 
     return reduce_bucket(None, bucket, algorithm)
