@@ -19,7 +19,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradwire.kernels.flattening import compute_dtype, triton_dtype
 from gradwire.kernels.language import jit, next_power_of_2, tl
-from gradwire.kernels.matrices import MAX_RANK, MatrixTable, Operands
+from gradwire.kernels.matrices import MAX_RANK, Factor, MatrixTable, Operands
 from gradwire.kernels.platform import use_triton
 
 Pass = Callable[..., None]
@@ -513,40 +513,51 @@ def _reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor
         )
 
 
+def _parts(tensor: Tensor, step: int, dim: int = 0) -> Sequence[Tensor]:
+    """``tensor.split(step, dim)``, which costs as much as a small product, where there is more than one part."""
+    return tensor.split(step, dim) if step < tensor.shape[dim] else (tensor,)
+
+
 def _blocks_of_m(operands: Operands, index: int) -> Iterator[Tensor]:
     """M, some rows at a time, in the scratch: BLAS may round by alignment, and that of gradients is anybody's."""
     table = operands.table
-    first = (operands.target if operands.keep else operands.source)[index].split(table.block_rows[index])
-    scratch = table.scratch(index)
+    step, scratch = table.block_rows[index], table.scratch(index)
+    first = _parts((operands.target if operands.keep else operands.source)[index], step)
     if operands.keep or operands.error is None:
         for block in first:
             yield scratch[: len(block)].copy_(block)
     else:
-        for block, error in zip(first, operands.error[index].split(table.block_rows[index]), strict=True):
+        for block, error in zip(first, _parts(operands.error[index], step), strict=True):
             yield torch.add(block, error, out=scratch[: len(block)])
 
 
 def _project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     table = operands.table
     adding = operands._replace(keep=False)
-    for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(p), strict=True)):
-        product = torch.empty_like(p_i, dtype=table.compute)
+    products = _products(table.p, p, table.compute)
+    for i, (q_i, p_i, product) in enumerate(zip(table.q.views(q), table.p.views(p), products, strict=True)):
         step = table.block_rows[i]
-        blocks = zip(_blocks_of_m(adding, i), product.split(step, 1), operands.target[i].split(step), strict=True)
+        blocks = zip(_blocks_of_m(adding, i), _parts(product, step, 1), _parts(operands.target[i], step), strict=True)
         for m, columns, target in blocks:
             torch.mm(q_i, m.t(), out=columns)
             if operands.keep:
                 target.copy_(m)
-        p_i.copy_(product.mul_(scale))
+        torch.mul(product, scale, out=p_i)
+
+
+def _products(factor: Factor, wire: Tensor, compute: torch.dtype) -> list[Tensor]:
+    """Where factors are computed: in the wire itself if it has that dtype."""
+    return factor.views(wire if wire.dtype == compute else torch.empty_like(wire, dtype=compute))
 
 
 def _backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     table = operands.table
-    for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
-        product = torch.zeros_like(q_i, dtype=table.compute)
-        for m, columns in zip(_blocks_of_m(operands, i), p_i.split(table.block_rows[i], 1), strict=True):
+    products = _products(table.q, q, table.compute)
+    for i, (p_i, q_i, product) in enumerate(zip(table.p.views(p), table.q.views(q), products, strict=True)):
+        product.zero_()
+        for m, columns in zip(_blocks_of_m(operands, i), _parts(p_i, table.block_rows[i], 1), strict=True):
             torch.addmm(product, columns, m, out=product)
-        q_i.copy_(product.mul_(scale))
+        torch.mul(product, scale, out=q_i)
 
 
 def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -558,22 +569,21 @@ def _reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -
             operands.target[i].fill_(torch.nan)
             continue
         step = table.block_rows[i]
-        m_parts = (operands.target if operands.keep else operands.source)[i].split(step)
-        errors = operands.error[i].split(step) if operands.error is not None else [None] * len(m_parts)
-        blocks = zip(p_i.split(step, 1), m_parts, errors, operands.target[i].split(step), strict=True)
-        for columns, m_part, error, target in blocks:
+        targets = _parts(operands.target[i], step)
+        sources = targets if operands.keep else _parts(operands.source[i], step)
+        errors = _parts(operands.error[i], step) if operands.error is not None else [None] * len(targets)
+        for columns, source, error, target in zip(_parts(p_i, step, 1), sources, errors, targets, strict=True):
             product = torch.mm(columns.t(), q_i, out=table.scratch(i)[: len(target)])
             if table.dtype != table.compute:
                 product.clamp_(-table.limit, table.limit)
             if error is None:
                 target.copy_(product)
-                continue
-            if operands.keep:
-                error.copy_(m_part)
+            elif operands.keep:
+                torch.sub(source, product, out=error)
+                target.copy_(product)
             else:
-                error.add_(m_part)
-            target.copy_(product)
-            error.sub_(target)
+                error.add_(source)
+                error.sub_(target.copy_(product))
 
 
 def _implementation(table: MatrixTable, triton: Pass, cpu: Pass, reference: Pass) -> Pass:

@@ -60,8 +60,9 @@ class Factor:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The factor of each matrix, r x length, as a view of the flat ``buffer``."""
+        start = buffer.storage_offset()
         return [
-            buffer[offset : offset + rank * length].view(rank, length)
+            buffer.as_strided((rank, length), (length, 1), start + offset)
             for rank, length, offset in zip(self.ranks, self.lengths, self.offsets, strict=True)
         ]
 
@@ -124,7 +125,7 @@ class MatrixTable:
         self._pointers: tuple[list[int], Tensor] | None = None
         # Rows that the CPU paths handle at once: as many as stay in cache.
         self.block_rows = [max(1, min(matrix.rows, BLOCK // matrix.columns)) for matrix in matrices]
-        self._scratch: Tensor | None = None
+        self._scratch: list[Tensor] = []
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -153,12 +154,13 @@ class MatrixTable:
 
     def scratch(self, index: int) -> Tensor:
         """One block of rows of matrix ``index``, not initialised, of the CPU paths."""
-        if self._scratch is None:
-            pairs = zip(self.block_rows, self.matrices, strict=True)
-            size = max(rows * (matrix.columns + ROW_GAP) for rows, matrix in pairs)
-            self._scratch = torch.empty(size, dtype=self.compute, device=self.device)
-        rows, columns = self.block_rows[index], self.matrices[index].columns
-        return self._scratch[: rows * (columns + ROW_GAP)].view(rows, -1)[:, :columns]
+        if not self._scratch:
+            sizes = [(rows, m.columns) for rows, m in zip(self.block_rows, self.matrices, strict=True)]
+            memory = torch.empty(
+                max(rows * (columns + ROW_GAP) for rows, columns in sizes), dtype=self.compute, device=self.device
+            )
+            self._scratch = [memory.as_strided(size, (size[1] + ROW_GAP, 1)) for size in sizes]
+        return self._scratch[index]
 
 
 class Operands(NamedTuple):

@@ -17,6 +17,8 @@ registers of one program. It is small beside the matrices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -44,19 +46,37 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    """What `orthogonalize` computes, written for reading: Gram-Schmidt in fp64. The CPU path too.
+    """What `orthogonalize` computes, written for reading: Gram-Schmidt in fp64.
 
     Factors of one size are handled at once; padded, because sums may round by alignment, so that no factor's bits
     depend on its neighbours.
     """
     sources, targets = factor.views(wire), factor.views(out)
-    for size in dict.fromkeys(w.shape for w in sources):
-        members = [i for i, w in enumerate(sources) if w.shape == size]
-        rows = torch.stack([pad(sources[i], (0, -size[1] % ALIGNMENT)) for i in members]).double()
+    for members in _of_one_size(factor):
+        rows = _stacked(sources, members)
         is_finite = rows.isfinite().all(2).all(1)
         basis = torch.where(is_finite[:, None, None], _gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
-        torch._foreach_copy_([targets[i] for i in members], list(basis[:, :, : size[1]].unbind()))
+        torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, factor, members))
         finite[members] = is_finite.to(finite.dtype)
+
+
+def _of_one_size(factor: Factor) -> list[list[int]]:
+    """The factors of each size."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, size in enumerate(zip(factor.ranks, factor.lengths, strict=True)):
+        groups.setdefault(size, []).append(i)
+    return list(groups.values())
+
+
+def _stacked(sources: Sequence[Tensor], members: Sequence[int]) -> Tensor:
+    """Factors of one size in fp64, k x r x n, with zeros in new columns up to the alignment."""
+    gap = -sources[members[0]].shape[1] % ALIGNMENT
+    return torch.stack([pad(sources[i], (0, gap)) if gap else sources[i] for i in members]).double()
+
+
+def _unstacked(basis: Tensor, factor: Factor, members: Sequence[int]) -> list[Tensor]:
+    """The results without the new columns."""
+    return list(basis[:, :, : factor.lengths[members[0]]].unbind())
 
 
 def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
@@ -72,6 +92,27 @@ def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
         norm = torch.linalg.vector_norm(column, dim=2, keepdim=True)
         basis[:, c : c + 1] = torch.where(norm > limit * norms[:, c : c + 1], column / norm, 0)
     return basis
+
+
+def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
+    """One call of LAPACK for all factors of a size, by Householder reflections in fp64.
+
+    Where no row is dependent, the result is that of Gram-Schmidt but for rounding errors; else that is done.
+    """
+    sources, targets = factor.views(wire), factor.views(out)
+    finite.fill_(1)
+    for members in _of_one_size(factor):
+        rows = _stacked(sources, members)
+        q, r = torch.linalg.qr(rows.mT)
+        remainders = r.diagonal(dim1=1, dim2=2)
+        is_independent = (remainders.abs() > tolerance(out.dtype) * torch.linalg.vector_norm(r, dim=1)).all(1)
+        basis = (q * remainders.sign()[:, None, :]).mT
+        torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, factor, members))
+        for k, independent in enumerate(is_independent.tolist()):  # False where anything is not finite
+            if not independent:
+                finite[members[k]] = bool(rows[k].isfinite().all())
+                basis = _gram_schmidt(rows[k : k + 1], tolerance(out.dtype)) if finite[members[k]] else rows * torch.nan
+                targets[members[k]].copy_(basis[0, :, : factor.lengths[members[k]]])
 
 
 @jit
@@ -326,5 +367,7 @@ def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> 
     factor.check(out, "out")
     if can_use_triton(factor, out):
         _orthogonalize_triton(wire, factor, out, finite)
+    elif out.device.type == "cpu":
+        _orthogonalize_cpu(wire, factor, out, finite)
     else:
         orthogonalize_reference(wire, factor, out, finite)

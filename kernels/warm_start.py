@@ -22,6 +22,8 @@ from gradwire.kernels.matrices import Factor
 from gradwire.kernels.platform import use_triton
 
 BLOCK = 1024
+# Norms whose squares are far from the ends of fp64's range; outside are only fp64 rows, zeros, and what is not finite.
+SAFE = (1e-140, 1e140)
 
 
 def renew_reference(
@@ -143,19 +145,24 @@ def _renew_triton(
 
 
 def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor) -> None:
-    if not wire.isfinite().all():
-        for i, q in enumerate(factor.views(wire)):
-            finite[i] *= q.isfinite().all()
-    is_finite = finite.tolist()
     for i, (q, after) in enumerate(zip(factor.views(wire), factor.views(following), strict=True)):
-        if not is_finite[i]:
-            continue
-        largest = q.abs().amax(1, keepdim=True).to(after.dtype)
-        torch.div(q, torch.where(largest > 0, largest, 1), out=after)
-        if not largest.all():
-            rows = (largest == 0).nonzero()[:, :1]
-            after[rows[:, 0]] = uniform(keys[i], step, rows * q.shape[1] + torch.arange(q.shape[1])).to(after.dtype)
-        after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
+        norm = torch.linalg.vector_norm(q, dim=1, keepdim=True, dtype=torch.float64)
+        if not all(SAFE[0] < of_row < SAFE[1] for of_row in norm[:, 0].tolist()):
+            finite[i] *= q.isfinite().all()
+            if finite[i]:
+                _renew_carefully(q, after, keys[i], step)
+        elif finite[i]:
+            torch.div(q, norm, out=after)
+
+
+def _renew_carefully(q: Tensor, after: Tensor, key: int, step: int) -> None:
+    """Renew one finite factor, some of whose rows are zero, or have squares that leave the range of fp64."""
+    largest = q.abs().amax(1, keepdim=True).to(after.dtype)
+    torch.div(q, torch.where(largest > 0, largest, 1), out=after)
+    if not largest.all():
+        rows = (largest == 0).nonzero()[:, :1]
+        after[rows[:, 0]] = uniform(key, step, rows * q.shape[1] + torch.arange(q.shape[1])).to(after.dtype)
+    after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 
 def renew(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor) -> None:
