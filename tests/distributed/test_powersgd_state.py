@@ -1,5 +1,6 @@
 """`PowerSGDState`: its options, its statistics, its memory, and what a checkpoint of it keeps."""
 
+import asyncio
 import copy
 import functools
 import gc
@@ -991,7 +992,7 @@ class Allocations(TorchDispatchMode):
 class OneRank:
     world_size = 1
 
-    def all_reduce(self, *tensors):
+    async def all_reduce(self, *tensors):
         pass
 
 
@@ -1011,9 +1012,10 @@ def test_a_step_makes_no_tensor_of_the_size_of_a_gradient(dtype, feedback, kind)
             if i == 2:
                 allocations.nbytes = []
             if alternating:
-                alternating_all_reduce(bucket, sources, sources, i, OneRank(), workspace)
+                steps = alternating_all_reduce(bucket, sources, sources, i, OneRank(), workspace)
             else:
-                powersgd_all_reduce(bucket, sources, sources, i, kind == "warm", OneRank(), workspace)
+                steps = powersgd_all_reduce(bucket, sources, sources, i, kind == "warm", OneRank(), workspace)
+            asyncio.run(steps)
     # All P of the bucket together, in fp64, are 3 * 4 * 1024 * 8 bytes: 1/21 of a matrix in 16 bit.
     assert allocations.nbytes, "the factors' small tensors are seen"
     assert max(allocations.nbytes) <= sources[0].nbytes / 20
