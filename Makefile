@@ -64,13 +64,14 @@ bench-network: install
 bench-converge: install
 	$(BIN)/gradwire bench converge
 
-# All of them, whose results are kept, and the pages that are made from these. Half an hour on a quiet machine.
+# All of them, whose results are kept, and the pages that are made from these. An hour and a half on a quiet machine.
 bench-all: install
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.json
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.json
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.json
 	$(BIN)/gradwire bench network --output bench/results/network.json
-	$(BIN)/gradwire bench converge --output bench/results/converge.json
+	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.json
+	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.json
 	$(BIN)/gradwire bench report
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.

@@ -25,6 +25,7 @@ from gradwire.bench.pages import PageError, write_pages
 from gradwire.bench.report import results_table, save_plot
 from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
 from gradwire.bench.shapes import SHAPES
+from gradwire.bench.tasks import TASKS
 
 app = typer.Typer(
     help="gradwire: gradient compression for PyTorch data-parallel training.",
@@ -43,6 +44,10 @@ _RACED_HOOKS = ",".join(converge.DEFAULT_HOOKS)
 _NETWORK_RATES = ",".join(network.DEFAULT_RATES)
 
 HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
+RanksOption = Annotated[
+    str | None,
+    typer.Option("--ranks", help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU."),
+]
 OutputOption = Annotated[Path | None, typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False)]
 
 
@@ -162,9 +167,7 @@ def bench_kernels(
 def bench_reducer(
     steps: Annotated[int, typer.Option(min=2, help="Timed backwards of each reducer on each model.")] = 40,
     models: Annotated[str, typer.Option(help="Which models, separated by commas.")] = ",".join(MODELS),
-    ranks: Annotated[
-        str | None, typer.Option(help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU.")
-    ] = None,
+    ranks: RanksOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="20 steps of the transformer on one rank.")] = False,
     output: OutputOption = None,
 ) -> None:
@@ -185,15 +188,21 @@ def bench_hooks(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook on each DDP.")] = 30,
     threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
     hooks: HooksOption = _COST_HOOKS,
-    quick: Annotated[bool, typer.Option("--quick", help=f"10 steps of {', '.join(hook_cost.QUICK_HOOKS)}.")] = False,
+    ranks: RanksOption = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"10 steps of {', '.join(hook_cost.QUICK_HOOKS)} on one rank.")
+    ] = False,
     output: OutputOption = None,
 ) -> None:
-    """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks, in one process."""
+    """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks; count their host time and memory."""
     names = hook_cost.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
     device, facts, neighbours = _begin(threads)
-    measured = hook_cost.measure(names, 10 if quick else steps, threads, device)
+    counts = [1] if quick else _parse_ranks(ranks, device)
+    console = Console()
+    with _stoppable("gradwire bench hooks", console):
+        measured = hook_cost.measure(names, counts, 10 if quick else steps, threads)
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    Console().print(hook_cost.cost_table(measured, facts))
+    console.print(*hook_cost.cost_tables(measured, facts))
     _save(measured, facts, output)
 
 
@@ -229,9 +238,10 @@ def bench_network(
 def bench_converge(
     hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
     rate: Annotated[str, typer.Option(help="Of the hosts' links.")] = "100mbit",
+    task: Annotated[str, typer.Option(help=f"What is trained: {' or '.join(TASKS)}.")] = "text",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each hook.")] = 3,
     hooks: HooksOption = _RACED_HOOKS,
-    quick: Annotated[bool, typer.Option("--quick", help="One seed of none and powersgd-r4.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One seed of none and powersgd-r4, of digits.")] = False,
     loopback: Annotated[
         bool, typer.Option("--loopback", help="No network: ranks share this machine's loopback. Needs no root.")
     ] = False,
@@ -239,12 +249,13 @@ def bench_converge(
 ) -> None:
     """Train until a target over a slow network, with PyTorch's hooks and gradwire's. Needs root, iproute2.
 
-    A few minutes at 100mbit.
+    At 100mbit digits takes a few minutes, text half an hour.
     """
+    chosen = _parse_choices("digits" if quick else task, TASKS, "--task")[0]
     names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
     link = network.LOOPBACK if loopback else _parse_rates(rate)[0]
     measured, facts = _over_network(
-        "converge", loopback, lambda: converge.measure(names, link, 1 if quick else seeds, hosts)
+        "converge", loopback, lambda: converge.measure(chosen, names, link, 1 if quick else seeds, hosts)
     )
     Console().print(converge.race_table(measured, facts))
     _save(measured, facts, output)

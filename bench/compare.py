@@ -73,7 +73,7 @@ def load_ratios(path: Path) -> Ratios:
         ratios = {
             what: ratio for name in _ROWS for row in measurements.get(name, ()) for what, ratio in _ROWS[name](row)
         }
-        return ratios | dict(_races(measurements.get("races", ())))
+        return ratios | dict(_races(measurements))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
 
@@ -98,12 +98,13 @@ def _reducer(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"reducer, {row['model']}, ranks: {row['ranks']}: {row['provider']}", row["vs_pytorch"]
 
 
-def _races(races: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    seconds = {(row["hook"], row["provider"]): row["seconds"] for row in summarize(races)}
+def _races(measurements: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    rows = summarize(measurements.get("races", ()))
+    seconds = {(row["hook"], row["provider"]): row["seconds"] for row in rows}
     for (hook, provider), ours in seconds.items():
         theirs = seconds.get((hook, PYTORCH))
         if provider == GRADWIRE and ours and theirs:
-            yield f"time to the target, hook {hook}", ours / theirs
+            yield f"time to the target, {measurements['task']}, hook {hook}", ours / theirs
 
 
 # By the name of the list in a bench's measurements.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.hooks import HOOKS, Registration
-from gradwire.bench.measuring import synchronize
+from gradwire.bench.measuring import Calls, synchronize
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.types import CommHook, GradBucket
 
@@ -64,7 +64,9 @@ class Contender:
 
     Attributes:
         seconds: what the timed steps took on this rank.
+        host_seconds: CPU time of this process in them.
         link_bytes: what they sent over the network interface.
+        calls: what one more step asked of the GPU; None without one.
     """
 
     def __init__(self, hook: str, provider: str, device: torch.device, one_bucket: bool = False) -> None:
@@ -72,7 +74,9 @@ class Contender:
         self.provider = provider
         self.one_bucket = one_bucket
         self.seconds: list[float] = []
+        self.host_seconds: list[float] = []
         self.link_bytes: list[int] = []
+        self.calls: Calls | None = None
         self._device = device
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
         wrap = DistributedDataParallel if provider == GRADWIRE else TorchDDP

@@ -1,8 +1,8 @@
 """Time to a target over a slow network: the same training with each hook, until it is good enough.
 
-The digits network of the demo, on hosts that are joined at one rate (see `gradwire.bench.network`). All contenders live
-in the same processes and take turns step by step; each counts its own time and bytes, and stops where its accuracy on
-the test images reaches the target. `measure` starts the ranks; each runs `main`.
+A task of `gradwire.bench.tasks`, on hosts that are joined at one rate (see `gradwire.bench.network`). All contenders
+live in the same processes and take turns step by step; each counts its own time and bytes, and stops where its score
+reaches the target. `measure` starts the ranks; each runs `main`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,24 +22,23 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
-from torch.nn import functional
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import namespaces
 from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH
-from gradwire.bench.demo import GLOBAL_BATCH, Digits, accuracy, load_data, make_network
 from gradwire.bench.hooks import HOOKS, HookEntry, Peer
 from gradwire.bench.launch import exit_with_launcher
 from gradwire.bench.measuring import slowest
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, run_on_hosts
 from gradwire.bench.report import bench_table, format_bytes, machine_line
+from gradwire.bench.tasks import TASKS, Batch, Task, describe, look
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 NO_FEEDBACK = "powersgd-r4-no-feedback"
-DEFAULT_HOOKS = ("none", "fp16", "powersgd-r4", NO_FEEDBACK)
+DEFAULT_HOOKS = ("none", "fp16", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)
 RACED = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
     NO_FEEDBACK: HookEntry(
         description="factors of rank 4, and what they miss is lost",
@@ -56,13 +55,8 @@ RACED = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
     )
 }
 BASELINE = ("none", PYTORCH)
-TARGET = 0.975
-EVALUATE_EVERY = 5
-MOST_EPOCHS = 12
-PLAIN_STEPS = 10  # before low-rank hooks begin to compress
-LEARNING_RATE = 0.02
+PLAIN_STEPS = 2  # before low-rank hooks begin to compress: the fewest that PyTorch's takes
 WARM_UP = 10  # steps until the learning rate has its full size
-_DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +67,11 @@ class Race:
         seed: of the weights and the order of the data.
         hook: its name in `RACED`.
         provider: whose hook, on whose DDP.
-        steps: at which the accuracy was looked at.
+        steps: at which the score was looked at.
         seconds: of training until then, on the slower rank of each step; looking is not counted.
         sent_bytes: that rank 0's interface had sent until then; empty on loopback.
-        accuracies: of the test images.
-        reached: the index of the first accuracy that is the target or more; None if there is none.
+        scores: on data that is not trained on.
+        reached: the index of the first score that is the target or better; None if there is none.
     """
 
     seed: int
@@ -86,7 +80,7 @@ class Race:
     steps: list[int]
     seconds: list[float]
     sent_bytes: list[float]
-    accuracies: list[float]
+    scores: list[float]
     reached: int | None
 
 
@@ -94,6 +88,7 @@ class Race:
 class Racer:
     """A network on its way, and what was measured so far."""
 
+    task: Task
     hook: str
     provider: str
     model: nn.Module
@@ -103,36 +98,35 @@ class Racer:
     seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
     @classmethod
-    def make(cls, hook: str, provider: str, seed: int, counts_bytes: bool) -> Racer:
+    def make(cls, task: Task, hook: str, provider: str, seed: int, counts_bytes: bool) -> Racer:
         """The same weights for each contender; a process group for each, as hooks of one share their wire memory."""
         torch.manual_seed(seed)
         group = dist.new_group()
         entry = RACED[hook]
         model: nn.Module
         if provider == GRADWIRE:
-            model = DistributedDataParallel(make_network(), process_group=group)
+            model = DistributedDataParallel(task.make_model(), process_group=group)
             registration = entry.make(group, PLAIN_STEPS)
         else:
             assert entry.peer is not None
             cap = ONE_BUCKET_MB if entry.peer.one_bucket else None
-            model = nn.parallel.DistributedDataParallel(make_network(), process_group=group, bucket_cap_mb=cap)
+            model = nn.parallel.DistributedDataParallel(task.make_model(), process_group=group, bucket_cap_mb=cap)
             registration = entry.peer.make(group, PLAIN_STEPS)
         if registration is not None:
             model.register_comm_hook(*registration)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=5e-4)
+        optimizer = task.make_optimizer(model)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP)
-        return cls(hook, provider, model, optimizer, schedule, counts_bytes)
+        return cls(task, hook, provider, model, optimizer, schedule, counts_bytes)
 
-    def step(self, images: Tensor, labels: Tensor) -> None:
+    def step(self, batch: Batch) -> None:
         """Train on one batch."""
-        self.model.train()
         sent_before = self._interface_bytes()
         dist.barrier()
         start = time.perf_counter()
-        loss = functional.cross_entropy(self.model(images), labels)
+        loss = self.task.loss(self.model, batch)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -144,20 +138,18 @@ class Racer:
     def _interface_bytes(self) -> int:
         return namespaces.sent_bytes() if self.counts_bytes else 0
 
-    def look(self, data: Digits) -> bool:
-        """Note the accuracy of rank 0, whose batch statistics differ; returns whether it is the target or more."""
+    def look(self) -> bool:
+        """Note the score; returns whether it is the target or better."""
         self.steps.append(len(self.seconds))
         assert isinstance(self.model.module, nn.Module)
-        right = torch.tensor(accuracy(self.model.module, data), dtype=torch.float64)
-        dist.broadcast(right, 0)
-        self.accuracies.append(right.item())
-        return self.accuracies[-1] >= TARGET
+        self.scores.append(look(self.task, self.model.module))
+        return self.task.is_reached(self.scores[-1])
 
     def race(self, seed: int) -> Race:
         """What was measured. A collective call."""
         seconds = list(itertools.accumulate(slowest(self.seconds)))
         sent = list(itertools.accumulate(self.sent_bytes))
-        reached = [accuracy >= TARGET for accuracy in self.accuracies]
+        reached = [self.task.is_reached(score) for score in self.scores]
         return Race(
             seed=seed,
             hook=self.hook,
@@ -165,15 +157,16 @@ class Racer:
             steps=self.steps,
             seconds=[round(seconds[step - 1], 4) for step in self.steps],
             sent_bytes=[sent[step - 1] for step in self.steps] if self.counts_bytes else [],
-            accuracies=self.accuracies,
+            scores=self.scores,
             reached=reached.index(True) if True in reached else None,
         )
 
 
-def measure(hooks: Sequence[str], rate: Rate, seeds: int, count: int) -> dict[str, Any]:
+def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, count: int) -> dict[str, Any]:
     """Trainings with each hook until the target.
 
     Args:
+        task: its name in `TASKS`.
         hooks: names in `RACED`.
         rate: between the hosts; `LOOPBACK` for ranks that share this machine's loopback.
         seeds: trainings of each contender.
@@ -186,39 +179,36 @@ def measure(hooks: Sequence[str], rate: Rate, seeds: int, count: int) -> dict[st
         NamespaceError: the system refuses to make hosts.
         LaunchError: a rank failed.
     """
-    settings = {"hooks": list(hooks), "rate": rate.name, "seeds": seeds}
+    settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds}
     return run_on_hosts("gradwire.bench.converge", settings, rate == LOOPBACK, count)
 
 
-def main(hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -> None:
+def main(task: Task, hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -> None:
     """One rank."""
     exit_with_launcher()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     if rate != LOOPBACK:
         namespaces.limit(rate)
-    data = load_data(_DEVICE)
     contenders = list(itertools.product(hooks, (PYTORCH, GRADWIRE)))
     races: list[Race] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            racers = [Racer.make(hook, provider, seed, rate != LOOPBACK) for hook, provider in contenders]
-            task = progress.add_task(f"seed {seed}", total=len(racers))
+            racers = [Racer.make(task, hook, provider, seed, rate != LOOPBACK) for hook, provider in contenders]
+            line = progress.add_task(f"seed {seed}", total=task.most_steps)
             running = list(racers)
-            for batch in batches(len(data.train_labels), seed):
+            for step, batch in zip(range(1, task.most_steps + 1), task.batches(seed), strict=False):
                 for racer in running:
-                    racer.step(data.train_images[batch], data.train_labels[batch])
-                if len(running[0].seconds) % EVALUATE_EVERY == 0:
-                    running = [racer for racer in running if not racer.look(data)]
-                    progress.update(task, completed=len(racers) - len(running))
+                    racer.step(batch)
+                if step % task.look_every == 0:
+                    running = [racer for racer in running if not racer.look()]
+                    waited_for = f"seed {seed}, {len(running)} of {len(racers)} under way"
+                    progress.update(line, completed=step, description=waited_for)
                 if not running:
                     break
             races += [racer.race(seed) for racer in racers]
     if dist.get_rank() == 0:
-        document = {
-            "task": "8 x 8 digits, convolutional network",
-            "parameters": sum(parameter.numel() for parameter in make_network().parameters()),
-            "target": TARGET,
+        document = describe(task) | {
             "rate": rate.name,
             "hosts": dist.get_world_size(),
             "plain_steps": PLAIN_STEPS,
@@ -226,17 +216,6 @@ def main(hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -> None:
         }
         path.write_text(json.dumps(document))
     dist.destroy_process_group()
-
-
-def batches(images: int, seed: int) -> Iterator[Tensor]:
-    """This rank's share of every batch: indices of images."""
-    ranks = dist.get_world_size()
-    size = GLOBAL_BATCH // ranks * ranks
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(MOST_EPOCHS):
-        order = torch.randperm(images, generator=generator)
-        for start in range(0, images - size + 1, size):
-            yield order[start + dist.get_rank() : start + size : ranks]
 
 
 def summarize(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -274,12 +253,16 @@ def _contender_order(races: Sequence[dict[str, Any]]) -> Any:
     return lambda race: order.index((race["hook"], race["provider"]))
 
 
+def target_of(measured: dict[str, Any]) -> str:
+    """What score ended a training."""
+    return f"{measured['score']} {'>=' if measured['rises'] else '<='} {measured['target']:g}"
+
+
 def race_table(measured: dict[str, Any], facts: dict[str, Any]) -> Table:
     """A row for each contender, with what the numbers mean below."""
     title = (
         f"{measured['task']}, {measured['parameters']:,} parameters\n"
-        f"{measured['hosts']} hosts, link: {measured['rate']}; until {100 * measured['target']:.1f} % of the test "
-        "images are right"
+        f"{measured['hosts']} hosts, link: {measured['rate']}; until {target_of(measured)}"
     )
     caption = (
         "steps, seconds, sent: until then, medians over the seeds; looking is not counted\n"
@@ -303,6 +286,7 @@ def race_table(measured: dict[str, Any], facts: dict[str, Any]) -> Table:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     main(
+        TASKS[given["task"]](),
         given["hooks"],
         link_named(given["rate"]),
         given["seeds"],

@@ -1,18 +1,28 @@
-"""The own cost of a hook: a step with it, minus a step with noop_hook on the same DDP, in one process.
+"""The own cost of a hook: a step with it, minus a step with noop_hook on the same DDP, in the same processes.
 
 One rank over gloo (or NCCL) runs every copy, product and collective of a hook for real, while the wire costs next to
-nothing. A round compares one hook on both DDPs with PyTorch's on its own; all of a round, the steps with noop_hook too,
-take turns step by step, so that whatever else the machine does falls on all.
+nothing; several ranks share this machine. A round compares one hook on both DDPs with PyTorch's on its own; all of a
+round, the steps with noop_hook too, take turns step by step, so that whatever else the machine does falls on all.
+`measure` starts the ranks; each runs `main`. The memory of each contender is measured in a process of its own.
 """
+
+from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.progress import track
 from rich.table import Table
 
@@ -29,8 +39,16 @@ from gradwire.bench.contenders import (
     provider_label,
 )
 from gradwire.bench.hooks import HOOKS
-from gradwire.bench.measuring import percentiles_ms, world_of_one
-from gradwire.bench.report import bench_table, machine_line
+from gradwire.bench.launch import exit_with_launcher, launch
+from gradwire.bench.measuring import (
+    backend_of,
+    bench_device,
+    calls_of_driver,
+    peak_memory,
+    percentiles_ms,
+    slowest,
+)
+from gradwire.bench.report import bench_table, format_bytes, machine_line
 
 DEFAULT_HOOKS = (
     "noop",
@@ -52,50 +70,100 @@ class Cost:
     """What a hook cost on a DDP.
 
     Attributes:
+        ranks: how many took part.
         hook: its name in `gradwire.bench.hooks.HOOKS`.
         provider: whose hook, and on whose DDP.
         one_bucket: whether the model was one bucket; else buckets of 25 MiB.
-        step_ms: a forward and a backward: p20, p50, p80.
+        step_ms: a forward and a backward on the slowest rank of each step: p20, p50, p80.
+        host_ms: CPU time of a step in all threads of rank 0's process, the median.
+        launches: kernels and copies that rank 0 hands to its GPU in a step; None without one.
+        synchronizations: how often the host waits for the GPU in a step; None without one.
         noop_ms: the same with noop_hook on the same DDP with the same buckets, in the same round.
         own_ms: the difference of the medians.
         step_vs_pytorch: the median step in units of that of PyTorch's hook; None for that itself.
         own_vs_pytorch: the same of ``own_ms``; None also where there is no cost.
     """
 
+    ranks: int
     hook: str
     provider: str
     one_bucket: bool
     step_ms: dict[str, float]
+    host_ms: float
+    launches: int | None
+    synchronizations: int | None
     noop_ms: dict[str, float]
     own_ms: float
     step_vs_pytorch: float | None
     own_vs_pytorch: float | None
 
 
-def measure(hooks: Sequence[str], steps: int, threads: int, device: torch.device) -> dict[str, Any]:
-    """The costs of each hook, after a check of its gradients.
+def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> dict[str, Any]:
+    """The costs of each hook, after a check of its gradients, and its memory.
 
     Args:
         hooks: names in `HOOKS`.
+        ranks: numbers of ranks, one after another.
         steps: timed steps of each contender.
-        threads: for the arithmetic of the CPU.
-        device: where to measure.
+        threads: of each rank, for the arithmetic of the CPU.
 
     Returns:
-        What `cost_table` takes and JSON holds: the settings, and a list of `Cost` as dictionaries.
+        What `cost_tables` takes and JSON holds: the settings, a list of `Cost` as dictionaries, and the peak memory by
+        hook and provider.
 
     Raises:
-        RuntimeError: a hook's gradients are wrong.
+        LaunchError: a rank failed, or a hook's gradients are wrong.
     """
-    with world_of_one(device, threads):
-        costs = [cost for hook in hooks for cost in _round(hook, steps, device)]
+    settings = {"threads": threads, "steps": steps}
+    costs = [cost for count in ranks for cost in _in_processes(settings | {"hooks": list(hooks)}, count)]
+    peaks: dict[str, dict[str, int]] = {}
+    for hook in track(dict.fromkeys(("noop", *hooks)), description=f"{'memory':<24}"):
+        peaks[hook] = {
+            provider: _in_processes(settings | {"weigh": [hook, provider]}, 1)
+            for provider in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH)
+        }
     return {
         "model": MODEL,
         "steps": steps,
         "threads": threads,
         "first_compressed_step": FIRST_COMPRESSED,
-        "costs": [asdict(cost) for cost in costs],
+        "costs": costs,
+        "peak_memory": peaks,
     }
+
+
+def _in_processes(settings: dict[str, Any], count: int) -> Any:
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        path = Path(folder, "measured.json")
+        launch("gradwire.bench.hook_cost", [json.dumps(settings | {"path": str(path)})], count)
+        return json.loads(path.read_text())
+
+
+def main(settings: dict[str, Any]) -> None:
+    """One rank."""
+    exit_with_launcher()
+    torch.set_num_threads(settings["threads"])
+    device = bench_device()
+    dist.init_process_group(backend_of(device))
+    measured: Any
+    if "weigh" in settings:
+        hook, provider = settings["weigh"]
+        measured = _weigh(hook, provider, device)
+    else:
+        rounds = (_round(hook, settings["steps"], device) for hook in settings["hooks"])
+        measured = [asdict(cost) for costs in rounds for cost in costs]
+    if dist.get_rank() == 0:
+        Path(settings["path"]).write_text(json.dumps(measured))
+    dist.destroy_process_group()
+
+
+def _weigh(hook: str, provider: str, device: torch.device) -> int:
+    """The largest number of bytes that a process held in training steps."""
+    peer = HOOKS[hook].peer
+    contender = Contender(hook, provider, device, provider == PYTORCH and peer is not None and peer.one_bucket)
+    for step in range(WARM_UP):
+        contender.step(make_batch(step, 0, device))
+    return peak_memory(device)
 
 
 def _round(hook: str, steps: int, device: torch.device) -> list[Cost]:
@@ -110,25 +178,35 @@ def _round(hook: str, steps: int, device: torch.device) -> list[Cost]:
         Contender(hook, PYTORCH, device, one_bucket=peer.one_bucket),
     ]
     runners = [*references.values(), *contenders]
+    rank = dist.get_rank()
     for step in range(WARM_UP):
         for runner in runners:
-            runner.step(make_batch(step, 0, device))
+            runner.step(make_batch(step, rank, device))
     for runner in runners:
-        runner.check(make_batch(WARM_UP, 0, device))
-    for step in track(range(steps), description=f"{hook:<24}"):
-        batch = make_batch(WARM_UP + 1 + step, 0, device)
+        runner.check(make_batch(WARM_UP, rank, device))
+    title = f"{hook}, {dist.get_world_size()}"
+    for step in track(range(steps), description=f"{title:<24}", disable=rank != 0):
+        batch = make_batch(WARM_UP + 1 + step, rank, device)
         for runner in runners:
+            dist.barrier()
+            before = time.process_time()
             runner.seconds.append(runner.step(batch))
-    costs = summarize(contenders, references)
+            runner.host_seconds.append(time.process_time() - before)
+    for runner in runners:
+        runner.seconds = slowest(runner.seconds)
+    for contender in contenders:
+        contender.calls = calls_of_driver(partial(contender.step, batch), device)
+    costs = summarize(dist.get_world_size(), contenders, references)
     del runners, contenders, references
     gc.collect()  # a DDP is part of a cycle, and a round holds gigabytes
     return costs
 
 
-def summarize(contenders: Sequence[Contender], references: dict[tuple[str, bool], Contender]) -> list[Cost]:
+def summarize(ranks: int, contenders: Sequence[Contender], references: dict[tuple[str, bool], Contender]) -> list[Cost]:
     """The costs of contenders of one hook, of which the last is PyTorch's.
 
     Args:
+        ranks: how many took part.
         contenders: with their times.
         references: noop_hook on each DDP that they run on, by its provider and whether it has one bucket.
     """
@@ -143,10 +221,14 @@ def summarize(contenders: Sequence[Contender], references: dict[tuple[str, bool]
     def cost_of(contender: Contender, step_ms: dict[str, float], noop_ms: dict[str, float], own_ms: float) -> Cost:
         is_ours, is_cost = contender.provider != PYTORCH, min(own_ms, their_own_ms) > 0
         return Cost(
+            ranks=ranks,
             hook=contender.hook,
             provider=contender.provider,
             one_bucket=contender.one_bucket,
             step_ms=step_ms,
+            host_ms=percentiles_ms(contender.host_seconds)["p50"],
+            launches=contender.calls.launches if contender.calls is not None else None,
+            synchronizations=contender.calls.synchronizations if contender.calls is not None else None,
             noop_ms=noop_ms,
             own_ms=own_ms,
             step_vs_pytorch=round(step_ms["p50"] / their_step_ms["p50"], 3) if is_ours else None,
@@ -156,15 +238,39 @@ def summarize(contenders: Sequence[Contender], references: dict[tuple[str, bool]
     return [cost_of(*row) for row in timed]
 
 
-def cost_table(measured: dict[str, Any], provenance: dict[str, Any]) -> Table:
-    """Three rows for each hook, with what the numbers mean below."""
-    title = f"Own cost of hooks, one rank\n{measured['model']}"
-    headers = ("hook", "ms per step", "vs\nPyT.", "own\nms", "vs\nPyT.")
-    table = bench_table(title, _caption(measured, provenance), headers)
-    for hook, costs in itertools.groupby(measured["costs"], key=itemgetter("hook")):
+def cost_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[Table]:
+    """Three rows for each hook, in a table for each number of ranks; then one of what else hooks take."""
+    for ranks, of_ranks in itertools.groupby(measured["costs"], key=itemgetter("ranks")):
+        title = f"Own cost of hooks, ranks: {ranks}\n{measured['model']}"
+        headers = ("hook", "ms per step", "vs\nPyT.", "own\nms", "vs\nPyT.")
+        table = bench_table(title, None, headers)
+        for hook, costs in itertools.groupby(of_ranks, key=itemgetter("hook")):
+            table.add_row(hook, style="bold")
+            for cost in costs:
+                table.add_row(*_row(cost))
+            table.add_section()
+        yield table
+    yield _resources_table(measured, facts)
+
+
+def _resources_table(measured: dict[str, Any], facts: dict[str, Any]) -> Table:
+    """Host time, launches and memory of each hook."""
+    headers = ("hook", "host\nms", "launches", "syncs", "memory")
+    table = bench_table("What a step takes besides time", _caption(measured, facts), headers)
+    peaks = measured["peak_memory"]
+    ranks = measured["costs"][0]["ranks"]
+    costs = [cost for cost in measured["costs"] if cost["ranks"] == ranks]
+    for hook, of_hook in itertools.groupby(costs, key=itemgetter("hook")):
         table.add_row(hook, style="bold")
-        for cost in costs:
-            table.add_row(*_row(cost))
+        for cost in of_hook:
+            beyond = peaks[hook][cost["provider"]] - peaks["noop"][GRADWIRE]
+            table.add_row(
+                f"  {provider_label(hook, cost['provider'], cost['one_bucket'])}",
+                f"{cost['host_ms']:.1f}",
+                str(cost["launches"]) if cost["launches"] is not None else "-",
+                str(cost["synchronizations"]) if cost["synchronizations"] is not None else "-",
+                format_bytes(max(beyond, 0)),
+            )
         table.add_section()
     return table
 
@@ -187,10 +293,17 @@ def _ratio(value: float | None) -> str:
 def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
     return (
         f"ms: forward and backward, median (20th-80th percentile) of {measured['steps']}, in turns\n"
+        "ms per step: on the slowest rank\n"
         "own: median beyond that with noop_hook on the same DDP in the same round;\n"
         "  the rows of noop itself show the noise. gradwire's DDP starts from less,\n"
         "  because with noop_hook it copies nothing\n"
         "vs PyT.: in units of the same for PyTorch's hook, the last row of each round\n"
+        "host: CPU time of all threads of rank 0; launches, syncs: of and for a GPU\n"
+        "memory: peak of a process (on a GPU, of tensors) beyond noop_hook on gradwire's DDP\n"
         f"{BUCKETS}\n"
         f"{machine_line(facts)}"
     )
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

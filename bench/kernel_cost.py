@@ -7,6 +7,8 @@ that no cache flatters it, and all contenders of a case take turns. A case is ch
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -158,6 +160,17 @@ def _gradients(shapes: Sequence[Sequence[Shape]], device: torch.device) -> list[
     return [[torch.randn(shape, device=device) for shape in of_bucket] for of_bucket in shapes]
 
 
+def _compiled(
+    name: str, work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]
+) -> dict[str, Contender]:
+    """``work(*operands(i))`` as torch.compile makes it, for each bucket; nothing where it finds no compiler."""
+    if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return {}
+    torch._dynamo.reset()  # it gives up a function that has been compiled for too many shapes
+    compiled = torch.compile(work, dynamic=False)
+    return {f"{name}, compiled": lambda i: compiled(*operands(i))}
+
+
 def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
     lists = _gradients(shapes, device)
     tables = [SegmentTable(tensors) for tensors in lists]
@@ -167,6 +180,9 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
     def ddp_and_hook(i: int) -> Tensor:
         torch._foreach_copy_(tables[i].views(flats[i]), lists[i])
         return flats[i].to(dtype).div_(RANKS)
+
+    def cat_to_div(*tensors: Tensor) -> Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).div_(RANKS)
 
     def check() -> None:
         expected = torch.empty_like(wires[0])
@@ -179,7 +195,8 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
         {
             OURS: lambda i: flatten(lists[i], wires[i], table=tables[i], scale=1 / RANKS),
             "PyTorch: DDP copies, hook casts": ddp_and_hook,
-            "cat, to, div": lambda i: torch.cat([t.reshape(-1) for t in lists[i]]).to(dtype).div_(RANKS),
+            "cat, to, div": lambda i: cat_to_div(*lists[i]),
+            **_compiled("cat, to, div", cat_to_div, lambda i: tuple(lists[i])),
             "_foreach_copy_, unscaled": lambda i: torch._foreach_copy_(tables[i].views(wires[i]), lists[i]),
         },
         check,
@@ -196,6 +213,10 @@ def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> 
         flats[i].copy_(wires[i])
         torch._foreach_copy_(lists[i], tables[i].views(flats[i]))
 
+    def copies(wire: Tensor, *tensors: Tensor) -> None:
+        for tensor, view in zip(tensors, wire.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(view.view_as(tensor))
+
     def check() -> None:
         expected = wires[0].float()
         torch.testing.assert_close(torch.cat([t.reshape(-1) for t in lists[0]]), expected, rtol=0, atol=0)
@@ -207,6 +228,7 @@ def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> 
             OURS: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
             "PyTorch: hook casts, DDP copies": hook_and_ddp,
             "_foreach_copy_": lambda i: torch._foreach_copy_(lists[i], tables[i].views(wires[i])),
+            **_compiled("copies", copies, lambda i: (wires[i], *lists[i])),
         },
         check,
     )
@@ -269,15 +291,18 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
         backproject(operands, ps[i], products[i][1], scale=1 / RANKS)
         reconstruct(operands, ps[i], qs[i], finite[i])
 
-    def eager(i: int) -> None:
-        views = (tables[i].p.views(ps[i]), tables[i].q.views(qs[i]))
-        outs = (tables[i].p.views(products[i][0]), tables[i].q.views(products[i][1]))
-        for k, (p, q, p_out, q_out) in enumerate(zip(*views, *outs, strict=True)):
-            m = gradients[i][k] + errors[i][k]
+    def eager(*operands: Sequence[Tensor]) -> None:
+        for gradient, error, target, p, q, p_out, q_out in zip(*operands, strict=True):
+            m = gradient + error
             torch.mm(q, m.t(), out=p_out).div_(RANKS)
             torch.mm(p, m, out=q_out).div_(RANKS)
-            torch.mm(p.t(), q, out=targets[i][k])
-            torch.sub(m, targets[i][k], out=errors[i][k])
+            torch.mm(p.t(), q, out=target)
+            torch.sub(m, target, out=error)
+
+    def operands_of(i: int) -> tuple[Sequence[Tensor], ...]:
+        p, q = tables[i].p, tables[i].q
+        factors = (p.views(ps[i]), q.views(qs[i]), p.views(products[i][0]), q.views(products[i][1]))
+        return gradients[i], errors[i], targets[i], *factors
 
     def check() -> None:
         """After one call, whose errors were zero: M = G."""
@@ -293,7 +318,11 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
     return Case(
         f"PowerSGD's three passes, rank {RANK}",
         [lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), torch.float32) for table in tables],
-        {OURS: passes, "the same in eager PyTorch": eager},
+        {
+            OURS: passes,
+            "the same in eager PyTorch": lambda i: eager(*operands_of(i)),
+            **_compiled("the same", eager, operands_of),
+        },
         check,
     )
 

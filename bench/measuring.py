@@ -1,14 +1,15 @@
-"""What the benches share: a world of one rank, clocks that wait for the device, percentiles."""
+"""What the benches share: clocks that wait for the device, percentiles, counts of what a process takes."""
+
+from __future__ import annotations
 
 import os
 import resource
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,19 +23,6 @@ def bench_device() -> torch.device:
 def backend_of(device: torch.device) -> str:
     """The backend of collectives on ``device``."""
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-@contextmanager
-def world_of_one(device: torch.device, threads: int) -> Iterator[None]:
-    """The default process group with this process as its only rank, which computes with ``threads`` threads."""
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        store = Path(folder, "store").as_uri()
-        dist.init_process_group(backend_of(device), init_method=store, rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def synchronize(device: torch.device) -> None:
@@ -74,6 +62,41 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Calls(NamedTuple):
+    """What a piece of work asked of a GPU's driver.
+
+    Attributes:
+        launches: kernels, copies and fills that were handed to the GPU.
+        synchronizations: times that the host waited for a stream or an event.
+    """
+
+    launches: int
+    synchronizations: int
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Calls:
+        """Counts among the names of a profile's events."""
+        events = list(names)
+        return cls(
+            launches=sum(name.startswith(_LAUNCHES) for name in events),
+            synchronizations=sum(name in _SYNCHRONIZATIONS for name in events),
+        )
+
+
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
+_SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def calls_of_driver(work: Callable[[], object], device: torch.device) -> Calls | None:
+    """What ``work`` asks of the driver, by the profiler; None, with nothing done, where ``device`` is a CPU."""
+    if device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+    return Calls.of(event.name for event in profile.events())
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.converge import summarize
+from gradwire.bench.converge import summarize, target_of
 from gradwire.bench.kernel_cost import OURS
 from gradwire.bench.report import format_bytes, machine_line
 from gradwire.bench.results import replacing
@@ -196,17 +196,16 @@ def converge_table(results: Results) -> str:
         )
         for row in summarize(measured["races"])
     ]
-    target = f"until {100 * measured['target']:.1f} % at {measured['rate']}"
-    return markdown(
-        (f"hook, {target}", "DDP and hook", "reached", "steps", "seconds", "sent", "faster"), rows
-    ) + _source(results)
+    headers = (f"hook, at {_link(measured['rate'])}", "DDP and hook", "reached", "steps", "seconds", "sent", "faster")
+    return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)
 
 
 # By name: that of the file of results, up to the first hyphen.
 TABLES: dict[str, Callable[[Results], str]] = {
     "network": network_table,
     "network-summary": network_summary,
-    "converge": converge_table,
+    "converge_digits": converge_table,
+    "converge_text": converge_table,
     "hooks": hooks_table,
     "reducer": reducer_table,
     "kernels": kernels_table,
@@ -248,7 +247,7 @@ def draw_network(results: Results, path: Path) -> None:
 
 
 def draw_converge(results: Results, path: Path) -> None:
-    """Accuracy against seconds and against megabytes, a curve for each training."""
+    """The score against seconds and against megabytes, a curve for each training."""
     from matplotlib.figure import Figure
 
     measured = results["measurements"]
@@ -262,18 +261,19 @@ def draw_converge(results: Results, path: Path) -> None:
             name = f"{race['hook']}, {race['provider']}"
             axes.plot(
                 [unit * value for value in race[of]],
-                [100 * right for right in race["accuracies"]],
+                race["scores"],
                 color=_CURVES[hooks.index(race["hook"]) % len(_CURVES)],
                 linestyle="-" if race["provider"] == GRADWIRE else ":",
                 linewidth=1.5,
                 label=None if name in seen else name,
             )
             seen.add(name)
-        axes.axhline(100 * measured["target"], color=_FLOOR_COLOR, linestyle="--", linewidth=1)
+        axes.axhline(measured["target"], color=_FLOOR_COLOR, linestyle="--", linewidth=1)
         axes.set_xlim(left=0)
-        axes.set_ylim(85, 100)
+        if measured["rises"]:
+            axes.set_ylim(85, 100)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test images that are right (%)")
+    panels[0].set_ylabel(measured["score"])
     panels[0].set_xlabel("seconds of training")
     panels[1].set_xlabel("sent by rank 0 (MB)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
@@ -333,7 +333,8 @@ def _save(figure: Any, title: str, path: Path) -> None:
 
 DRAWINGS: dict[str, Callable[[Results, Path], None]] = {
     "network": draw_network,
-    "converge": draw_converge,
+    "converge_digits": draw_converge,
+    "converge_text": draw_converge,
     "hooks": draw_hooks,
     "kernels": draw_kernels,
 }

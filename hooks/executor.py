@@ -30,8 +30,8 @@ from torch.futures import Future
 from gradwire.compress import Steps, Transport, Workspace
 from gradwire.kernels import SegmentTable
 
-# Algorithms that a worker has under way at once. gloo works on two collectives of a group at a time; one more waits.
-UNDER_WAY = 3
+# Algorithms that a worker has under way at once: gloo works on two collectives of a group at a time.
+UNDER_WAY = 2
 # Seconds that a worker which waits for a lost peer may hold up the exit of the interpreter.
 EXIT_LIMIT = 2.0
 MEETING_TIMEOUT = timedelta(minutes=2)

@@ -15,18 +15,12 @@ from gradwire.bench.contenders import (
 )
 from gradwire.bench.hook_cost import DEFAULT_HOOKS
 from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
-from gradwire.bench.measuring import world_of_one
 from gradwire.bench.network import DEFAULT_HOOKS as NETWORK_HOOKS
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    threads = torch.get_num_threads()
-    with world_of_one(CPU, threads=1):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 @pytest.fixture

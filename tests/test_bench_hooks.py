@@ -11,12 +11,18 @@ import gradwire
 from gradwire.bench import contenders, hook_cost
 from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.hook_cost import DEFAULT_HOOKS, cost_table, summarize
+from gradwire.bench.hook_cost import DEFAULT_HOOKS, cost_tables, summarize
 from gradwire.bench.hooks import HOOKS
+from gradwire.bench.measuring import Calls, calls_of_driver
+
+CPU = torch.device("cpu")
 
 
 def timed(hook, provider, ms, one_bucket=False):
-    return SimpleNamespace(hook=hook, provider=provider, one_bucket=one_bucket, seconds=[ms / 1e3] * 3)
+    seconds = [ms / 1e3] * 3
+    return SimpleNamespace(
+        hook=hook, provider=provider, one_bucket=one_bucket, seconds=seconds, host_seconds=seconds, calls=None
+    )
 
 
 def made_up_round(hook, ours=(40.0, 50.0), theirs=120.0):
@@ -31,7 +37,7 @@ def made_up_round(hook, ours=(40.0, 50.0), theirs=120.0):
         timed(hook, GRADWIRE_ON_PYTORCH, ours[1]),
         timed(hook, PYTORCH, theirs, one_bucket),
     ]
-    return summarize(runs, references)
+    return summarize(2, runs, references)
 
 
 def test_own_cost_is_beyond_noop_on_the_same_ddp_with_the_same_buckets():
@@ -52,35 +58,28 @@ def test_there_is_no_ratio_where_a_cost_is_not_positive(ours, theirs):
 
 def test_the_table_of_all_hooks_fits_into_80_columns(facts, printed):
     costs = [vars(cost) for hook in HOOKS for cost in made_up_round(hook, (1234.5, 1350.0), 2345.0)]
-    text = printed(cost_table({"model": contenders.MODEL, "steps": 30, "threads": 1, "costs": costs}, facts))
+    peaks = {hook: {GRADWIRE: 10**9, GRADWIRE_ON_PYTORCH: 10**9, PYTORCH: 1_234_567_890} for hook in HOOKS}
+    measured = {"model": contenders.MODEL, "steps": 30, "threads": 1, "costs": costs, "peak_memory": peaks}
+    text = printed(*cost_tables(measured, facts))
     assert "…" not in text
     rows = [line.split() for line in text.splitlines()]
     for hook in HOOKS:
         assert [hook] in rows
     assert ["gradwire", "1234.5", "(1234-1234)", "0.53x", "1224.5", "0.53x"] in rows
+    assert ["PyTorch's", "fp16_compress_hook", "2345.0", "-", "-", "235", "MB"] in rows
     assert "PyTorch's powerSGD_hook, one bucket" in text
     assert "PyTorch's powerSGD_hook *, one bucket" in text  # beside what PyTorch has not
 
 
-def test_a_round_for_real(monkeypatch, tmp_path):
+@pytest.fixture
+def small_model(monkeypatch, world_of_one):
     for name, value in {"LAYERS": 2, "NARROW": 64, "WIDE": 128}.items():
         monkeypatch.setattr(contenders, name, value)
-    threads = torch.get_num_threads()
-    path = tmp_path / "hooks.json"
-    arguments = ["bench", "hooks", "--steps", "2", "--hooks", "noop,powersgd-r1", "--output", str(path)]
-    try:
-        done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "80"}).invoke(app, arguments)
-    finally:
-        torch.set_num_threads(threads)
-    assert done.exit_code == 0, done.output
-    document = json.loads(path.read_text())
-    facts, measured = document["provenance"], document["measurements"]
-    assert {"date", "commit", "cpu", "system", "torch", "python", "command", "load_average_before"} <= facts.keys()
-    assert facts["gradwire"] == gradwire.__version__
-    assert facts["threads_per_process"] == measured["threads"] == 1
-    assert "cpus_busy_with_others" in facts
-    costs = measured["costs"]
-    assert [(cost["hook"], cost["provider"], cost["one_bucket"]) for cost in costs] == [
+
+
+def test_a_round_for_real(small_model):
+    costs = [cost for hook in ("noop", "powersgd-r1") for cost in hook_cost._round(hook, 2, CPU)]
+    assert [(cost.hook, cost.provider, cost.one_bucket) for cost in costs] == [
         ("noop", GRADWIRE, False),
         ("noop", GRADWIRE_ON_PYTORCH, False),
         ("noop", PYTORCH, False),
@@ -89,21 +88,47 @@ def test_a_round_for_real(monkeypatch, tmp_path):
         ("powersgd-r1", PYTORCH, True),
     ]
     for cost in costs:
-        assert 0 < cost["step_ms"]["p20"] <= cost["step_ms"]["p50"] <= cost["step_ms"]["p80"]
-        assert cost["own_ms"] == pytest.approx(cost["step_ms"]["p50"] - cost["noop_ms"]["p50"], abs=1e-3)
-    assert "powersgd-r1" in done.output
+        assert cost.ranks == 1
+        assert 0 < cost.step_ms["p20"] <= cost.step_ms["p50"] <= cost.step_ms["p80"]
+        assert cost.host_ms > 0
+        assert cost.launches is cost.synchronizations is None
+        assert cost.own_ms == pytest.approx(cost.step_ms["p50"] - cost.noop_ms["p50"], abs=1e-3)
 
 
-def test_nothing_is_timed_if_a_check_fails(monkeypatch):
+def test_nothing_is_timed_if_a_check_fails(small_model, monkeypatch):
     def fails(*_):
         raise RuntimeError("wrong; nothing is timed.")
 
-    for name, value in {"LAYERS": 2, "NARROW": 16, "WIDE": 32}.items():
-        monkeypatch.setattr(contenders, name, value)
     monkeypatch.setattr(contenders.Contender, "check", fails)
+    monkeypatch.setattr(hook_cost, "track", None)  # of the timed steps
     with pytest.raises(RuntimeError, match="nothing is timed"):
-        hook_cost.measure(["noop"], 1, torch.get_num_threads(), torch.device("cpu"))
-    assert not torch.distributed.is_initialized()
+        hook_cost._round("noop", 1, CPU)
+
+
+def test_ranks_and_memory_are_measured_in_processes_of_their_own(tmp_path):
+    """Two real rounds of two ranks, and the memory of two hooks: a process for each contender."""
+    path = tmp_path / "hooks.json"
+    arguments = ["bench", "hooks", "--steps", "1", "--ranks", "2", "--hooks", "fp16", "--output", str(path)]
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "80"}).invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(path.read_text())
+    facts, measured = document["provenance"], document["measurements"]
+    assert {"date", "commit", "cpu", "system", "torch", "python", "command", "load_average_before"} <= facts.keys()
+    assert facts["gradwire"] == gradwire.__version__
+    assert facts["threads_per_process"] == measured["threads"] == 1
+    assert "cpus_busy_with_others" in facts
+    assert [cost["ranks"] for cost in measured["costs"]] == [2] * 3
+    peaks = measured["peak_memory"]
+    assert list(peaks) == ["noop", "fp16"]
+    # PyTorch's DDP has fp32 buffers of 50 MB, and its hook copies of 25; gradwire's has 13 for each of two buckets.
+    assert peaks["fp16"][PYTORCH] - peaks["fp16"][GRADWIRE] > 10e6
+
+
+def test_calls_are_counted_by_name():
+    names = ["aten::add", "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaMemcpyAsync"]
+    names += ["cudaStreamSynchronize", "cudaDeviceSynchronize", "void kernel()"]
+    assert Calls.of(names) == Calls(launches=4, synchronizations=1)
+    assert calls_of_driver(lambda: pytest.fail("a CPU has no driver"), CPU) is None
 
 
 def test_the_default_hooks_have_no_duplicates():

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from gradwire.bench import reducer
 from gradwire.bench.commands import app
-from gradwire.bench.measuring import world_of_one
 from gradwire.bench.models import MODELS
 from gradwire.bench.reducer import NO_REDUCER, PROVIDERS, reducer_tables, summarize
 
@@ -23,13 +22,7 @@ def made_up():
     return summarize("mlp", cases, [[MADE_UP_MS[provider] / 1e3] * 3 for provider in PROVIDERS])
 
 
-@pytest.fixture
-def world():
-    with world_of_one(torch.device("cpu"), threads=1):
-        yield
-
-
-def test_ratios_are_to_pytorch_with_the_same_hook_and_costs_beyond_no_reducer(world):
+def test_ratios_are_to_pytorch_with_the_same_hook_and_costs_beyond_no_reducer(world_of_one):
     rows = {row.provider: row for row in made_up()}
     assert (rows["gradwire"].vs_pytorch, rows["gradwire"].us_a_parameter) == (0.75, 2500)
     assert rows["gradwire, noop_hook"].vs_pytorch == 0.667
@@ -38,7 +31,7 @@ def test_ratios_are_to_pytorch_with_the_same_hook_and_costs_beyond_no_reducer(wo
     assert {(row.parameters, row.elements, row.ranks) for row in rows.values()} == {(2, 8, 1)}
 
 
-def test_tables_fit_80_columns_and_say_what_the_numbers_mean(world, facts, printed):
+def test_tables_fit_80_columns_and_say_what_the_numbers_mean(world_of_one, facts, printed):
     memory = {provider: 1e9 + 1e6 * ms for provider, ms in MADE_UP_MS.items()}
     rows = [reducer.asdict(row) for row in made_up()]
     text = printed(*reducer_tables({"steps": 3, "backwards": rows, "peak_memory": memory}, facts))
@@ -67,7 +60,7 @@ def test_the_densenet_has_six_parameters_a_layer():
     assert model(torch.randn(MODELS["densenet"].input_shape)).shape == (4, 10)
 
 
-def test_wrong_gradients_are_refused_before_anything_is_timed(world, monkeypatch):
+def test_wrong_gradients_are_refused_before_anything_is_timed(world_of_one, monkeypatch):
     def doubles(_, bucket):
         future = torch.futures.Future()
         future.set_result(2 * bucket.buffer())

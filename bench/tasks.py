@@ -1,0 +1,201 @@
+"""What `gradwire bench converge` trains: two small tasks with a target, on data that every machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradwire.bench.demo import GLOBAL_BATCH, accuracy, load_data, make_network
+
+Batch = tuple[Tensor, Tensor]  # inputs and labels
+
+
+class Task:
+    """A training until a target.
+
+    Attributes:
+        title: of tables and plots.
+        score: what is looked at, with its unit.
+        target: of the score.
+        rises: whether a better score is a larger one.
+        look_every: steps.
+        most_steps: after which a training that has not reached the target ends.
+    """
+
+    title: str
+    score: str
+    target: float
+    rises: bool
+    look_every: int
+    most_steps: int
+
+    def make_model(self) -> nn.Module:
+        """The model, with weights from PyTorch's generator."""
+        raise NotImplementedError
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """For its weights; the learning rate rises to this in the first `WARM_UP` steps and stays there."""
+        raise NotImplementedError
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """This rank's share of every batch, without end."""
+        raise NotImplementedError
+
+    def score_of(self, model: nn.Module) -> float:
+        """On data that the model was not trained on."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross entropy, in nats."""
+        inputs, labels = batch
+        return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+
+    def is_reached(self, score: float) -> bool:
+        """Whether a score is the target or better."""
+        return score >= self.target if self.rises else score <= self.target
+
+
+class Digits(Task):
+    """The demo's network and images."""
+
+    title = "8 x 8 digits, convolutional network"
+    score = "test images that are right (%)"
+    target = 97.5
+    rises = True
+    look_every = 5
+    most_steps = 250
+
+    def __init__(self) -> None:
+        self._data = load_data(torch.device("cpu"))
+
+    def make_model(self) -> nn.Module:  # noqa: D102
+        return make_network()
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:  # noqa: D102
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+
+    def batches(self, seed: int) -> Iterator[Batch]:  # noqa: D102
+        images, ranks = len(self._data.train_labels), dist.get_world_size()
+        size = GLOBAL_BATCH // ranks * ranks
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(images, generator=generator)
+            for start in range(0, images - size + 1, size):
+                mine = order[start + dist.get_rank() : start + size : ranks]
+                yield self._data.train_images[mine], self._data.train_labels[mine]
+
+    def score_of(self, model: nn.Module) -> float:  # noqa: D102
+        return 100 * accuracy(model, self._data)
+
+
+class Text(Task):
+    """A small GPT that predicts the next byte of the Python standard library's sources, every tenth file left out.
+
+    The frequencies of single bytes alone give 3.2 nats, those of pairs 2.56.
+    """
+
+    title = "bytes of the Python standard library, GPT"
+    score = "validation loss (nats per byte)"
+    target = 2.5
+    rises = False
+    look_every = 10
+    most_steps = 600
+    length, batch = 64, 4  # bytes of a sequence, sequences of a rank in a step
+    sequences = 32  # to look at
+
+    def __init__(self) -> None:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        if len(files) < 20:
+            raise ValueError(
+                f"{Path(os.__file__).parent} has {len(files)} Python files; expected the standard library's sources. "
+                "Run this with a Python that has them, or take the task digits."
+            )
+        texts = [file.read_bytes() for file in files]
+        self._train, looked_at = (
+            torch.tensor(list(b"".join(part)))
+            for part in ([text for i, text in enumerate(texts) if i % 10], texts[::10])
+        )
+        starts = torch.linspace(0, len(looked_at) - self.length - 1, self.sequences).long()
+        self._looked_at = self._cut(looked_at, starts)
+
+    def make_model(self) -> nn.Module:  # noqa: D102
+        return Gpt(layers=5, width=192, length=self.length)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:  # noqa: D102
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def batches(self, seed: int) -> Iterator[Batch]:  # noqa: D102
+        generator = torch.Generator().manual_seed(dist.get_world_size() * seed + dist.get_rank())
+        while True:
+            yield self._cut(
+                self._train, torch.randint(len(self._train) - self.length, (self.batch,), generator=generator)
+            )
+
+    def score_of(self, model: nn.Module) -> float:  # noqa: D102
+        return self.loss(model, self._looked_at).item()
+
+    def _cut(self, text: Tensor, starts: Tensor) -> Batch:
+        """Sequences of bytes, and the byte that follows each."""
+        places = starts[:, None] + torch.arange(self.length + 1)
+        return text[places[:, :-1]], text[places[:, 1:]]
+
+
+class Gpt(nn.Module):
+    """A decoder-only transformer over bytes."""
+
+    def __init__(self, layers: int, width: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the byte that follows each."""
+        hidden = self.embed(x) + self.position
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=self.mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text}
+
+
+def parameters_of(task: Task) -> int:
+    """How many its model has."""
+    return sum(parameter.numel() for parameter in task.make_model().parameters())
+
+
+def look(task: Task, model: nn.Module) -> float:
+    """The score of rank 0's model, whose batch statistics differ, on every rank."""
+    model.eval()
+    score = torch.tensor(task.score_of(model) if dist.get_rank() == 0 else 0.0, dtype=torch.float64)
+    dist.broadcast(score, 0)
+    model.train()
+    return score.item()
+
+
+def describe(task: Task) -> dict[str, Any]:
+    """What results say of a task."""
+    return {
+        "task": task.title,
+        "parameters": parameters_of(task),
+        "score": task.score,
+        "target": task.target,
+        "rises": task.rises,
+    }
