@@ -209,9 +209,18 @@ def bench_hooks(
 @bench.command("network")
 def bench_network(
     hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
-    rates: Annotated[str, typer.Option(help="Rates of the hosts' links, separated by commas.")] = _NETWORK_RATES,
+    rates: Annotated[
+        str | None, typer.Option(help=f"Rates of the hosts' links, separated by commas; by default {_NETWORK_RATES}.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook at each rate.")] = 15,
     hooks: HooksOption = _NETWORK_HOOKS,
+    emulated: Annotated[
+        bool,
+        typer.Option(
+            "--emulated",
+            help=f"A model of a link, on one GPU that stands for all hosts; at {', '.join(network.EMULATED_RATES)}.",
+        ),
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"5 steps of {', '.join(network.QUICK_HOOKS)} at 1gbit.")
     ] = False,
@@ -225,10 +234,16 @@ def bench_network(
     gradwire's hooks on its own DDP, PyTorch's on PyTorch's. A few minutes, most of them at 100mbit.
     """
     names = network.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
-    links = _parse_rates(",".join(network.QUICK_RATES) if quick else rates)
+    if emulated and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no GPU; without --emulated the link is a real one.", param_hint="--emulated")
+    defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
+    links = _parse_rates(rates or ",".join(defaults))
     links = [network.LOOPBACK] if loopback else links
     measured, facts = _over_network(
-        "network", loopback, lambda: network.measure(names, links, 5 if quick else steps, hosts)
+        "network",
+        loopback or emulated,
+        lambda: network.measure(names, links, 5 if quick else steps, hosts, emulated),
+        bench_device() if emulated else torch.device("cpu"),
     )
     Console().print(*network.step_tables(measured, facts))
     _save(measured, facts, output)
@@ -255,7 +270,10 @@ def bench_converge(
     names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
     link = network.LOOPBACK if loopback else _parse_rates(rate)[0]
     measured, facts = _over_network(
-        "converge", loopback, lambda: converge.measure(chosen, names, link, 1 if quick else seeds, hosts)
+        "converge",
+        loopback,
+        lambda: converge.measure(chosen, names, link, 1 if quick else seeds, hosts),
+        torch.device("cpu"),
     )
     Console().print(converge.race_table(measured, facts))
     _save(measured, facts, output)
@@ -297,13 +315,13 @@ def bench_report(
 
 
 def _over_network(
-    command: str, loopback: bool, measure: Callable[[], dict[str, Any]]
+    command: str, needs_none: bool, measure: Callable[[], dict[str, Any]], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``measure`` returns, with its provenance; refuses where namespaces are asked for and cannot be made."""
-    obstacle = None if loopback else namespaces.obstacle()
+    """What ``measure`` returns, with its provenance; refuses where namespaces are needed and cannot be made."""
+    obstacle = None if needs_none else namespaces.obstacle()
     if obstacle is not None:
         _refuse_network(command, obstacle)
-    facts, neighbours = _facts(torch.device("cpu"), threads=1), Neighbours()
+    facts, neighbours = _facts(device, threads=1), Neighbours()
     with _stoppable(f"gradwire bench {command}", Console()):
         try:
             measured = measure()

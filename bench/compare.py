@@ -85,7 +85,7 @@ def _kernel(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _hook(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     if row["step_vs_pytorch"] is not None:
-        yield f"hook {row['hook']}: {row['provider']}", row["step_vs_pytorch"]
+        yield f"hook {row['hook']}, ranks: {row['ranks']}: {row['provider']}", row["step_vs_pytorch"]
 
 
 def _network(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

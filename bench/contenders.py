@@ -64,7 +64,7 @@ class Contender:
 
     Attributes:
         seconds: what the timed steps took on this rank.
-        host_seconds: CPU time of this process in them.
+        host_seconds: CPU time of this process in all steps so far, until the backward had returned.
         link_bytes: what they sent over the network interface.
         calls: what one more step asked of the GPU; None without one.
     """
@@ -110,8 +110,9 @@ class Contender:
         """The seconds of a forward and a backward, until every gradient is final."""
         self.ddp.zero_grad(set_to_none=True)
         synchronize(self._device)
-        start = time.perf_counter()
+        start, started = time.perf_counter(), time.process_time()
         self._loss(batch).backward()
+        self.host_seconds.append(time.process_time() - started)
         synchronize(self._device)
         return time.perf_counter() - start
 
@@ -166,6 +167,12 @@ class Contender:
             parts = flat.split([parameter.numel() for parameter in parameters])
             views |= {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
         return [views[id(parameter)] for parameter in named.values()]
+
+
+def needs_one_bucket(hook: str, device: torch.device) -> bool:
+    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.bench.hooks.Peer`."""
+    peer = HOOKS[hook].peer
+    return peer is not None and peer.one_bucket and device.type == "cpu"
 
 
 def provider_label(hook: str, provider: str, one_bucket: bool) -> str:

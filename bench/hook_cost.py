@@ -13,7 +13,6 @@ import itertools
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,9 +35,9 @@ from gradwire.bench.contenders import (
     WARM_UP,
     Contender,
     make_batch,
+    needs_one_bucket,
     provider_label,
 )
-from gradwire.bench.hooks import HOOKS
 from gradwire.bench.launch import exit_with_launcher, launch
 from gradwire.bench.measuring import (
     backend_of,
@@ -75,7 +74,7 @@ class Cost:
         provider: whose hook, and on whose DDP.
         one_bucket: whether the model was one bucket; else buckets of 25 MiB.
         step_ms: a forward and a backward on the slowest rank of each step: p20, p50, p80.
-        host_ms: CPU time of a step in all threads of rank 0's process, the median.
+        host_ms: CPU time of a step in all threads of rank 0's process, until the backward returns, the median.
         launches: kernels and copies that rank 0 hands to its GPU in a step; None without one.
         synchronizations: how often the host waits for the GPU in a step; None without one.
         noop_ms: the same with noop_hook on the same DDP with the same buckets, in the same round.
@@ -159,23 +158,21 @@ def main(settings: dict[str, Any]) -> None:
 
 def _weigh(hook: str, provider: str, device: torch.device) -> int:
     """The largest number of bytes that a process held in training steps."""
-    peer = HOOKS[hook].peer
-    contender = Contender(hook, provider, device, provider == PYTORCH and peer is not None and peer.one_bucket)
+    contender = Contender(hook, provider, device, provider == PYTORCH and needs_one_bucket(hook, device))
     for step in range(WARM_UP):
         contender.step(make_batch(step, 0, device))
     return peak_memory(device)
 
 
 def _round(hook: str, steps: int, device: torch.device) -> list[Cost]:
-    peer = HOOKS[hook].peer
-    assert peer is not None
+    one_bucket = needs_one_bucket(hook, device)
     references = {(kind, False): Contender("noop", kind, device) for kind in (PYTORCH, GRADWIRE)}
-    if peer.one_bucket:
+    if one_bucket:
         references[PYTORCH, True] = Contender("noop", PYTORCH, device, one_bucket=True)
     contenders = [
         Contender(hook, GRADWIRE, device),
         Contender(hook, GRADWIRE_ON_PYTORCH, device),
-        Contender(hook, PYTORCH, device, one_bucket=peer.one_bucket),
+        Contender(hook, PYTORCH, device, one_bucket=one_bucket),
     ]
     runners = [*references.values(), *contenders]
     rank = dist.get_rank()
@@ -184,14 +181,14 @@ def _round(hook: str, steps: int, device: torch.device) -> list[Cost]:
             runner.step(make_batch(step, rank, device))
     for runner in runners:
         runner.check(make_batch(WARM_UP, rank, device))
+    for runner in runners:
+        runner.host_seconds = []
     title = f"{hook}, {dist.get_world_size()}"
     for step in track(range(steps), description=f"{title:<24}", disable=rank != 0):
         batch = make_batch(WARM_UP + 1 + step, rank, device)
         for runner in runners:
             dist.barrier()
-            before = time.process_time()
             runner.seconds.append(runner.step(batch))
-            runner.host_seconds.append(time.process_time() - before)
     for runner in runners:
         runner.seconds = slowest(runner.seconds)
     for contender in contenders:

@@ -16,8 +16,12 @@ import torch.distributed as dist
 
 
 def bench_device() -> torch.device:
-    """The GPU, if there is one, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """This rank's GPU, which becomes the current one; the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def backend_of(device: torch.device) -> str:

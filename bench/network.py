@@ -2,7 +2,7 @@
 
 One rank on each host, one thread each. All contenders live in the same processes and take turns step by step, at one
 rate after another. `measure` starts the ranks; each runs `main`, checks the gradients, sets the rate of its own
-interface, and times its steps.
+interface, and times its steps. With one GPU the link can be a model instead: see `gradwire.bench.emulated`.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from operator import itemgetter
@@ -35,11 +35,12 @@ from gradwire.bench.contenders import (
     WARM_UP,
     Contender,
     make_batch,
+    needs_one_bucket,
     provider_label,
 )
-from gradwire.bench.hooks import HOOKS
+from gradwire.bench.emulated import emulated_link
 from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
-from gradwire.bench.measuring import percentiles_ms, slowest
+from gradwire.bench.measuring import backend_of, bench_device, percentiles_ms, slowest, synchronize
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.report import bench_table, format_bytes, machine_line
 
@@ -47,11 +48,11 @@ REFERENCE = "noop"
 DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "powersgd-r1", "powersgd-r4", "powersgd-r16")
 QUICK_HOOKS = ("noop", "none", "powersgd-r4")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
+EMULATED_RATES = ("10gbit", "25gbit", "100gbit", "400gbit")
 QUICK_RATES = ("1gbit",)
 LOOPBACK = Rate("loopback", None)
 _PORT = 29500
 _PROBE_BYTES = 8_000_000
-_DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Step:
         one_bucket: whether the model was one bucket; else buckets of 25 MiB.
         step_ms: a forward and a backward on the slower rank of each step: p20, p50, p80.
         link_bytes: what a rank's interface sent in a step, headers and the barrier around it included: the median;
-            None on loopback.
+            None on loopback and on a modelled link.
         vs_noop: the median in units of that of noop_hook on the same DDP with the same buckets.
         vs_pytorch: the median in units of that of PyTorch's hook on its DDP; None for that itself.
     """
@@ -80,7 +81,9 @@ class Step:
     vs_pytorch: float | None
 
 
-def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int) -> dict[str, Any]:
+def measure(
+    hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int, is_emulated: bool = False
+) -> dict[str, Any]:
     """Step times of each hook at each rate.
 
     Args:
@@ -88,6 +91,8 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int)
         rates: between the hosts, in this order; ``[LOOPBACK]`` for ranks that share this machine's loopback.
         steps: timed steps of each contender at each rate.
         count: hosts.
+        is_emulated: whether one rank, on a GPU, stands for all, and the link is a model. Then allreduce_hook stands for
+            no hook.
 
     Returns:
         What `step_tables` takes and JSON holds: the settings, the rate that a plain all-reduce reached, and a list of
@@ -97,8 +102,13 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, count: int)
         NamespaceError: the system refuses to make hosts.
         LaunchError: a rank failed.
     """
-    settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps}
-    return run_on_hosts("gradwire.bench.network", settings, list(rates) == [LOOPBACK], count)
+    if is_emulated:
+        hooks = ["allreduce" if hook == "none" else hook for hook in hooks]
+    settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "hosts": count}
+    one_for_all = is_emulated or list(rates) == [LOOPBACK]
+    return run_on_hosts(
+        "gradwire.bench.network", settings | {"emulated": is_emulated}, one_for_all, 1 if is_emulated else count
+    )
 
 
 def run_on_hosts(module: str, settings: dict[str, Any], is_loopback: bool, count: int) -> dict[str, Any]:
@@ -139,41 +149,44 @@ def _places(is_loopback: bool, count: int) -> Iterator[tuple[list[Place], str, i
             yield [Place(host.prefix, namespaces.INTERFACE) for host in made], made[0].address, _PORT
 
 
-def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, path: Path) -> None:
+def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool, path: Path) -> None:
     """One rank."""
     exit_with_launcher()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    device = bench_device() if is_emulated else torch.device("cpu")
+    dist.init_process_group(backend_of(device), timeout=timedelta(minutes=5))
     rank = dist.get_rank()
-    is_loopback = list(rates) == [LOOPBACK]
-    contenders = make_contenders(hooks)
+    has_interface = not is_emulated and list(rates) != [LOOPBACK]
+    contenders = make_contenders(hooks, device)
     for step, contender in _turns(range(WARM_UP), contenders, "warm-up"):
-        contender.step(make_batch(step, rank, _DEVICE))
+        contender.step(make_batch(step, rank, device))
     for step, contender in _turns(range(WARM_UP, WARM_UP + 1), contenders, "check"):
-        contender.check(make_batch(step, rank, _DEVICE))
+        contender.check(make_batch(step, rank, device))
     first = WARM_UP + 1
     measured: list[Step] = []
     reached: dict[str, float] = {}
     for rate in rates:
-        if not is_loopback:
+        if has_interface:
             namespaces.limit(rate)
-        reached[rate.name] = _probe()
-        for contender in contenders:
-            contender.seconds, contender.link_bytes = [], []
-        for step, contender in _turns(range(first, first + steps), contenders, rate.name):
-            batch = make_batch(step, rank, _DEVICE)
-            sent_before = 0 if is_loopback else namespaces.sent_bytes()
-            dist.barrier()
-            contender.seconds.append(contender.step(batch))
-            dist.barrier()
-            contender.link_bytes.append(0 if is_loopback else namespaces.sent_bytes() - sent_before)
+        with emulated_link(rate, hosts, device) if is_emulated else nullcontext():
+            reached[rate.name] = _probe(hosts, device)
+            for contender in contenders:
+                contender.seconds, contender.link_bytes = [], []
+            for step, contender in _turns(range(first, first + steps), contenders, rate.name):
+                batch = make_batch(step, rank, device)
+                sent_before = namespaces.sent_bytes() if has_interface else 0
+                dist.barrier()
+                contender.seconds.append(contender.step(batch))
+                dist.barrier()
+                contender.link_bytes.append(namespaces.sent_bytes() - sent_before if has_interface else 0)
         first += steps
         seconds = [slowest(contender.seconds) for contender in contenders]
-        measured += summarize(rate.name, contenders, seconds, is_loopback)
+        measured += summarize(rate.name, contenders, seconds, not has_interface)
     if rank == 0:
         document = {
             "model": MODEL,
-            "hosts": dist.get_world_size(),
+            "hosts": hosts,
+            "emulated": is_emulated,
             "steps": steps,
             "first_compressed_step": FIRST_COMPRESSED,
             "reached_mbit": reached,
@@ -183,16 +196,14 @@ def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, path: Path) ->
     dist.destroy_process_group()
 
 
-def make_contenders(hooks: Sequence[str]) -> list[Contender]:
+def make_contenders(hooks: Sequence[str], device: torch.device) -> list[Contender]:
     """PyTorch's and gradwire's of each hook, and noop_hook on every kind of DDP among them."""
     contenders = []
     for hook in dict.fromkeys((REFERENCE, *hooks)):
-        peer = HOOKS[hook].peer
-        assert peer is not None
-        contenders.append(Contender(hook, PYTORCH, _DEVICE, one_bucket=peer.one_bucket))
-        contenders.append(Contender(hook, GRADWIRE, _DEVICE))
+        contenders.append(Contender(hook, PYTORCH, device, one_bucket=needs_one_bucket(hook, device)))
+        contenders.append(Contender(hook, GRADWIRE, device))
     if any(contender.one_bucket for contender in contenders):
-        contenders.insert(1, Contender(REFERENCE, PYTORCH, _DEVICE, one_bucket=True))
+        contenders.insert(1, Contender(REFERENCE, PYTORCH, device, one_bucket=True))
     return contenders
 
 
@@ -203,17 +214,18 @@ def _turns(steps: range, contenders: Sequence[Contender], title: str) -> Iterato
             yield step, contender
 
 
-def _probe() -> float:
+def _probe(hosts: int, device: torch.device) -> float:
     """The megabits a second that each rank sends in a plain all-reduce."""
-    tensor = torch.zeros(_PROBE_BYTES // 4)
+    tensor = torch.zeros(_PROBE_BYTES // 4, device=device)
     times = []
     for _ in range(3):
         dist.barrier()
+        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
+        synchronize(device)
         times.append(time.perf_counter() - start)
-    n = dist.get_world_size()
-    return round(2 * (n - 1) / n * 8e-6 * _PROBE_BYTES / median(times), 1)
+    return round(2 * (hosts - 1) / hosts * 8e-6 * _PROBE_BYTES / median(times), 1)
 
 
 def summarize(
@@ -280,6 +292,8 @@ def _row(step: dict[str, Any]) -> tuple[str, ...]:
 
 def _title(rate: str, measured: dict[str, Any]) -> str:
     place = "this machine's loopback" if rate == LOOPBACK.name else f"link: {rate}"
+    if measured["emulated"]:
+        place = f"a model of a link: {rate}"
     reached = measured["reached_mbit"][rate]
     return f"{measured['hosts']} hosts, {place} (a plain all-reduce reaches {reached:,.0f} Mb/s)"
 
@@ -293,9 +307,17 @@ def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
         "vs PyTorch: in units of the median with PyTorch's hook on its DDP\n"
         "sent: by rank 0's interface in a step, headers and a barrier included\n"
         f"{BUCKETS}\n"
-        f"{facts['cpu_count']} CPUs run all {measured['hosts']} hosts, one thread each\n"
+        f"{_machines(measured, facts)}\n"
         f"{machine_line(facts)}"
     )
+
+
+def _machines(measured: dict[str, Any], facts: dict[str, Any]) -> str:
+    if measured["emulated"]:
+        return (
+            f"one rank stands for {measured['hosts']}; after a collective its stream waits as long as a link would take"
+        )
+    return f"{facts['cpu_count']} CPUs run all {measured['hosts']} hosts, one thread each"
 
 
 if __name__ == "__main__":
@@ -304,5 +326,7 @@ if __name__ == "__main__":
         given["hooks"],
         [link_named(name) for name in given["rates"]],
         given["steps"],
+        given["hosts"],
+        given["emulated"],
         Path(given["path"]),
     )

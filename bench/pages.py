@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwire.bench.contenders import GRADWIRE, PYTORCH
+from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.converge import summarize, target_of
 from gradwire.bench.kernel_cost import OURS
 from gradwire.bench.report import format_bytes, machine_line
@@ -135,16 +135,38 @@ def network_summary(results: Results) -> str:
 
 
 def hooks_table(results: Results) -> str:
-    """The own cost of each hook: PyTorch's, gradwire's on PyTorch's DDP, and gradwire's on its own."""
-    rows = []
-    for hook, group in itertools.groupby(results["measurements"]["costs"], key=itemgetter("hook")):
-        costs = {cost["provider"]: cost for cost in group}
-        ours, theirs = costs.pop(GRADWIRE), costs.pop(PYTORCH)
-        (mixed,) = costs.values()
+    """The own cost of each hook: PyTorch's, gradwire's on PyTorch's DDP, and gradwire's on its own; then what else."""
+    costs, peaks = results["measurements"]["costs"], results["measurements"]["peak_memory"]
+    rows, resources = [], []
+    for (ranks, hook), group in itertools.groupby(costs, key=itemgetter("ranks", "hook")):
+        ours, mixed, theirs = _sides(group)
         own = (f"{cost['own_ms']:.1f}" for cost in (theirs, mixed, ours))
-        rows.append((hook, *own, _ratio(ours["own_vs_pytorch"]), _ratio(ours["step_vs_pytorch"])))
-    headers = ("hook", "PyTorch, ms", "gradwire on PyTorch's DDP", "gradwire on its own", "ratio", "of the whole step")
-    return markdown(headers, rows) + _source(results)
+        rows.append((hook, str(ranks), *own, _ratio(ours["own_vs_pytorch"]), _ratio(ours["step_vs_pytorch"])))
+        if ranks == costs[0]["ranks"]:
+            beyond = (max(peaks[hook][side] - peaks["noop"][GRADWIRE], 0) for side in (PYTORCH, GRADWIRE))
+            counted = [f"{cost['host_ms']:.1f}" for cost in (theirs, ours)]
+            if ours["launches"] is not None:
+                counted += [f"{cost['launches']} / {cost['synchronizations']}" for cost in (theirs, ours)]
+            resources.append((hook, *counted, *map(format_bytes, beyond)))
+    headers = (
+        "hook",
+        "ranks",
+        "PyTorch, ms",
+        "gradwire on PyTorch's DDP",
+        "gradwire on its own",
+        "ratio",
+        "whole step",
+    )
+    sides = ["PyTorch", "gradwire"]
+    launches = [f"launches / waits, {side}" for side in sides] if len(resources[0]) > 5 else []
+    others = ("hook", *(f"host ms, {side}" for side in sides), *launches, *(f"memory, {side}" for side in sides))
+    return f"{markdown(headers, rows)}\n{markdown(others, resources)}{_source(results)}"
+
+
+def _sides(costs: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Of one hook: gradwire's, gradwire's on PyTorch's DDP, PyTorch's."""
+    by_provider = {cost["provider"]: cost for cost in costs}
+    return by_provider[GRADWIRE], by_provider[GRADWIRE_ON_PYTORCH], by_provider[PYTORCH]
 
 
 def reducer_table(results: Results) -> str:
@@ -200,12 +222,32 @@ def converge_table(results: Results) -> str:
     return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)
 
 
+def converge_summary(results: Results) -> str:
+    """A column for each hook: PyTorch's and gradwire's seconds, steps and bytes until the target."""
+    measured = results["measurements"]
+    of = {(row["hook"], row["provider"]): row for row in summarize(measured["races"])}
+    hooks = list(dict.fromkeys(hook for hook, _ in of))
+
+    def line(name: str, text: Callable[[Any], str], key: str) -> tuple[str, ...]:
+        cells = ([of[hook, side][key] for side in (PYTORCH, GRADWIRE)] for hook in hooks)
+        return name, *(" / ".join(text(value) if value is not None else "missed" for value in pair) for pair in cells)
+
+    rows = [
+        line("seconds", lambda seconds: f"{seconds:.0f}", "seconds"),
+        line("steps", lambda steps: f"{steps:g}", "steps"),
+        line("sent", format_bytes, "sent_bytes"),
+    ]
+    headers = (f"PyTorch's / gradwire's, at {_link(measured['rate'])}", *(_HOOKS.get(hook, hook) for hook in hooks))
+    return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)
+
+
 # By name: that of the file of results, up to the first hyphen.
 TABLES: dict[str, Callable[[Results], str]] = {
     "network": network_table,
     "network-summary": network_summary,
     "converge_digits": converge_table,
     "converge_text": converge_table,
+    "converge_text-summary": converge_summary,
     "hooks": hooks_table,
     "reducer": reducer_table,
     "kernels": kernels_table,
@@ -282,16 +324,19 @@ def draw_converge(results: Results, path: Path) -> None:
 
 
 def draw_hooks(results: Results, path: Path) -> None:
-    """Own cost of each hook."""
+    """Own cost of each hook, a panel for each number of ranks."""
     from matplotlib.figure import Figure
 
     costs = results["measurements"]["costs"]
-    of = {(cost["hook"], cost["provider"]): max(cost["own_ms"], 0.0) for cost in costs}
-    hooks = [hook for hook in dict.fromkeys(cost["hook"] for cost in costs) if hook != "noop"]
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
-    axes.set_xlabel("ms per step beyond noop_hook, one rank")
+    counts = list(dict.fromkeys(cost["ranks"] for cost in costs))
+    figure = Figure(figsize=(6.5 * len(counts), 5), dpi=150, layout="constrained")
+    for axes, ranks in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        of_ranks = [cost for cost in costs if cost["ranks"] == ranks]
+        of = {(cost["hook"], cost["provider"]): max(cost["own_ms"], 0.0) for cost in of_ranks}
+        hooks = [hook for hook in dict.fromkeys(cost["hook"] for cost in of_ranks) if hook != "noop"]
+        _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
+        axes.set_xlabel("ms per step beyond noop_hook")
+        axes.set_title(f"ranks: {ranks}", fontsize=11)
     _legend_below(figure, axes)
     _save(figure, f"Own cost of hooks: {results['measurements']['model']}", path)
 

@@ -162,7 +162,8 @@ class Gpt(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+        # Not a buffer: every step would broadcast it.
+        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the byte that follows each."""

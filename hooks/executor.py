@@ -135,9 +135,10 @@ class _Worker:
         self.events: _Events = queue.SimpleQueue()
         self._transport = transport
         self._later = later
-        self._free = list(workspaces)
+        self._workspaces = workspaces
+        self._free = set(range(len(workspaces)))
         self._waiting: deque[_Run] = deque()
-        self._under_way: deque[tuple[_Run, Workspace]] = deque()
+        self._under_way: deque[tuple[_Run, int]] = deque()
 
     def work(self) -> None:
         """Until the end has come, and all tasks before it are done."""
@@ -159,22 +160,23 @@ class _Worker:
     def _advance(self) -> bool:
         """Begin a task, or go on with the oldest. Returns whether there was something to do."""
         if self._waiting and self._free:
-            run, workspace = self._waiting.popleft(), self._free.pop()
-            self._under_way.append((run, workspace))
-            self._step(run, workspace)
+            run, place = self._waiting.popleft(), min(self._free)  # the same in every step, as a rule: views are kept
+            self._free.remove(place)
+            self._under_way.append((run, place))
+            self._step(run, self._workspaces[place])
             return True
         if not self._under_way:
             return False
-        run, workspace = self._under_way[0]
+        run, place = self._under_way[0]
         if run.ends is not None:
             self._under_way.popleft()
-            self._free.append(workspace)
+            self._free.add(place)
             complete = run.ends
             del run  # a task holds gradients; it must not outlive its step
             complete()
             return True
         if all(work.get_future().done() for work in run.works):
-            self._step(run, workspace)
+            self._step(run, self._workspaces[place])
             return True
         return False
 
@@ -187,13 +189,12 @@ class _Worker:
             for work in run.works:
                 work.wait()
             run.works = self._transport.start(run.steps.send(None), group)
+            for work in run.works:
+                work.get_future().add_done_callback(self._wake)
         except StopIteration as end:
             run.ends = partial(run.future.set_result, end.value)
         except Exception as error:
             run.ends = partial(run.future.set_exception, error)
-        else:
-            for work in run.works:
-                work.get_future().add_done_callback(self._wake)
 
     def _wake(self, _: object) -> None:
         self.events.put(_Event.DONE)

@@ -33,6 +33,8 @@ SMALL = 1 << 14
 # r x r, more would not fit into registers at rank 64.
 TILE = 512
 BLOCK = 1024
+# Far above the fp64 numbers whose squares are not representable; below any that fp32 has.
+SMALLEST = 1e-140
 
 
 def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
@@ -105,7 +107,8 @@ def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor
         rows = _stacked(sources, members)
         q, r = torch.linalg.qr(rows.mT)
         remainders = r.diagonal(dim1=1, dim2=2)
-        is_independent = (remainders.abs() > tolerance(out.dtype) * torch.linalg.vector_norm(r, dim=1)).all(1)
+        least = (tolerance(out.dtype) * torch.linalg.vector_norm(r, dim=1)).clamp_(min=SMALLEST)
+        is_independent = (remainders.abs() > least).all(1)
         basis = (q * remainders.sign()[:, None, :]).mT
         torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, factor, members))
         for k, independent in enumerate(is_independent.tolist()):  # False where anything is not finite

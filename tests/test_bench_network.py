@@ -11,13 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gradwire.bench import namespaces
 from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, MODEL, PYTORCH
+from gradwire.bench.emulated import LATENCY, wire_seconds
 from gradwire.bench.hooks import HOOKS
-from gradwire.bench.namespaces import NamespaceError
+from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, step_tables, summarize
 
 OBSTACLE = namespaces.obstacle()
@@ -49,9 +51,10 @@ def test_bytes_are_unknown_on_loopback():
     assert {step.link_bytes for step in made_up(is_loopback=True)} == {None}
 
 
-def measured(rates, hooks, is_loopback=False):
+def measured(rates, hooks, is_loopback=False, is_emulated=False):
     return {
         "model": MODEL,
+        "emulated": is_emulated,
         "hosts": 2,
         "steps": 15,
         "reached_mbit": {rate: 1234.5 for rate in rates},
@@ -79,6 +82,26 @@ def test_the_table_of_loopback_names_no_bytes(facts, printed):
 def test_the_default_hooks_begin_with_the_reference():
     assert DEFAULT_HOOKS[0] == "noop"
     assert set(DEFAULT_HOOKS) <= set(HOOKS)
+
+
+def test_the_table_of_a_modelled_link_says_so(facts, printed):
+    text = printed(*step_tables(measured(["25gbit"], ["fp16"], is_loopback=True, is_emulated=True), facts))
+    assert "2 hosts, a model of a link: 25gbit" in text
+    assert "one rank stands for 2" in " ".join(text.split())
+
+
+def test_a_modelled_message_takes_latency_and_its_bytes():
+    assert wire_seconds(0, Rate.parse("10gbit"), 2) == LATENCY
+    assert wire_seconds(125_000_000, Rate.parse("1gbit"), 2) == pytest.approx(1 + LATENCY)
+    assert wire_seconds(125_000_000, Rate.parse("10gbit"), 8) == pytest.approx(0.175 + LATENCY)
+    assert wire_seconds(125_000_000, Rate.parse("unlimited"), 8) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_modelled_link_without_a_gpu_is_refused():
+    done = in_process("--emulated")
+    assert done.exit_code == 2
+    assert "there is no GPU" in " ".join(done.stderr.split())
 
 
 def in_process(*arguments):

@@ -11,14 +11,13 @@ from bits import assert_same_on_all_ranks
 from gradwire.hooks.executor import UNDER_WAY, executor_for
 
 CPU = torch.device("cpu")
+LIMIT = timedelta(minutes=1)
 names = itertools.count()
 
 
 def signals():
     """A store of this run's own, whose keys ranks set and wait for."""
-    store = dist.PrefixStore(f"test_executor/{next(names)}", dist.distributed_c10d._get_default_store())
-    store.set_timeout(timedelta(minutes=1))
-    return store
+    return dist.PrefixStore(f"test_executor/{next(names)}", dist.distributed_c10d._get_default_store())
 
 
 def sums_of(executor, value, begun=lambda: None):
@@ -37,7 +36,7 @@ def begin_before_any_is_done():
     """Rank 0 begins as many tasks as may be under way; the other ranks come only then."""
     store, executor = signals(), executor_for(None, CPU)
     if dist.get_rank() != 0:
-        store.wait(["begun"])
+        store.wait(["begun"], LIMIT)
     left = iter(range(UNDER_WAY - 1, -1, -1))
     futures = [sums_of(executor, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(UNDER_WAY)]
     return [future.wait() for future in futures]
@@ -60,7 +59,7 @@ def fail_while_another_waits():
         raise ValueError("expected")
 
     if dist.get_rank() != 0:
-        store.wait(["failed"])
+        store.wait(["failed"], LIMIT)
     first, second = sums_of(executor, 1), executor.submit(failing)
     try:
         second.wait()

@@ -8,6 +8,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 import gradwire
+from gradwire.bench.emulated import emulated_link, wire_seconds
+from gradwire.bench.measuring import timed
+from gradwire.bench.namespaces import Rate
 from gradwire.hooks import default_hooks, scaled_cast_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.reduce import in_place, reduce_bucket
@@ -234,6 +237,31 @@ def wrapped_hooks_of_pytorch_run():
         gradwire.DistributedDataParallel, (None, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook))
     )
     assert_same(ours, theirs)
+
+
+def an_emulated_link_takes_its_time_and_changes_no_bit():
+    rate = Rate.parse("1gbit")
+    tensor = torch.ones(1_000_000, device=DEVICE)
+    for async_op in (False, True):
+        with emulated_link(rate, 2, DEVICE):
+
+            def all_reduce(async_op=async_op):
+                work = dist.all_reduce(tensor, async_op=async_op)
+                if async_op:
+                    assert work.get_future().wait()[0] is tensor
+                    work.wait()
+
+            assert timed(all_reduce, DEVICE) > 0.5 * wire_seconds(tensor.nbytes, rate, 2)
+    for name in ("fp16", "powersgd, bf16 factors"):
+        _, plain = train(gradwire.DistributedDataParallel, HOOKS[name]())
+        with emulated_link(rate, 2, DEVICE):
+            _, ours = train(gradwire.DistributedDataParallel, HOOKS[name]())
+            _, theirs = train(TorchDDP, HOOKS[name]())
+        assert_same(ours, plain)
+        assert_same(theirs, plain)
+    with emulated_link(rate, 2, DEVICE):
+        _, theirs = train(TorchDDP, (None, torch_hooks.fp16_compress_hook))
+    assert_same(theirs, train(TorchDDP, (None, torch_hooks.fp16_compress_hook))[1])
 
 
 def main():

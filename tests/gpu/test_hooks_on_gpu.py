@@ -72,6 +72,7 @@ def run_ranks(case, world_size, folder):
         "powersgd_survives_a_nonfinite_gradient",
         "powersgd_launches_a_dozen_kernels_for_each_bucket",
         "wrapped_hooks_of_pytorch_run",
+        "an_emulated_link_takes_its_time_and_changes_no_bit",
     ],
 )
 def test_over_nccl(case, world_size, tmp_path):

@@ -424,3 +424,13 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
     with pytest.raises(ValueError, match=message):
         orthogonalize(wire, Factor([2], [48]), out, torch.ones(1, dtype=torch.int32, device=device))
     assert (good == 3).all()
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-160, 1e200])
+def test_a_copy_is_dropped_also_where_squares_leave_the_range_of_fp64(size):
+    w = np.random.default_rng(0).standard_normal((3, 40)) * size
+    w[1] = -2 * w[0]
+    ((_, p, flag),) = orthogonalized([w], torch.float64, torch.float64, torch.device("cpu"))
+    assert flag == 1
+    assert p.any(1).tolist() == [True, False, True]
+    torch.testing.assert_close(p @ p.t(), torch.diag(torch.tensor([1.0, 0.0, 1.0], dtype=p.dtype)), rtol=0, atol=1e-5)
