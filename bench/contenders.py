@@ -213,10 +213,11 @@ def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire
 def complaint_about_low_rank(
     local: Sequence[Tensor], old: Sequence[Tensor], result: Sequence[Tensor], new: Sequence[Tensor]
 ) -> str | None:
-    """What is wrong with the step of a low-rank hook with error feedback on this rank; None if nothing is.
+    """What is wrong with the step of a low-rank hook with error feedback; None if nothing is. A collective call.
 
-    - Nothing is lost: gradient + old error == result + new error. M = g + e and e' = M - result are rounded once each,
-      to half a unit of |M| and |e'|; twice that covers the products of both.
+    - Nothing is lost: gradient + old error == result + new error in the mean over the ranks, for what travels
+      uncompressed has no error on any of them. M = g + e and e' = M - result are rounded once each, to half a unit of
+      |M| and |e'|, sums over n ranks n - 1 times.
     - The result is a projection of the mean of M, so it comes nearer to it than zero does.
 
     Args:
@@ -229,10 +230,10 @@ def complaint_about_low_rank(
     for parameter, tensors in enumerate(zip(local, old, result, new, strict=True)):
         gradient, before, reduced, after = (tensor.double() for tensor in tensors)
         compensated = gradient + before
-        lost = (compensated - (reduced + after)).abs()
-        if not bool((lost <= unit * (compensated.abs() + after.abs())).all()):
-            return f"something of gradient {parameter} is lost: gradient + old error != result + new error"
         mean = _mean(compensated)
+        lost = (mean - (reduced + _mean(after))).abs()
+        if not bool((lost <= dist.get_world_size() * unit * _mean(compensated.abs() + after.abs())).all()):
+            return f"something of gradient {parameter} is lost: gradient + old error != result + new error"
         if not bool((mean - reduced).norm() < mean.norm()):
             return f"the result for gradient {parameter} is no approximation of the mean"
         if not _is_equal_everywhere(tensors[2]):
