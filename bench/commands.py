@@ -264,7 +264,7 @@ def bench_converge(
 ) -> None:
     """Train until a target over a slow network, with PyTorch's hooks and gradwire's. Needs root, iproute2.
 
-    At 100mbit digits takes a few minutes, text half an hour.
+    At 100mbit digits takes a few minutes, text three quarters of an hour.
     """
     chosen = _parse_choices("digits" if quick else task, TASKS, "--task")[0]
     names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
