@@ -12,7 +12,6 @@ import gc
 import itertools
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,7 +37,7 @@ from gradwire.bench.contenders import (
     needs_one_bucket,
     provider_label,
 )
-from gradwire.bench.launch import exit_with_launcher, launch
+from gradwire.bench.launch import exit_with_launcher, measured_by
 from gradwire.bench.measuring import (
     backend_of,
     bench_device,
@@ -47,7 +46,7 @@ from gradwire.bench.measuring import (
     percentiles_ms,
     slowest,
 )
-from gradwire.bench.report import bench_table, format_bytes, machine_line
+from gradwire.bench.report import add_hooks, bench_table, format_bytes, machine_line
 
 DEFAULT_HOOKS = (
     "noop",
@@ -61,6 +60,7 @@ DEFAULT_HOOKS = (
     "powersgd-r4-alternating",
     "powersgd-r4-batched",
 )
+MODULE = "gradwire.bench.hook_cost"
 QUICK_HOOKS = ("noop", "fp16", "powersgd-r4")
 
 
@@ -114,11 +114,11 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
         LaunchError: a rank failed, or a hook's gradients are wrong.
     """
     settings = {"threads": threads, "steps": steps}
-    costs = [cost for count in ranks for cost in _in_processes(settings | {"hooks": list(hooks)}, count)]
+    costs = [cost for count in ranks for cost in measured_by(MODULE, settings | {"hooks": list(hooks)}, count)]
     peaks: dict[str, dict[str, int]] = {}
     for hook in track(dict.fromkeys(("noop", *hooks)), description=f"{'memory':<24}"):
         peaks[hook] = {
-            provider: _in_processes(settings | {"weigh": [hook, provider]}, 1)
+            provider: measured_by(MODULE, settings | {"weigh": [hook, provider]}, 1)
             for provider in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH)
         }
     return {
@@ -129,13 +129,6 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
         "costs": costs,
         "peak_memory": peaks,
     }
-
-
-def _in_processes(settings: dict[str, Any], count: int) -> Any:
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        path = Path(folder, "measured.json")
-        launch("gradwire.bench.hook_cost", [json.dumps(settings | {"path": str(path)})], count)
-        return json.loads(path.read_text())
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -241,11 +234,7 @@ def cost_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[Tab
         title = f"Own cost of hooks, ranks: {ranks}\n{measured['model']}"
         headers = ("hook", "ms per step", "vs\nPyT.", "own\nms", "vs\nPyT.")
         table = bench_table(title, None, headers)
-        for hook, costs in itertools.groupby(of_ranks, key=itemgetter("hook")):
-            table.add_row(hook, style="bold")
-            for cost in costs:
-                table.add_row(*_row(cost))
-            table.add_section()
+        add_hooks(table, of_ranks, _row)
         yield table
     yield _resources_table(measured, facts)
 
@@ -257,18 +246,18 @@ def _resources_table(measured: dict[str, Any], facts: dict[str, Any]) -> Table:
     peaks = measured["peak_memory"]
     ranks = measured["costs"][0]["ranks"]
     costs = [cost for cost in measured["costs"] if cost["ranks"] == ranks]
-    for hook, of_hook in itertools.groupby(costs, key=itemgetter("hook")):
-        table.add_row(hook, style="bold")
-        for cost in of_hook:
-            beyond = peaks[hook][cost["provider"]] - peaks["noop"][GRADWIRE]
-            table.add_row(
-                f"  {provider_label(hook, cost['provider'], cost['one_bucket'])}",
-                f"{cost['host_ms']:.1f}",
-                str(cost["launches"]) if cost["launches"] is not None else "-",
-                str(cost["synchronizations"]) if cost["synchronizations"] is not None else "-",
-                format_bytes(max(beyond, 0)),
-            )
-        table.add_section()
+
+    def row(cost: dict[str, Any]) -> tuple[str, ...]:
+        beyond = peaks[cost["hook"]][cost["provider"]] - peaks["noop"][GRADWIRE]
+        return (
+            f"  {provider_label(cost['hook'], cost['provider'], cost['one_bucket'])}",
+            f"{cost['host_ms']:.1f}",
+            str(cost["launches"]) if cost["launches"] is not None else "-",
+            str(cost["synchronizations"]) if cost["synchronizations"] is not None else "-",
+            format_bytes(max(beyond, 0)),
+        )
+
+    add_hooks(table, costs, row)
     return table
 
 

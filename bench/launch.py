@@ -5,6 +5,7 @@ launcher ends, for whatever reason, the pipe closes and every worker exits (`exi
 nothing to wait for. They run in sessions of their own, so that Ctrl-C in a terminal reaches the launcher only.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 _GRACE_S = 10
 _POLL_S = 0.1
@@ -53,6 +55,14 @@ def launch(module: str, arguments: Sequence[str], processes: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={processes}", "-m", module, *arguments]
     _run([(command, {})])
+
+
+def measured_by(module: str, settings: dict[str, Any], processes: int) -> Any:
+    """`launch` a module that takes ``settings`` as JSON, with the ``path`` of a file; returns what rank 0 writes."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        path = Path(folder, "measured.json")
+        launch(module, [json.dumps(settings | {"path": str(path)})], processes)
+        return json.loads(path.read_text())
 
 
 def launch_at(module: str, arguments: Sequence[str], places: Sequence[Place], address: str, port: int) -> None:

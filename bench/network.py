@@ -42,7 +42,7 @@ from gradwire.bench.emulated import emulated_link
 from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
 from gradwire.bench.measuring import backend_of, bench_device, percentiles_ms, slowest, synchronize
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.report import bench_table, format_bytes, machine_line
+from gradwire.bench.report import add_hooks, bench_table, format_bytes, machine_line
 
 REFERENCE = "noop"
 DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "powersgd-r1", "powersgd-r4", "powersgd-r16")
@@ -271,11 +271,7 @@ def step_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[Tab
         caption = _caption(measured, facts) if rate == rates[-1] else None
         headers = ("hook", "ms per step", "vs\nnoop", "vs\nPyTorch", "sent")
         table = bench_table(_title(rate, measured), caption, headers)
-        for hook, providers in itertools.groupby(steps, key=itemgetter("hook")):
-            table.add_row(hook, style="bold")
-            for step in providers:
-                table.add_row(*_row(step))
-            table.add_section()
+        add_hooks(table, steps, _row)
         yield table
 
 

@@ -158,7 +158,7 @@ def hooks_table(results: Results) -> str:
         "whole step",
     )
     sides = ["PyTorch", "gradwire"]
-    launches = [f"launches / waits, {side}" for side in sides] if len(resources[0]) > 5 else []
+    launches = [f"launches / waits, {side}" for side in sides] if costs[0]["launches"] is not None else []
     others = ("hook", *(f"host ms, {side}" for side in sides), *launches, *(f"memory, {side}" for side in sides))
     return f"{markdown(headers, rows)}\n{markdown(others, resources)}{_source(results)}"
 

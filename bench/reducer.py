@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.launch import exit_with_launcher, launch
+from gradwire.bench.launch import exit_with_launcher, measured_by
 from gradwire.bench.measuring import backend_of, bench_device, peak_memory, percentiles_ms, slowest, synchronize
 from gradwire.bench.models import MODELS, Model
 from gradwire.bench.report import bench_table, format_bytes, machine_line
@@ -36,6 +35,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 WARM_UP = 5  # the first steps build and rebuild buckets
 WEIGHED = "mlp"  # the model that memory is measured with
 NO_REDUCER = "no reducer"
+MODULE = "gradwire.bench.reducer"
 
 # Name: (the class that wraps the model, the hook).
 PROVIDERS: dict[str, tuple[Any, Any]] = {
@@ -128,19 +128,13 @@ def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> dict[str
     Raises:
         LaunchError: a rank failed, or found a gradient that is wrong.
     """
-    backwards = [of_one for count in ranks for of_one in _in_processes({"models": list(models), "steps": steps}, count)]
+    settings = {"models": list(models), "steps": steps}
+    backwards = [of_one for count in ranks for of_one in measured_by(MODULE, settings, count)]
     memory = {}
     if WEIGHED in models:
         for provider in track(PROVIDERS, description=f"{'memory':<14}"):
-            memory[provider] = _in_processes({"models": [WEIGHED], "weigh": provider}, 1)
+            memory[provider] = measured_by(MODULE, {"models": [WEIGHED], "weigh": provider}, 1)
     return {"steps": steps, "backwards": backwards, "peak_memory": memory}
-
-
-def _in_processes(settings: dict[str, Any], count: int) -> Any:
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        path = Path(folder, "measured.json")
-        launch("gradwire.bench.reducer", [json.dumps(settings | {"path": str(path)})], count)
-        return json.loads(path.read_text())
 
 
 def main(settings: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Table and plot of a demo, made from its results and from nothing else."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ def bench_table(title: str, caption: str | None, headers: Sequence[str]) -> Tabl
     for i, header in enumerate(headers):
         table.add_column(header, justify="right" if i > 0 else "left", no_wrap=True)
     return table
+
+
+def add_hooks(table: Table, rows: Iterable[dict[str, Any]], cells: Callable[[dict[str, Any]], Sequence[str]]) -> None:
+    """Add rows of measurements, a section for each hook, whose name is the first row of it."""
+    for hook, of_hook in itertools.groupby(rows, key=itemgetter("hook")):
+        table.add_row(hook, style="bold")
+        for row in of_hook:
+            table.add_row(*cells(row))
+        table.add_section()
 
 
 def results_table(results: Results) -> Table:
