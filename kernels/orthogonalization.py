@@ -33,8 +33,8 @@ SMALL = 1 << 14
 # r x r, more would not fit into registers at rank 64.
 TILE = 512
 BLOCK = 1024
-# Far above the fp64 numbers whose squares are not representable; below any that fp32 has.
-SMALLEST = 1e-140
+# What remains of a row in units of its norm, from which on one round of Cholesky QR in fp64 is accurate to 1e-10.
+ACCURATE = 1e-3
 
 
 def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
@@ -97,25 +97,59 @@ def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
 
 
 def _orthogonalize_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    """One call of LAPACK for all factors of a size, by Householder reflections in fp64.
+    """Cholesky QR in fp64, because Gram matrices square the condition: P P' = L L', and L^-1 P has Gram-Schmidt's rows.
 
-    Where no row is dependent, the result is that of Gram-Schmidt but for rounding errors; else that is done.
+    A factor with a row that is nearly or wholly dependent takes a second round.
     """
     sources, targets = factor.views(wire), factor.views(out)
     finite.fill_(1)
     for members in _of_one_size(factor):
         rows = _stacked(sources, members)
-        q, r = torch.linalg.qr(rows.mT)
-        remainders = r.diagonal(dim1=1, dim2=2)
-        least = (tolerance(out.dtype) * torch.linalg.vector_norm(r, dim=1)).clamp_(min=SMALLEST)
-        is_independent = (remainders.abs() > least).all(1)
-        basis = (q * remainders.sign()[:, None, :]).mT
+        gram = _products(rows, rows.mT)
+        inverse, is_accurate = _inverse_cholesky_cpu(gram)
+        hard = (~is_accurate).nonzero()[:, 0]
+        if len(hard) == 0:
+            basis = _products(inverse, rows)
+        else:
+            inverse[hard] = _inverse_without_dependent(gram[hard], tolerance(out.dtype))
+            basis = _products(inverse, rows)
+            again = basis[hard]
+            basis[hard] = _products(_inverse_cholesky_cpu(_products(again, again.mT))[0], again)
+            for k in hard.tolist():
+                if not rows[k].isfinite().all():
+                    basis[k], finite[members[k]] = torch.nan, 0
         torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, factor, members))
-        for k, independent in enumerate(is_independent.tolist()):  # False where anything is not finite
-            if not independent:
-                finite[members[k]] = bool(rows[k].isfinite().all())
-                basis = _gram_schmidt(rows[k : k + 1], tolerance(out.dtype)) if finite[members[k]] else rows * torch.nan
-                targets[members[k]].copy_(basis[0, :, : factor.lengths[members[k]]])
+
+
+def _inverse_cholesky_cpu(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """L^-1 for Gram matrices k x r x r, and whether it makes rows orthonormal to 1e-10. Rows of zeros stay zeros."""
+    squares = gram.diagonal(dim1=1, dim2=2)
+    lower, failed = torch.linalg.cholesky_ex(gram + torch.diag_embed((squares == 0).to(gram.dtype)))
+    identity = torch.eye(gram.shape[1], dtype=gram.dtype)
+    is_accurate = (lower.diagonal(dim1=1, dim2=2) > ACCURATE * squares.sqrt()).all(1) & (failed == 0)
+    return torch.linalg.solve_triangular(lower, identity, upper=False), is_accurate
+
+
+def _inverse_without_dependent(gram: Tensor, limit: float) -> Tensor:
+    """L^-1 by Gaussian elimination, with zeros in the rows of which no more remains than ``limit`` times their norm."""
+    rank = gram.shape[1]
+    squares = gram.diagonal(dim1=1, dim2=2)
+    scale = torch.diag_embed(torch.where(squares > 0, squares, 1).rsqrt())
+    system = torch.cat([scale @ gram @ scale, scale], 2)
+    for c in range(rank):
+        pivot = system[:, c : c + 1, c : c + 1]
+        root = torch.where(pivot > limit * limit, pivot.rsqrt(), 0)
+        row = system[:, c : c + 1].mul_(root)
+        system[:, c + 1 :] -= system[:, c + 1 :, c : c + 1] * root * row
+    return system[:, :, rank:]
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, one by one: a batch's products may round by its size."""
+    out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
+    for a, b, product in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
+        torch.mm(a, b, out=product)
+    return out
 
 
 @jit
@@ -370,7 +404,7 @@ def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> 
     factor.check(out, "out")
     if can_use_triton(factor, out):
         _orthogonalize_triton(wire, factor, out, finite)
-    elif out.device.type == "cpu":
+    elif out.device.type == "cpu" and out.dtype == torch.float32:
         _orthogonalize_cpu(wire, factor, out, finite)
     else:
         orthogonalize_reference(wire, factor, out, finite)
