@@ -41,6 +41,7 @@ _DEMO_HOOKS = ",".join(DEMO_HOOKS)
 _COST_HOOKS = ",".join(hook_cost.DEFAULT_HOOKS)
 _NETWORK_HOOKS = ",".join(network.DEFAULT_HOOKS)
 _RACED_HOOKS = ",".join(converge.DEFAULT_HOOKS)
+_SIZES = ",".join(map(str, kernel_cost.DEFAULT_SIZES))
 _NETWORK_RATES = ",".join(network.DEFAULT_RATES)
 
 HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
@@ -80,6 +81,13 @@ def _parse_choices(text: str, choices: Collection[str], option: str) -> tuple[st
     return names
 
 
+def _parse_choice(text: str, choices: Collection[str], option: str) -> str:
+    names = _parse_choices(text, choices, option)
+    if len(names) > 1:
+        raise typer.BadParameter(f"expected one, got {len(names)}: {text!r}. Run it once for each.", param_hint=option)
+    return names[0]
+
+
 def _parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
     return _parse_choices(text, choices, "--hooks")
 
@@ -98,11 +106,11 @@ def _parse_sizes(text: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def _parse_rates(text: str) -> list[Rate]:
+def _parse_rate(text: str, option: str) -> Rate:
     try:
-        return [Rate.parse(name) for name in _parse_list(text)]
+        return Rate.parse(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{error}.", param_hint="--rates") from None
+        raise typer.BadParameter(f"{error}.", param_hint=option) from None
 
 
 @app.command()
@@ -143,21 +151,22 @@ def demo(
 @bench.command("kernels")
 def bench_kernels(
     models: Annotated[str, typer.Option(help="Whose parameters, separated by commas.")] = ",".join(SHAPES),
-    sizes: Annotated[str, typer.Option(help="Buckets' sizes in MiB, separated by commas.")] = "25",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each contender over the buckets.")] = 20,
+    sizes: Annotated[str, typer.Option(help="MiB at which a bucket is full, separated by commas.")] = _SIZES,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each contender over the buckets.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="5 rounds of resnet50 and gpt2-124m.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="5 rounds of resnet50 and gpt2-124m, at 25 MiB.")] = False,
     output: OutputOption = None,
 ) -> None:
     """Time every kernel on real parameter lists, beside PyTorch's own code and the bandwidth of a copy.
 
-    On a GPU the Triton kernels, on a CPU the CPU paths. A few minutes.
+    On a GPU the Triton kernels, on a CPU the CPU paths, with which it takes a quarter of an hour.
     """
     names = ("resnet50", "gpt2-124m") if quick else _parse_choices(models, SHAPES, "--models")
+    full = [25] if quick else _parse_sizes(sizes)
     device, facts, neighbours = _begin(threads)
     torch.set_num_threads(threads)
     with _stoppable("gradwire bench kernels", Console()):
-        measured = kernel_cost.measure(names, _parse_sizes(sizes), 5 if quick else rounds, device)
+        measured = kernel_cost.measure(names, full, 5 if quick else rounds, device)
     facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
     Console().print(*kernel_cost.kernel_tables(measured, facts))
     _save(measured, facts, output)
@@ -237,7 +246,7 @@ def bench_network(
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is a real one.", param_hint="--emulated")
     defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
-    links = _parse_rates(rates or ",".join(defaults))
+    links = [_parse_rate(name, "--rates") for name in _parse_list(rates or ",".join(defaults))]
     links = [network.LOOPBACK] if loopback else links
     measured, facts = _over_network(
         "network",
@@ -266,9 +275,9 @@ def bench_converge(
 
     At 100mbit digits takes a few minutes, text three quarters of an hour.
     """
-    chosen = _parse_choices("digits" if quick else task, TASKS, "--task")[0]
+    chosen = _parse_choice("digits" if quick else task, TASKS, "--task")
     names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
-    link = network.LOOPBACK if loopback else _parse_rates(rate)[0]
+    link = network.LOOPBACK if loopback else _parse_rate(rate, "--rate")
     measured, facts = _over_network(
         "converge",
         loopback,

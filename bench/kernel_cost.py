@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from operator import itemgetter
 from statistics import median
 from typing import Any
@@ -32,10 +33,12 @@ from gradwire.kernels.lowrank import backproject, lowrank_bytes, project, recons
 from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
 from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes
 from gradwire.kernels.unflattening import unflatten_bytes
+from gradwire.kernels.warm_start import renew, renew_bytes
 
 OURS = "gradwire"
 RANKS = 2  # the mean that is taken is one over so many
-ROTATION = 4  # buckets of a case
+DEFAULT_SIZES = (25, 1024)  # MiB at which a bucket is full: DDP's default, and whole models
+ROTATION_MIB = 100  # of buckets in rotation, so that no cache holds them
 RANK = 4  # of PowerSGD
 WARM_UP = 2
 
@@ -49,7 +52,7 @@ class Timing:
     Attributes:
         kernel: what it does.
         model: whose shapes, a key of `gradwire.bench.shapes.SHAPES`.
-        bucket_mib: the size at which a bucket is closed, as fp32.
+        bucket_mib: the size of a bucket as fp32, the mean of those that were timed.
         contender: who.
         ms: p20, p50, p80.
         gb_per_s: the bytes that gradwire's kernel moves, as its own traffic function counts them, in the median time.
@@ -89,7 +92,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
 
     Args:
         models: names in `SHAPES`.
-        sizes_mib: of the buckets.
+        sizes_mib: at which a bucket is full. A smaller model is one bucket.
         rounds: times that each contender goes through all buckets of a case.
         device: where to measure.
 
@@ -105,19 +108,20 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(MAKERS))
         for model, size, make in itertools.product(models, sizes_mib, MAKERS):
-            shapes = buckets(SHAPES[model], size << 20)[:ROTATION]
+            shapes = buckets(SHAPES[model], size << 20)[: -(-ROTATION_MIB // size)]
             case = make(shapes, device)
             progress.update(todo, description=f"{model}: {case.kernel}")
-            timings += run(case, model, size, rounds, copied, device)
+            elements = sum(map(prod, itertools.chain(*shapes)))
+            timings += run(case, model, round(4 * elements / len(shapes) / (1 << 20)), rounds, copied, device)
             progress.advance(todo)
     return {"rounds": rounds, "copy_gb_per_s": round(copied, 2), "timings": [asdict(timing) for timing in timings]}
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """GB/s of ``copy_``, reading and writing counted, of 64 MiB that no cache holds."""
-    pairs = [torch.ones(2, 16 << 20, device=device) for _ in range(ROTATION)]
+    pairs = [torch.ones(2, 16 << 20, device=device) for _ in range(4)]
     seconds = [timed(partial(pair[1].copy_, pair[0]), device) for _ in range(5) for pair in pairs]
-    return 1e-9 * pairs[0].nbytes / median(seconds[ROTATION:])
+    return 1e-9 * pairs[0].nbytes / median(seconds[len(pairs) :])
 
 
 def run(case: Case, model: str, size: int, rounds: int, copied: float, device: torch.device) -> list[Timing]:
@@ -275,6 +279,29 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
     )
 
 
+def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, _ = _matrices(shapes, device)
+    wires = [torch.randn(table.q.numel, device=device) for table in tables]
+    outs = [torch.empty_like(wire) for wire in wires]
+    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
+    factors = [table.q.views(wire) for table, wire in zip(tables, wires, strict=True)]
+
+    def check() -> None:
+        for factor, unit in zip(factors[0], tables[0].q.views(outs[0]), strict=True):
+            expected = factor.double() / factor.double().norm(dim=1, keepdim=True)
+            torch.testing.assert_close(unit.double(), expected, rtol=1e-5, atol=0)
+
+    return Case(
+        f"renew, rank {RANK}",
+        [renew_bytes(table.q.numel, torch.float32, torch.float32) for table in tables],
+        {
+            OURS: lambda i: renew(wires[i], tables[i].q, tables[i].keys, 1, outs[i], finite[i]),
+            "norm, div, one by one": lambda i: [f / f.norm(dim=1, keepdim=True) for f in factors[i]],
+        },
+        check,
+    )
+
+
 def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
     tables, gradients = _matrices(shapes, device)
     errors = [[torch.zeros_like(g) for g in of_bucket] for of_bucket in gradients]
@@ -332,6 +359,7 @@ MAKERS: tuple[Callable[[Sequence[Sequence[Shape]], torch.device], Case], ...] = 
     lambda shapes, device: _flatten_case(shapes, device, torch.float32),
     _unflatten_case,
     _orthogonalize_case,
+    _renew_case,
     _lowrank_case,
 )
 
@@ -360,7 +388,7 @@ def kernel_tables(measured: dict[str, Any], facts: dict[str, Any]) -> Iterator[T
 def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
     return (
         f"ms: for one bucket, median (20th-80th percentile) of {measured['rounds']} rounds over\n"
-        f"  up to {ROTATION} buckets, in turns\n"
+        "  the buckets, in turns\n"
         "GB/s: the bytes that gradwire's kernel moves, in that time\n"
         f"of a copy: in units of copy_, which moves {measured['copy_gb_per_s']:.3g} GB/s here\n"
         f"{machine_line(facts)}"

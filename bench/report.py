@@ -116,6 +116,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} GB"
 
 
+def format_number(value: float) -> str:
+    """Three digits, or a whole number if that is more."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def save_plot(results: Results, path: Path) -> None:
     """Draw training loss against megabytes sent per rank, one curve for each hook, as a PNG, whole or not at all."""
     from matplotlib.figure import Figure

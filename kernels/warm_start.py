@@ -6,7 +6,7 @@
 Random columns come from a counter-based generator, with the matrix's key, the step and the place in the factor as its
 counters: equal on all ranks. A factor that is not finite leaves the next one as it was, and clears the matrix's flag.
 
-Traffic: read and write r (n + m) elements a matrix, which is small beside the matrices.
+Traffic: read r (n + m) elements a matrix twice and write them, which is small beside the matrices.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from gradwire.kernels.platform import use_triton
 BLOCK = 1024
 # Norms whose squares are far from the ends of fp64's range; outside are only fp64 rows, zeros, and what is not finite.
 SAFE = (1e-140, 1e140)
+
+
+def renew_bytes(numel: int, wire: torch.dtype, following: torch.dtype) -> int:
+    """Bytes that renewing ``numel`` elements of factors reads and writes: the wire twice, for norms come first."""
+    return numel * (2 * wire.itemsize + following.itemsize)
 
 
 def renew_reference(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from gradwire.bench import pages
+from gradwire.bench import pages, plots
 from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.converge import DEFAULT_HOOKS, RACED, race_table, summarize
@@ -71,7 +71,7 @@ def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed
 def test_the_page_and_the_plot_are_made_of_the_same(tmp_path, facts):
     results = {"measurements": MEASURED, "provenance": facts}
     assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 | 2 MB | 6.00 |" in pages.converge_table(results)
-    pages.draw_converge(results, tmp_path / "plot.png")
+    plots.draw_converge(results, tmp_path / "plot.png")
     height, width, _ = imread(tmp_path / "plot.png").shape
     assert height > 500 and width > 1000
 
@@ -110,7 +110,16 @@ def test_a_race_over_loopback_reaches_the_target(tmp_path):
     assert ours["sent_bytes"] == []
 
 
-@pytest.mark.parametrize("option", [["--hooks", "noop"], ["--rate", "fast"], ["--task", "chess"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--hooks", "noop"],
+        ["--rate", "fast"],
+        ["--rate", "1gbit,2gbit"],
+        ["--task", "chess"],
+        ["--task", "text,digits"],
+    ],
+)
 def test_unknown_hooks_rates_and_tasks_are_refused(option):
     done = CliRunner().invoke(app, ["bench", "converge", *option])
     assert done.exit_code == 2

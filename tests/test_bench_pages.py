@@ -9,7 +9,8 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from gradwire.bench.commands import app
-from gradwire.bench.pages import DRAWINGS, PAGES, TABLES, PageError, fill, load_all
+from gradwire.bench.pages import PAGES, TABLES, PageError, fill, load_all
+from gradwire.bench.plots import DRAWINGS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = load_all(ROOT / "bench" / "results")
