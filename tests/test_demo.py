@@ -1,6 +1,5 @@
 """The demo for real, with the smallest settings, and its report from made-up results."""
 
-import io
 import itertools
 import json
 import math
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import gradwire
 from gradwire.bench import report
@@ -157,92 +155,90 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def made_up_results(*hooks: str, backend: str = "gloo") -> Results:
-    runs = [
-        Run(
-            hook=hook,
-            description="",
-            final_loss=0.125,
-            test_accuracy=0.75,
-            bytes_per_step=4e6 / 2**index,
-            step_ms={"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
-            losses=[1.0, 0.5, 0.25, 0.125],
-            sent_bytes=[int(4e6 / 2**index * (step + 1)) for step in range(4)],
+@pytest.fixture
+def made_up(facts):
+    """Results of a demo that was not run."""
+
+    def results_of(*hooks: str, backend: str = "gloo") -> Results:
+        runs = [
+            Run(
+                hook=hook,
+                description="",
+                final_loss=0.125,
+                test_accuracy=0.75,
+                bytes_per_step=4e6 / 2**index,
+                step_ms={"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
+                losses=[1.0, 0.5, 0.25, 0.125],
+                sent_bytes=[int(4e6 / 2**index * (step + 1)) for step in range(4)],
+            )
+            for index, hook in enumerate(hooks)
+        ]
+        return Results(
+            provenance=facts | {"backend": backend},
+            settings=Settings(hooks=hooks, processes=2, epochs=1, seed=0, command="gradwire demo"),
+            train_images=3,
+            test_images=4,
+            parameters=1_000_000,
+            batch_size=2,
+            plain_steps=10,
+            runs=runs,
         )
-        for index, hook in enumerate(hooks)
-    ]
-    return Results(
-        provenance={
-            "date": "2000-01-01T00:00:00+00:00",
-            "gradwire": "1",
-            "torch": "2",
-            "cpu": "a CPU",
-            "cpu_count": 2,
-            "gpu": None,
-            "backend": backend,
-        },
-        settings=Settings(hooks=hooks, processes=2, epochs=1, seed=0, command="gradwire demo"),
-        train_images=3,
-        test_images=4,
-        parameters=1_000_000,
-        batch_size=2,
-        plain_steps=10,
-        runs=runs,
-    )
+
+    return results_of
 
 
-def printed(results: Results) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(report.results_table(results))
-    return console.file.getvalue()
+@pytest.fixture
+def table_of(printed, made_up):
+    """The table of a demo that was not run."""
+    return lambda *hooks, **settings: printed(report.results_table(made_up(*hooks, **settings)))
 
 
 def row_of(text: str, hook: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [hook])
 
 
-def test_table_compares_with_the_run_without_a_hook():
-    text = printed(made_up_results("fp16", "none"))
+def test_table_compares_with_the_run_without_a_hook(table_of):
+    text = table_of("fp16", "none")
     expected = ["fp16", "0.1250", "75.0", "%", "4", "MB", "2.00x", "10.0", "(9-12)", "0.91x"]
     assert row_of(text, "fp16") == expected
     assert row_of(text, "none")[-1] == "1.00x"
 
 
-def test_table_without_a_baseline_has_no_ratios():
-    row = row_of(printed(made_up_results("fp16")), "fp16")
+def test_table_without_a_baseline_has_no_ratios(table_of):
+    row = row_of(table_of("fp16"), "fp16")
     assert row.count("-") == 2
 
 
-def test_table_of_every_hook_fits_into_80_columns():
-    text = printed(made_up_results(*HOOKS))
+def test_table_of_every_hook_fits_into_80_columns(table_of):
+    text = table_of(*HOOKS)
     for hook in HOOKS:
         assert row_of(text, hook)[-1].endswith("x")
 
 
-def test_footnote_tells_of_the_first_steps_of_powersgd_only():
-    assert "PowerSGD sends the first 10 whole" in printed(made_up_results("none", "powersgd-r4"))
-    assert "PowerSGD" not in printed(made_up_results("none", "fp16"))
+def test_footnote_tells_of_the_first_steps_of_powersgd_only(table_of):
+    assert "PowerSGD sends the first 10 whole" in table_of("none", "powersgd-r4")
+    assert "PowerSGD" not in table_of("none", "fp16")
 
 
-def test_footnote_names_the_link():
-    assert "the link is memory:" in printed(made_up_results("none"))
-    assert "NVLink" in printed(made_up_results("none", backend="nccl"))
+def test_footnote_names_the_link(table_of):
+    assert "the link is memory:" in table_of("none")
+    assert "NVLink" in table_of("none", backend="nccl")
 
 
-def test_plot_of_one_short_training(tmp_path):
-    report.save_plot(made_up_results("fp16"), tmp_path / "plot.png")
+def test_plot_of_one_short_training(tmp_path, made_up):
+    report.save_plot(made_up("fp16"), tmp_path / "plot.png")
     assert_is_png(tmp_path / "plot.png")
 
 
-def test_results_survive_saving_and_loading(tmp_path):
-    results = made_up_results("none", "fp16")
+def test_results_survive_saving_and_loading(tmp_path, made_up):
+    results = made_up("none", "fp16")
     save_results(results, tmp_path / "results.json")
     assert load_results(tmp_path / "results.json") == results
     assert load_results(tmp_path / "results.json") != replace(results, parameters=1)
 
 
-def test_settings_survive_the_way_to_a_worker():
-    settings = made_up_results("none", "fp16").settings
+def test_settings_survive_the_way_to_a_worker(made_up):
+    settings = made_up("none", "fp16").settings
     assert Settings.from_json(settings.to_json()) == settings
 
 
