@@ -43,7 +43,7 @@ def recorded(modules, call):
 
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
-            patch.setattr(module, "use_triton", lambda device: True)
+            patch.setattr(module, "use_triton", lambda device: True, raising=False)
             for name, kernel in vars(module).copy().items():
                 if name.startswith("_") and name.endswith("_kernel"):
                     patch.setattr(module, name, Recorder(name.removeprefix("_").removesuffix("_kernel"), kernel))

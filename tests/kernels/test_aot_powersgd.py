@@ -7,7 +7,7 @@ import torch
 from ahead_of_time import BF16, FP16, FP32, TARGETS, compiled, recorded
 from cases import name
 
-from gradwire.kernels import lowrank, orthogonalization, warm_start
+from gradwire.kernels import cholesky_qr, lowrank, orthogonalization, warm_start
 from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is.
@@ -54,7 +54,7 @@ def launches(gradient, wire, keep, error, rank):
         warm_start.renew(q_wire, table.q, table.keys, 5, q, finite)
         lowrank.reconstruct(operands, basis, q_wire, finite)
 
-    return recorded([lowrank, orthogonalization, warm_start], step)
+    return recorded([lowrank, orthogonalization, cholesky_qr, warm_start], step)
 
 
 def matrix_bytes(kernel, gradient, keep, error):

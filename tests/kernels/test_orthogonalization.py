@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
-from gradwire.kernels import orthogonalization
+from gradwire.kernels import cholesky_qr, orthogonalization
 from gradwire.kernels.matrices import Factor
 from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_reference
 
@@ -218,7 +218,7 @@ def large(monkeypatch):
     if not INTERPRETED:
         return (1, 5000), (4, 4099), (16, 3000), (33, 700), (64, 2000)
     monkeypatch.setattr(orthogonalization, "SMALL", 64)
-    monkeypatch.setattr(orthogonalization, "TILE", 64)
+    monkeypatch.setattr(cholesky_qr, "TILE", 64)
     return (1, 100), (3, 130), (12, 64)
 
 
