@@ -107,9 +107,10 @@ def network_table(results: Results) -> str:
         steps = {step["provider"]: step for step in group if not step["one_bucket"] or hook != "noop"}
         ours, theirs = steps[GRADWIRE], steps[PYTORCH]
         sent = format_bytes(ours["link_bytes"]) if ours["link_bytes"] is not None else ""
-        times = (_ms(theirs["step_ms"]), _ms(ours["step_ms"]), _ratio(ours["vs_pytorch"]), _ratio(ours["vs_noop"]))
-        rows.append((_link(rate), _HOOKS.get(hook, hook), *times, sent))
-    headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "in units of noop", "sent")
+        times = (_ms(theirs["step_ms"]), _ms(ours["step_ms"]), _ratio(ours["vs_pytorch"]))
+        exposed = f"{theirs['exposed_ms']:,.0f} / {ours['exposed_ms']:,.0f}"
+        rows.append((_link(rate), _HOOKS.get(hook, hook), *times, exposed, _ratio(ours["vs_noop"]), sent))
+    headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "exposed", "in units of noop", "sent")
     return markdown(headers, rows) + _source(results)
 
 

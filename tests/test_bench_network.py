@@ -40,9 +40,10 @@ def made_up(rate="1gbit", hooks=("powersgd-r4",), sent=1000, is_loopback=False):
     return summarize(rate, runs, [[value / 1e3] * 3 for value in ms], is_loopback)
 
 
-def test_ratios_are_to_noop_on_the_same_ddp_with_the_same_buckets_and_to_pytorch():
+def test_steps_are_compared_with_noop_on_the_same_ddp_with_the_same_buckets_and_with_pytorch():
     steps = made_up(hooks=("powersgd-r4", "fp16"))
     assert [step.vs_noop for step in steps] == [1, 1, 1, 4, 3, 8, 3]
+    assert [step.exposed_ms for step in steps] == [0, 0, 0, 120, 20, 140, 20]
     assert [step.vs_pytorch for step in steps] == [None, None, 0.5, None, 0.188, None, 0.188]
     assert {step.link_bytes for step in steps} == {1002}
 
@@ -68,7 +69,7 @@ def test_the_tables_of_all_hooks_fit_into_80_columns(facts, printed):
     rows = [line.split() for line in text.splitlines()]
     for hook in HOOKS:
         assert rows.count([hook]) == 2, hook
-    assert ["gradwire", "30", "(30-30)", "3.00x", "0.19x", "123", "MB"] in rows
+    assert ["gradwire", "30", "(30-30)", "20", "0.19x", "123", "MB"] in rows
     assert "2 hosts, link: 1gbit (a plain all-reduce reaches 1,234 Mb/s)" in text
     assert text.count("in turns") == 1  # what the numbers mean is said once
 
@@ -76,7 +77,7 @@ def test_the_tables_of_all_hooks_fit_into_80_columns(facts, printed):
 def test_the_table_of_loopback_names_no_bytes(facts, printed):
     text = printed(*step_tables(measured([LOOPBACK.name], ["fp16"], is_loopback=True), facts))
     assert "2 hosts, this machine's loopback" in text
-    assert ["gradwire", "30", "(30-30)", "3.00x", "0.19x", "-"] in [line.split() for line in text.splitlines()]
+    assert ["gradwire", "30", "(30-30)", "20", "0.19x", "-"] in [line.split() for line in text.splitlines()]
 
 
 def test_the_default_hooks_begin_with_the_reference():
