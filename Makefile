@@ -1,15 +1,16 @@
-# Every target installs first; the second time that costs a second. No target may be named like a folder.
+# Every target installs first; the second time that costs a second.
 PYTHON ?= python3
 BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench-all wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench wheel clean
 
 install: .venv/.installed
 
 # A strict editable install links files one by one, so a new file (which touches its folder) asks for a reinstall.
-.venv/.installed: pyproject.toml constraints.txt $(ROOMS)
+# The folders have a dot behind them, because `bench` is a target too.
+.venv/.installed: pyproject.toml constraints.txt $(ROOMS:=/.)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" --config-settings editable_mode=strict
@@ -65,7 +66,7 @@ bench-converge: install
 	$(BIN)/gradwire bench converge
 
 # All of them, whose results are kept, and the pages that are made from these. An hour and a half on a quiet machine.
-bench-all: install
+bench: install
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.json
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.json
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.json
