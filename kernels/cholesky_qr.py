@@ -4,8 +4,8 @@
 
 in rank-first form, r x n; L^-1 by Gaussian elimination of G with its rows scaled to a unit diagonal, where a row of
 which too little remains is dropped. Products of r x n and matrices of r x r: that is all, so n can be cut into tiles.
-On a GPU in fp32, always twice. On a CPU in fp64, where a Gram matrix loses nothing that fp32 has, and twice only where
-rows are nearly or wholly dependent.
+The rounding errors of a round are eps |L^-1|^2. On a GPU in fp32, always twice, and rows that would make them too large
+for the second round are dropped. On a CPU in fp64: once where they are small, else twice, else by Gram-Schmidt.
 
 Source: Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding algorithm for
 computing a tall-skinny QR factorization on a large-scale parallel system", ScalA 2014.
@@ -26,8 +26,9 @@ from gradwire.kernels.matrices import ALIGNMENT, Factor
 # r x r, more would not fit into registers at rank 64.
 TILE = 512
 BLOCK = 1024
-# What remains of a row in units of its norm, from which on one round of Cholesky QR in fp64 is accurate to 1e-10.
-ACCURATE = 1e-3
+# Errors, as `_error` bounds them, that need no second round, and that a second round mends.
+DONE = 1e-10
+ROUGH = 1e-6
 
 
 @jit
@@ -98,17 +99,26 @@ def _gram_kernel(
 
 
 @jit
-def _inverse_cholesky(gram, limit, RANK: tl.constexpr):
-    """T, lower triangular, with T gram T' = 1, for a Gram matrix of unit diagonal; zero rows where a pivot is small."""
+def _inverse_cholesky(gram, rank, EPSILON: tl.constexpr, RANK: tl.constexpr):
+    """T, lower triangular, with T gram T' = 1, for a Gram matrix of unit diagonal.
+
+    Zeros in the rows whose pivot is rounding error, and in those by which the rounding errors of the product with T,
+    eps |T|^2, would become more than the second round can mend.
+    """
     offs = tl.arange(0, RANK)
     inverse = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
+    square = 0.0
     for k in range(0, RANK):
         is_k = offs == k
         column = tl.sum(tl.where(is_k[None, :], gram, 0.0), axis=1)
         pivot = tl.sum(tl.where(is_k, column, 0.0), axis=0)
-        root = tl.where(pivot > limit, 1 / tl.sqrt(or_one(pivot)), 0.0)
+        inverse_row = tl.sum(tl.where(is_k[:, None], inverse, 0.0), axis=0)
+        added = tl.sum(inverse_row * inverse_row, axis=0) / or_one(pivot)
+        is_kept = (pivot > 4 * rank * EPSILON) & (square + added < 0.1 / EPSILON)
+        square += tl.where(is_kept, added, 0.0)
+        root = tl.where(is_kept, 1 / tl.sqrt(or_one(pivot)), 0.0)
+        inverse_row *= root
         gram_row = tl.sum(tl.where(is_k[:, None], gram, 0.0), axis=0) * root
-        inverse_row = tl.sum(tl.where(is_k[:, None], inverse, 0.0), axis=0) * root
         below = tl.where(offs > k, column * root, 0.0)
         gram -= below[:, None] * gram_row[None, :]
         inverse -= below[:, None] * inverse_row[None, :]
@@ -160,7 +170,7 @@ def _apply_kernel(
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(gram) < float("inf"), 0, 1), axis=1), axis=0)
     diagonal = tl.sum(tl.where(offs_r[:, None] == offs_r[None, :], gram, 0.0), axis=1)
     scale = 1 / tl.sqrt(or_one(diagonal))
-    transform = _inverse_cholesky(gram * scale[:, None] * scale[None, :], 4 * rank * EPSILON, RANK)
+    transform = _inverse_cholesky(gram * scale[:, None] * scale[None, :], rank, EPSILON, RANK)
     # The factor's rows are divided by their largest magnitude first: the product of both may not be representable.
     transform = tl.where(n_bad > 0, float("nan"), transform * scale[None, :])
     gram = tl.zeros((RANK, RANK), dtype=tl.float32)
@@ -233,43 +243,70 @@ def cholesky_qr_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor, l
     finite.fill_(1)
     for members in of_one_size(factor):
         rows = stacked(sources, members)
-        gram = _products(rows, rows.mT)
-        inverse, is_accurate = _inverse_cholesky_cpu(gram)
-        hard = (~is_accurate).nonzero()[:, 0]
-        if len(hard) == 0:
-            basis = _products(inverse, rows)
-        else:
+        gram, scale = _unit_gram(rows)
+        inverse = _inverse_cholesky_cpu(gram)
+        hard = (~(_error(inverse) < DONE)).nonzero()[:, 0]
+        if len(hard):
             inverse[hard] = _inverse_without_dependent(gram[hard], limit)
-            basis = _products(inverse, rows)
-            again = basis[hard]
-            basis[hard] = _products(_inverse_cholesky_cpu(_products(again, again.mT))[0], again)
-            for k in hard.tolist():
-                if not rows[k].isfinite().all():
-                    basis[k], finite[members[k]] = torch.nan, 0
+        basis = _products(inverse * scale[:, None, :], rows)
+        for k, error in zip(hard.tolist(), _error(inverse[hard]).tolist(), strict=True):
+            if not rows[k].isfinite().all():
+                basis[k], finite[members[k]] = torch.nan, 0
+            elif error < ROUGH:
+                again, scale = _unit_gram(basis[k : k + 1])
+                basis[k] = (_inverse_cholesky_cpu(again) * scale[:, None, :])[0] @ basis[k]
+            else:
+                basis[k] = gram_schmidt(rows[k : k + 1], limit)[0]
         torch._foreach_copy_([targets[i] for i in members], unstacked(basis, factor, members))
 
 
-def _inverse_cholesky_cpu(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """L^-1 for Gram matrices k x r x r, and whether it makes rows orthonormal to 1e-10. Rows of zeros stay zeros."""
+def _unit_gram(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Gram matrices of unit rows, k x r x r, and what made them such; a row of zeros counts as if it were alone."""
+    gram = _products(rows, rows.mT)
     squares = gram.diagonal(dim1=1, dim2=2)
-    lower, failed = torch.linalg.cholesky_ex(gram + torch.diag_embed((squares == 0).to(gram.dtype)))
-    identity = torch.eye(gram.shape[1], dtype=gram.dtype)
-    is_accurate = (lower.diagonal(dim1=1, dim2=2) > ACCURATE * squares.sqrt()).all(1) & (failed == 0)
-    return torch.linalg.solve_triangular(lower, identity, upper=False), is_accurate
+    squares += squares == 0
+    scale = squares.rsqrt()
+    return gram * scale[:, :, None] * scale[:, None, :], scale
+
+
+def _inverse_cholesky_cpu(gram: Tensor) -> Tensor:
+    """L^-1 of Gram matrices, and NaN where there is none."""
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(gram.shape[1], dtype=gram.dtype), upper=False)
+    inverse[failed != 0] = torch.nan
+    return inverse
 
 
 def _inverse_without_dependent(gram: Tensor, limit: float) -> Tensor:
     """L^-1 by Gaussian elimination, with zeros in the rows of which no more remains than ``limit`` times their norm."""
     rank = gram.shape[1]
-    squares = gram.diagonal(dim1=1, dim2=2)
-    scale = torch.where(squares > 0, squares, 1).rsqrt()
-    system = torch.cat([gram * scale[:, :, None] * scale[:, None, :], torch.diag_embed(scale)], 2)
+    system = torch.cat([gram, torch.eye(rank, dtype=gram.dtype).expand_as(gram)], 2)
     for c in range(rank):
         pivot = system[:, c : c + 1, c : c + 1]
         root = torch.where(pivot > limit * limit, pivot.rsqrt(), 0)
         row = system[:, c : c + 1].mul_(root)
         system[:, c + 1 :] -= system[:, c + 1 :, c : c + 1] * root * row
     return system[:, :, rank:]
+
+
+def _error(inverse: Tensor) -> Tensor:
+    """How far from orthonormal L^-1 P may be: errors of the Gram matrix, r eps, times |L^-1|^2."""
+    return inverse.shape[1] * torch.finfo(inverse.dtype).eps * inverse.square().sum((1, 2))
+
+
+def gram_schmidt(rows: Tensor, limit: float) -> Tensor:
+    """Of a batch of factors, k x r x n: every row twice, for what is left of it can be mostly rounding errors."""
+    largest = rows.abs().amax(2, keepdim=True)
+    rows = rows / torch.where(largest > 0, largest, 1)
+    norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
+    basis = torch.zeros_like(rows)
+    for c in range(rows.shape[1]):
+        column, known = rows[:, c : c + 1], basis[:, :c]
+        for _ in range(2 if c > 0 else 0):
+            column = torch.baddbmm(column, torch.bmm(column, known.mT), known, alpha=-1)
+        norm = torch.linalg.vector_norm(column, dim=2, keepdim=True)
+        basis[:, c : c + 1] = torch.where(norm > limit * norms[:, c : c + 1], column / norm, 0)
+    return basis
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

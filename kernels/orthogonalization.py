@@ -9,6 +9,9 @@ Gram-Schmidt doubles it at rank 2 when the gradient has rank 1). So for every fi
 
     the largest eigenvalue of P P' is at most 1 + 1e-5, the kept columns are orthonormal to 1e-5, the others are zero.
 
+On a GPU, a column of a factor that is large is also dropped if those before it make its rounding errors grow too much,
+beyond a condition of about 1000 (`cholesky_qr`).
+
 A factor with an inf or NaN becomes NaN throughout, and its flag says so.
 
 Traffic: at least r n elements a factor read and written; a few times that for a factor that does not fit into the
@@ -23,6 +26,7 @@ from torch import Tensor
 from gradwire.kernels.cholesky_qr import (
     cholesky_qr_cpu,
     cholesky_qr_triton,
+    gram_schmidt,
     load_rows,
     of_one_size,
     or_one,
@@ -58,24 +62,9 @@ def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: T
     for members in of_one_size(factor):
         rows = stacked(sources, members)
         is_finite = rows.isfinite().all(2).all(1)
-        basis = torch.where(is_finite[:, None, None], _gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
+        basis = torch.where(is_finite[:, None, None], gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
         torch._foreach_copy_([targets[i] for i in members], unstacked(basis, factor, members))
         finite[members] = is_finite.to(finite.dtype)
-
-
-def _gram_schmidt(rows: Tensor, limit: float) -> Tensor:
-    """Of a batch of factors, k x r x n: every row twice, for what is left of it can be mostly rounding errors."""
-    largest = rows.abs().amax(2, keepdim=True)
-    rows = rows / torch.where(largest > 0, largest, 1)
-    norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
-    basis = torch.zeros_like(rows)
-    for c in range(rows.shape[1]):
-        column, known = rows[:, c : c + 1], basis[:, :c]
-        for _ in range(2 if c > 0 else 0):
-            column = torch.baddbmm(column, torch.bmm(column, known.mT), known, alpha=-1)
-        norm = torch.linalg.vector_norm(column, dim=2, keepdim=True)
-        basis[:, c : c + 1] = torch.where(norm > limit * norms[:, c : c + 1], column / norm, 0)
-    return basis
 
 
 @jit
@@ -159,7 +148,7 @@ def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> 
     factor.check(out, "out")
     if can_use_triton(factor, out):
         _orthogonalize_triton(wire, factor, out, finite)
-    elif out.device.type == "cpu" and out.dtype == torch.float32:
+    elif out.device.type == "cpu" and torch.float64 not in (wire.dtype, out.dtype):
         cholesky_qr_cpu(wire, factor, out, finite, tolerance(out.dtype))
     else:
         orthogonalize_reference(wire, factor, out, finite)

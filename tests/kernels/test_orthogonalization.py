@@ -58,9 +58,9 @@ def scaled_rows(w):
     return w / np.where(largest > 0, largest, 1)
 
 
-def check_basis(w, p, flag, what, is_small=False):
+def check_basis(w, p, flag, what, is_small=False, allowed=None):
     """The guarantees for every finite input: ``p``, of fp32 or fp64, is an orthonormal basis of the rows of ``w``."""
-    allowed = largest_loss(*w.shape, p.dtype, is_small)
+    allowed = allowed or largest_loss(*w.shape, p.dtype, is_small)
     p = numbers(p)
     assert flag == 1, what
     assert np.isfinite(p).all(), what
@@ -127,6 +127,9 @@ def make(kind, rank, n, seed):
     if kind == "local":  # nearly parallel where they are large, and different elsewhere
         parallel = generator.standard_normal(n) + 3e-3 * w
         return np.where(np.arange(n) < 64, parallel, 1e-6 * w)
+    if kind == "chain":  # each nearly the one before, so that rounding errors grow from row to row
+        basis = np.linalg.qr(w.T)[0].T
+        return basis + np.concatenate([np.zeros((1, n)), basis[:-1]]) * 10.0 ** generator.uniform(0, 6)
     if kind == "constant":
         return np.ones((rank, n)) * 10.0 ** generator.uniform(-30, 30, (rank, 1))
     return w
@@ -145,6 +148,7 @@ KINDS = (
     "sparse",
     "constant",
     "local",
+    "chain",
 )
 LENGTHS = st.one_of(st.sampled_from((1, 2, 3, 16, 17, 64, 127, 128)), st.integers(1, 100 if INTERPRETED else 300))
 RANKS = st.one_of(st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 8 if INTERPRETED else 64))
@@ -233,6 +237,19 @@ def test_large_factors_become_orthonormal_bases_of_their_rows(kind, device, larg
     rows = [make(kind, *size, seed) for seed, size in enumerate(large)]
     for (w, p, flag), size in zip(orthogonalized(rows, torch.float32, torch.float32, device), large, strict=True):
         check_basis(w, p, flag, f"{kind} {size}")
+
+
+@pytest.mark.parametrize("distance", [0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5])
+def test_rounding_errors_that_grow_from_row_to_row_do_not_reach_the_basis_of_a_large_factor(distance, device, large):
+    generator = np.random.default_rng(0)
+    rows = []
+    for rank, n in (*large, (8, 64)):
+        basis = np.linalg.qr(generator.standard_normal((n, rank)))[0].T
+        rows.append(distance * basis + np.concatenate([basis[:1], basis[:-1]]))
+    for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
+        # A row may be dropped although much of it remains, but not where only one precedes it.
+        check_basis(w, p, flag, f"{w.shape}", allowed=2 if len(w) > 2 else None)
+        assert p[: 2 if distance >= 0.01 else 1].any(1).all()
 
 
 def ill_conditioned(sizes, exponent, device, is_small):
