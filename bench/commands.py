@@ -1,5 +1,6 @@
 """The commands of ``gradwire``: parse, launch, report."""
 
+import os
 import shlex
 import signal
 import sys
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import gradwire
 from gradwire.bench import converge, hook_cost, kernel_cost, namespaces, network, reducer
-from gradwire.bench.compare import ResultsError, changes_table, compare, load_ratios
+from gradwire.bench.compare import ResultsError, changes_table, compare, load_ratios, missing
 from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 from gradwire.bench.launch import LaunchError, launch
 from gradwire.bench.measuring import Neighbours, backend_of, bench_device
@@ -49,7 +50,19 @@ RanksOption = Annotated[
     str | None,
     typer.Option("--ranks", help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU."),
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False)]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses before anything is measured what could not be written afterwards."""
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"there is no folder {path.parent} to write to.", param_hint="--output")
+    return path
+
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False, callback=_in_a_folder),
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -106,6 +119,14 @@ def _parse_sizes(text: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
+def _refuse_beside(context: typer.Context, option: str, *others: str) -> None:
+    """Refuse ``others`` on the command line, which ``option`` leaves no room for."""
+    sources = {name: context.get_parameter_source(name) for name in others}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise typer.BadParameter(f"settles --{given[0]}; leave out one of them.", param_hint=option)
+
+
 def _parse_rate(text: str, option: str) -> Rate:
     try:
         return Rate.parse(text)
@@ -150,6 +171,7 @@ def demo(
 
 @bench.command("kernels")
 def bench_kernels(
+    context: typer.Context,
     models: Annotated[str, typer.Option(help="Whose parameters, separated by commas.")] = ",".join(SHAPES),
     sizes: Annotated[str, typer.Option(help="MiB at which a bucket is full, separated by commas.")] = _SIZES,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each contender over the buckets.")] = 5,
@@ -161,6 +183,8 @@ def bench_kernels(
 
     On a GPU the Triton kernels, on a CPU the CPU paths, with which it takes a quarter of an hour.
     """
+    if quick:
+        _refuse_beside(context, "--quick", "models", "sizes", "rounds")
     names = ("resnet50", "gpt2-124m") if quick else _parse_choices(models, SHAPES, "--models")
     full = [25] if quick else _parse_sizes(sizes)
     device, facts, neighbours = _begin(threads)
@@ -174,6 +198,7 @@ def bench_kernels(
 
 @bench.command("reducer")
 def bench_reducer(
+    context: typer.Context,
     steps: Annotated[int, typer.Option(min=2, help="Timed backwards of each reducer on each model.")] = 40,
     models: Annotated[str, typer.Option(help="Which models, separated by commas.")] = ",".join(MODELS),
     ranks: RanksOption = None,
@@ -181,6 +206,8 @@ def bench_reducer(
     output: OutputOption = None,
 ) -> None:
     """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns; weigh their memory."""
+    if quick:
+        _refuse_beside(context, "--quick", "steps", "models", "ranks")
     names = ("transformer",) if quick else _parse_choices(models, MODELS, "--models")
     device, facts, neighbours = _begin(threads=1)
     counts = [1] if quick else _parse_ranks(ranks, device)
@@ -194,6 +221,7 @@ def bench_reducer(
 
 @bench.command("hooks")
 def bench_hooks(
+    context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook on each DDP.")] = 30,
     threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
     hooks: HooksOption = _COST_HOOKS,
@@ -204,6 +232,8 @@ def bench_hooks(
     output: OutputOption = None,
 ) -> None:
     """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks; count their host time and memory."""
+    if quick:
+        _refuse_beside(context, "--quick", "steps", "hooks", "ranks")
     names = hook_cost.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
     device, facts, neighbours = _begin(threads)
     counts = [1] if quick else _parse_ranks(ranks, device)
@@ -217,6 +247,7 @@ def bench_hooks(
 
 @bench.command("network")
 def bench_network(
+    context: typer.Context,
     hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
     rates: Annotated[
         str | None, typer.Option(help=f"Rates of the hosts' links, separated by commas; by default {_NETWORK_RATES}.")
@@ -242,6 +273,10 @@ def bench_network(
 
     gradwire's hooks on its own DDP, PyTorch's on PyTorch's. A few minutes, most of them at 100mbit.
     """
+    if quick:
+        _refuse_beside(context, "--quick", "steps", "hooks")
+    if loopback:
+        _refuse_beside(context, "--loopback", "rates", "emulated")
     names = network.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is a real one.", param_hint="--emulated")
@@ -260,6 +295,7 @@ def bench_network(
 
 @bench.command("converge")
 def bench_converge(
+    context: typer.Context,
     hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
     rate: Annotated[str, typer.Option(help="Of the hosts' links.")] = "100mbit",
     task: Annotated[str, typer.Option(help=f"What is trained: {' or '.join(TASKS)}.")] = "text",
@@ -275,6 +311,10 @@ def bench_converge(
 
     At 100mbit digits takes a few minutes, text three quarters of an hour.
     """
+    if quick:
+        _refuse_beside(context, "--quick", "task", "seeds", "hooks")
+    if loopback:
+        _refuse_beside(context, "--loopback", "rate")
     chosen = _parse_choice("digits" if quick else task, TASKS, "--task")
     names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
     link = network.LOOPBACK if loopback else _parse_rate(rate, "--rate")
@@ -293,19 +333,23 @@ def bench_compare(
     before: Annotated[list[Path], typer.Option("--before", help="Results of one state; again for each repeated run.")],
     after: Annotated[list[Path], typer.Option("--after", help="Results of the other; again for each repeated run.")],
 ) -> None:
-    """Say what got slower between two states, and fail if anything did, beyond the noise of repeated runs."""
+    """Say what got slower between two states, and fail if anything did, beyond the noise of repeated runs.
+
+    It also fails if anything is missing: a target that is not reached any more, say.
+    """
     try:
-        changes = compare([load_ratios(path) for path in before], [load_ratios(path) for path in after])
+        states = [[load_ratios(path) for path in paths] for paths in (before, after)]
     except ResultsError as error:
         typer.echo(f"gradwire bench compare: {error}.", err=True)
         raise typer.Exit(1) from None
+    changes, lost = compare(*states), missing(*states)
     if not changes:
         typer.echo("gradwire bench compare: the files have no measurement in common.", err=True)
         raise typer.Exit(1)
     Console().print(changes_table(changes))
     slower = [change for change in changes if change.verdict == "slower"]
-    typer.echo(f"{len(slower)} of {len(changes)} got slower.")
-    raise typer.Exit(1 if slower else 0)
+    typer.echo(f"{len(slower)} of {len(changes)} got slower." + "".join(f"\nMissing after: {what}" for what in lost))
+    raise typer.Exit(1 if slower or lost else 0)
 
 
 @bench.command("report")
@@ -370,7 +414,8 @@ def _save(measured: dict[str, Any], facts: dict[str, Any], path: Path | None) ->
 @contextmanager
 def _stoppable(command: str, console: Console) -> Iterator[None]:
     """Ends the command in good order if it is interrupted or terminated, or if a worker fails."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for end in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
+        signal.signal(end, _terminate)
     try:
         yield
     except KeyboardInterrupt:
@@ -397,5 +442,5 @@ def _measure(settings: Settings) -> Results:
         return load_results(path)
 
 
-def _terminate(*_: object) -> NoReturn:
-    sys.exit(128 + signal.SIGTERM)
+def _terminate(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)

@@ -99,12 +99,15 @@ def _reducer(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _races(measurements: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    rows = summarize(measurements.get("races", ()))
+    if "races" not in measurements:
+        return
+    rows = summarize(measurements["races"])
+    race = f"{measurements['task']}, {measurements['hosts']} hosts at {measurements['rate']}"
     seconds = {(row["hook"], row["provider"]): row["seconds"] for row in rows}
     for (hook, provider), ours in seconds.items():
         theirs = seconds.get((hook, PYTORCH))
         if provider == GRADWIRE and ours and theirs:
-            yield f"time to the target, {measurements['task']}, hook {hook}", ours / theirs
+            yield f"time to the target, {race}, hook {hook}", ours / theirs
 
 
 # By the name of the list in a bench's measurements.
@@ -125,6 +128,12 @@ def compare(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[Change]:
         band = max(LEAST_BAND, *map(_spread, states))
         changes.append(Change(what, median(states[0]), median(states[1]), round(band, 3)))
     return sorted(changes, key=lambda change: -change.factor)
+
+
+def missing(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[str]:
+    """What was measured in all runs of one state and not in all of the other: a race's target that was missed, say."""
+    of_before, of_after = (set.intersection(*(set(run) for run in runs)) for runs in (before, after))
+    return sorted(of_before - of_after)
 
 
 def _spread(ratios: Sequence[float]) -> float:

@@ -30,7 +30,7 @@ from gradwire.bench import namespaces
 from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH
 from gradwire.bench.hooks import HOOKS, HookEntry, Peer
 from gradwire.bench.launch import exit_with_launcher
-from gradwire.bench.measuring import slowest
+from gradwire.bench.measuring import in_turn, slowest
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, run_on_hosts
 from gradwire.bench.report import bench_table, format_bytes, machine_line
@@ -198,7 +198,7 @@ def main(task: Task, hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -
             line = progress.add_task(f"seed {seed}", total=task.most_steps)
             running = list(racers)
             for step, batch in zip(range(1, task.most_steps + 1), task.batches(seed), strict=False):
-                for racer in running:
+                for racer in in_turn(running, step):
                     racer.step(batch)
                 if step % task.look_every == 0:
                     running = [racer for racer in running if not racer.look()]
@@ -238,6 +238,9 @@ def summarize(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "reached": f"{len(reached)} of {len(trainings)}",
                 "steps": middle("steps") if is_sure else None,
                 "seconds": middle("seconds") if is_sure else None,
+                "range": [end(race["seconds"][race["reached"]] for race in trainings) for end in (min, max)]
+                if is_sure
+                else None,
                 "sent_bytes": middle("sent_bytes") if is_sure else None,
             }
         )

@@ -42,6 +42,7 @@ from gradwire.bench.measuring import (
     backend_of,
     bench_device,
     calls_of_driver,
+    in_turn,
     peak_memory,
     percentiles_ms,
     slowest,
@@ -179,7 +180,7 @@ def _round(hook: str, steps: int, device: torch.device) -> list[Cost]:
     title = f"{hook}, {dist.get_world_size()}"
     for step in track(range(steps), description=f"{title:<24}", disable=rank != 0):
         batch = make_batch(WARM_UP + 1 + step, rank, device)
-        for runner in runners:
+        for runner in in_turn(runners, step):
             dist.barrier()
             runner.seconds.append(runner.step(batch))
     for runner in runners:

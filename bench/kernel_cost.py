@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
-from gradwire.bench.measuring import percentiles_ms, timed
+from gradwire.bench.measuring import in_turn, percentiles_ms, timed
 from gradwire.bench.report import bench_table, machine_line
 from gradwire.bench.shapes import SHAPES, Shape, buckets
 from gradwire.compress import LowRankPolicy
@@ -133,7 +133,8 @@ def run(case: Case, model: str, size: int, rounds: int, copied: float, device: t
         raise RuntimeError(f"{case.kernel} of {model} is wrong; nothing is timed.") from error
     seconds: dict[str, list[float]] = {name: [] for name in case.contenders}
     for turn in range(WARM_UP + rounds):
-        for bucket, (name, contender) in itertools.product(range(len(case.nbytes)), case.contenders.items()):
+        order = in_turn(list(case.contenders.items()), turn)
+        for bucket, (name, contender) in itertools.product(range(len(case.nbytes)), order):
             took = timed(partial(contender, bucket), device)
             if turn >= WARM_UP:
                 seconds[name].append(took)
@@ -318,11 +319,15 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
         backproject(operands, ps[i], products[i][1], scale=1 / RANKS)
         reconstruct(operands, ps[i], qs[i], finite[i])
 
+    # Three passes here too: between them, all factors of the bucket are exchanged.
     def eager(*operands: Sequence[Tensor]) -> None:
-        for gradient, error, target, p, q, p_out, q_out in zip(*operands, strict=True):
-            m = gradient + error
+        gradients, errors, targets, ps, qs, p_outs, q_outs = operands
+        ms = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+        for m, q, p_out in zip(ms, qs, p_outs, strict=True):
             torch.mm(q, m.t(), out=p_out).div_(RANKS)
+        for m, p, q_out in zip(ms, ps, q_outs, strict=True):
             torch.mm(p, m, out=q_out).div_(RANKS)
+        for m, error, target, p, q in zip(ms, errors, targets, ps, qs, strict=True):
             torch.mm(p.t(), q, out=target)
             torch.sub(m, target, out=error)
 

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def bench_device() -> torch.device:
@@ -48,6 +50,12 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
     return 1e-3 * milliseconds
+
+
+def in_turn(contenders: Sequence[T], turn: int) -> list[T]:
+    """``contenders``, beginning with another one in each turn, so that none always comes after the same one."""
+    first = turn % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ INTERFACE = "eth0"
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only
 _PREFIX = "gradwire-"
 _QUEUE_MS = 50
-# What may pass at once after a pause, beyond the rate: little against a step's bytes, but twice the 64 KiB that the
-# system hands over at a time. With as much as one of those, gloo reached half of a gigabit.
-_BURST_BYTES = 131_072
+# What may pass at once after a pause, beyond the rate: as little as lets gloo reach nine tenths of it. With half as
+# much at a gigabit, gloo reaches half of that, because the system hands over 64 KiB at a time.
 _BURST_MS = 1
+_LEAST_BURST = 16_384
 
 
 class NamespaceError(Exception):
@@ -104,8 +104,9 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("-n", host.name, "link", "set", "lo", "up")
         yield made
     finally:
-        for name in (*(host.name for host in made), bridge):
-            _delete(name)
+        with ExitStack() as stack:  # goes on after an error
+            for name in (bridge, *(host.name for host in made)):
+                stack.callback(_delete, name)
 
 
 def delete_abandoned() -> None:
@@ -129,7 +130,7 @@ def limit(rate: Rate) -> None:
         _tc("qdisc", "delete", *queue)
     if rate.mbit is not None:
         bits = round(1e6 * rate.mbit)
-        burst = max(_BURST_BYTES, round(bits / 8 * _BURST_MS / 1e3))
+        burst = max(_LEAST_BURST, round(bits / 8 * _BURST_MS / 1e3))
         _tc("qdisc", "add", *queue, "tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "latency", f"{_QUEUE_MS}ms")
 
 
@@ -157,7 +158,10 @@ def _tc(*arguments: str) -> str:
 
 def _command(*command: str) -> str:
     # A session of its own: Ctrl-C is for this process to handle.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NamespaceError(f"{' '.join(command)}: no answer within {error.timeout} s") from None
     if done.returncode != 0:
         raise NamespaceError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

@@ -40,7 +40,7 @@ from gradwire.bench.contenders import (
 )
 from gradwire.bench.emulated import emulated_link
 from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
-from gradwire.bench.measuring import backend_of, bench_device, percentiles_ms, slowest, synchronize
+from gradwire.bench.measuring import backend_of, bench_device, in_turn, percentiles_ms, slowest, synchronize
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.report import add_hooks, bench_table, format_bytes, machine_line
 
@@ -213,7 +213,7 @@ def make_contenders(hooks: Sequence[str], device: torch.device) -> list[Contende
 def _turns(steps: range, contenders: Sequence[Contender], title: str) -> Iterator[tuple[int, Contender]]:
     """Every contender in every step, with a line of progress on rank 0."""
     for step in track(steps, description=f"{title:<12}", disable=dist.get_rank() != 0):
-        for contender in contenders:
+        for contender in in_turn(contenders, step):
             yield step, contender
 
 

@@ -16,13 +16,14 @@ from typing import Any
 
 from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.converge import summarize, target_of
+from gradwire.bench.hooks import HOOKS
 from gradwire.bench.kernel_cost import OURS
 from gradwire.bench.report import format_bytes, format_number, machine_line
 from gradwire.bench.results import replacing
 
 PAGES = ("README.md", "docs/benchmarks.md")
 PLOTS = "docs/plots"
-_HOOKS = {"none": "no hook", "noop": "noop: nothing sent"}
+_HOOK_NAMES = {"none": "no hook", "noop": "noop: nothing sent"}
 
 Results = dict[str, Any]  # what a bench wrote: its measurements and their provenance
 
@@ -40,13 +41,11 @@ def write_pages(root: Path) -> list[Path]:
     from gradwire.bench.plots import DRAWINGS  # matplotlib takes a second to import
 
     results = load_all(root / "bench" / "results")
-    written = []
-    for name in PAGES:
-        path = root / name
-        text = fill(path.read_text(), results)
+    pages = {root / name: fill((root / name).read_text(), results) for name in PAGES}
+    for path, text in pages.items():
         with replacing(path) as partial:
             partial.write_text(text)
-        written.append(path)
+    written = list(pages)
     folder = root / PLOTS
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWINGS.items():
@@ -100,6 +99,12 @@ def _link(rate: str) -> str:
     return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", rate)
 
 
+def _hook(hook: str) -> str:
+    """What a table calls a hook; with a star if PyTorch's is only the nearest that it has."""
+    peer = HOOKS[hook].peer
+    return f"{_HOOK_NAMES.get(hook, hook)}{'' if peer is None or peer.is_same else ' *'}"
+
+
 def network_table(results: Results) -> str:
     """Milliseconds a step by rate and hook: PyTorch's, gradwire's, and the latter's bytes."""
     rows = []
@@ -109,7 +114,7 @@ def network_table(results: Results) -> str:
         sent = format_bytes(ours["link_bytes"]) if ours["link_bytes"] is not None else ""
         times = (_ms(theirs["step_ms"]), _ms(ours["step_ms"]), _ratio(ours["vs_pytorch"]))
         exposed = f"{theirs['exposed_ms']:,.0f} / {ours['exposed_ms']:,.0f}"
-        rows.append((_link(rate), _HOOKS.get(hook, hook), *times, exposed, _ratio(ours["vs_noop"]), sent))
+        rows.append((_link(rate), _hook(hook), *times, exposed, _ratio(ours["vs_noop"]), sent))
     headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "exposed", "in units of noop", "sent")
     return markdown(headers, rows) + _source(results)
 
@@ -123,7 +128,7 @@ def network_summary(results: Results) -> str:
         (_link(rate), *(f"{_ms(of[rate, hook, PYTORCH])} / {_ms(of[rate, hook, GRADWIRE])}" for hook in hooks))
         for rate in rates
     )
-    headers = ("ms per step: PyTorch's / gradwire's", *(_HOOKS.get(hook, hook) for hook in hooks))
+    headers = ("ms per step: PyTorch's / gradwire's", *(_HOOK_NAMES.get(hook, hook) for hook in hooks))
     return markdown(headers, rows) + _source(results)
 
 
@@ -134,13 +139,15 @@ def hooks_table(results: Results) -> str:
     for (ranks, hook), group in itertools.groupby(costs, key=itemgetter("ranks", "hook")):
         ours, mixed, theirs = _sides(group)
         own = (f"{cost['own_ms']:.1f}" for cost in (theirs, mixed, ours))
-        rows.append((hook, str(ranks), *own, _ratio(ours["own_vs_pytorch"]), _ratio(ours["step_vs_pytorch"])))
+        is_own = hook != "noop"  # of which nothing but noise is left
+        ratio = _ratio(ours["own_vs_pytorch"] if is_own else None)
+        rows.append((_hook(hook), str(ranks), *own, ratio, _ratio(ours["step_vs_pytorch"])))
         if ranks == costs[0]["ranks"]:
             beyond = (max(peaks[hook][side] - peaks["noop"][GRADWIRE], 0) for side in (PYTORCH, GRADWIRE))
             counted = [f"{cost['host_ms']:.1f}" for cost in (theirs, ours)]
             if ours["launches"] is not None:
                 counted += [f"{cost['launches']} / {cost['synchronizations']}" for cost in (theirs, ours)]
-            resources.append((hook, *counted, *map(format_bytes, beyond)))
+            resources.append((_hook(hook), *counted, *map(format_bytes, beyond)))
     headers = (
         "hook",
         "ranks",
@@ -205,7 +212,7 @@ def converge_table(results: Results) -> str:
             row["provider"],
             row["reached"],
             f"{row['steps']:g}" if row["steps"] is not None else "",
-            f"{row['seconds']:.2f}" if row["seconds"] is not None else "",
+            _seconds(row),
             format_bytes(row["sent_bytes"]) if row["sent_bytes"] is not None else "",
             _ratio(row["times_faster"]),
         )
@@ -213,6 +220,15 @@ def converge_table(results: Results) -> str:
     ]
     headers = (f"hook, at {_link(measured['rate'])}", "DDP and hook", "reached", "steps", "seconds", "sent", "faster")
     return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    """The median, and how far the seeds are apart."""
+    if row["seconds"] is None:
+        return ""
+    low, high = row["range"]
+    digits = 0 if row["seconds"] >= 10 else 2
+    return f"{row['seconds']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def converge_summary(results: Results) -> str:
@@ -230,7 +246,10 @@ def converge_summary(results: Results) -> str:
         line("steps", lambda steps: f"{steps:g}", "steps"),
         line("sent", format_bytes, "sent_bytes"),
     ]
-    headers = (f"PyTorch's / gradwire's, at {_link(measured['rate'])}", *(_HOOKS.get(hook, hook) for hook in hooks))
+    headers = (
+        f"PyTorch's / gradwire's, at {_link(measured['rate'])}",
+        *(_HOOK_NAMES.get(hook, hook) for hook in hooks),
+    )
     return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)
 
 

@@ -26,7 +26,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_d
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.launch import exit_with_launcher, measured_by
-from gradwire.bench.measuring import backend_of, bench_device, peak_memory, percentiles_ms, slowest, synchronize
+from gradwire.bench.measuring import (
+    backend_of,
+    bench_device,
+    in_turn,
+    peak_memory,
+    percentiles_ms,
+    slowest,
+    synchronize,
+)
 from gradwire.bench.models import MODELS, Model
 from gradwire.bench.report import bench_table, format_bytes, machine_line
 from gradwire.hooks import debugging_hooks, default_hooks
@@ -168,8 +176,8 @@ def _time(name: str, steps: int, device: torch.device) -> list[Backward]:
             case.step()
     _check(cases)
     title = f"{name}, {dist.get_world_size()}"
-    for _ in track(range(steps), description=f"{title:<14}", disable=dist.get_rank() != 0):
-        for case in cases:
+    for step in track(range(steps), description=f"{title:<14}", disable=dist.get_rank() != 0):
+        for case in in_turn(cases, step):
             case.seconds.append(case.step())
     return summarize(name, cases, [slowest(case.seconds) for case in cases])
 

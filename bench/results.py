@@ -120,11 +120,18 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that holds this file, with "-dirty" after local changes; None outside a checkout."""
+    """The commit of the checkout that holds this file, with "-dirty" after local changes; None outside a checkout.
+
+    New results, and pages and plots made from them, are no such changes: a bench may follow another.
+    """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:  # a venv inside somebody else's checkout
         return None
-    return _git(here.parent, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    root = here.parents[1]
+    commit = _git(root, "rev-parse", "HEAD")
+    made = (":!bench/results", ":!docs/plots", ":!docs/benchmarks.md", ":!README.md")
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *made)
+    return f"{commit}-dirty" if changes and commit else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -269,6 +269,9 @@ def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Execu
     key = (group.group_name, device)
     entry = _executors.get(key)
     if entry is None or entry[0] is not group:  # a new group may bear the name of a destroyed one
+        for known, (of_executor, _) in list(_executors.items()):
+            if of_executor not in dist.distributed_c10d._world.pg_map:  # destroyed
+                del _executors[known]
         kind = WorkerExecutor if device.type == "cpu" else StreamExecutor
         entry = _executors[key] = (group, kind(group, device))
     return entry[1]

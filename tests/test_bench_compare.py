@@ -34,6 +34,19 @@ def test_the_slowest_comes_first_and_only_what_all_runs_have():
     assert [(change.what, change.factor) for change in changes] == [("b", 3.0), ("a", 1.5)]
 
 
+def test_what_is_missing_afterwards_is_no_success(tmp_path):
+    row = {"model": "mlp", "ranks": 1, "provider": "gradwire", "vs_pytorch": 1.0}
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, models in zip(paths, (("mlp", "densenet"), ("mlp",)), strict=True):
+        rows = [row | {"model": model} for model in models]
+        path.write_text(json.dumps({"measurements": {"backwards": rows}}))
+    arguments = ["bench", "compare", "--before", str(paths[0]), "--after", str(paths[1])]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "Missing after: reducer, densenet, ranks: 1: gradwire" in done.output
+    assert CliRunner().invoke(app, [*arguments[:4], "--after", str(paths[0])]).exit_code == 0
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_every_kept_result_can_be_compared(path):
     ratios = load_ratios(path)

@@ -70,7 +70,9 @@ def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed
 
 def test_the_page_and_the_plot_are_made_of_the_same(tmp_path, facts):
     results = {"measurements": MEASURED, "provenance": facts}
-    assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 | 2 MB | 6.00 |" in pages.converge_table(results)
+    assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 (1.00 to 3.00) | 2 MB | 6.00 |" in pages.converge_table(
+        results
+    )
     plots.draw_converge(results, tmp_path / "plot.png")
     height, width, _ = imread(tmp_path / "plot.png").shape
     assert height > 500 and width > 1000

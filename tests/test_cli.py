@@ -89,6 +89,32 @@ def test_output_that_cannot_be_made_is_refused(tmp_path):
     assert "--output" in done.output
 
 
+@pytest.mark.parametrize("command", ["kernels", "reducer", "hooks", "network", "converge"])
+def test_a_bench_refuses_a_file_that_it_could_not_write_before_it_measures(command, tmp_path):
+    done = in_process("bench", command, "--output", str(tmp_path / "none" / "results.json"))
+    assert done.exit_code == 2
+    assert "--output" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("kernels", "--quick", "--models", "resnet50"),
+        ("reducer", "--quick", "--ranks", "2"),
+        ("hooks", "--quick", "--steps", "3"),
+        ("network", "--quick", "--hooks", "fp16"),
+        ("network", "--loopback", "--rates", "1gbit"),
+        ("converge", "--quick", "--task", "text"),
+        ("converge", "--loopback", "--rate", "1gbit"),
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_would_do_nothing_is_refused(arguments):
+    done = in_process("bench", *arguments)
+    assert done.exit_code == 2
+    assert arguments[1] in done.output and arguments[2] in done.output
+
+
 def test_missing_extras_are_named_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "typer", None)

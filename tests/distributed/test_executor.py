@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
 
+from gradwire.hooks import executor
 from gradwire.hooks.executor import UNDER_WAY, executor_for
 
 CPU = torch.device("cpu")
@@ -20,25 +21,25 @@ def signals():
     return dist.PrefixStore(f"test_executor/{next(names)}", dist.distributed_c10d._get_default_store())
 
 
-def sums_of(executor, value, begun=lambda: None):
+def sums_of(worker, value, begun=lambda: None):
     """A task of one collective, which returns its sum and the address of its wire memory."""
 
     async def task(workspace):
         wire = workspace.wire(1000, torch.float32).fill_(value)
         begun()
-        await executor.transport.all_reduce(wire)
+        await worker.transport.all_reduce(wire)
         return wire[0].item(), wire.data_ptr()
 
-    return executor.submit(task)
+    return worker.submit(task)
 
 
 def begin_before_any_is_done():
     """Rank 0 begins as many tasks as may be under way; the other ranks come only then."""
-    store, executor = signals(), executor_for(None, CPU)
+    store, worker = signals(), executor_for(None, CPU)
     if dist.get_rank() != 0:
         store.wait(["begun"], LIMIT)
     left = iter(range(UNDER_WAY - 1, -1, -1))
-    futures = [sums_of(executor, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(UNDER_WAY)]
+    futures = [sums_of(worker, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(UNDER_WAY)]
     return [future.wait() for future in futures]
 
 
@@ -51,7 +52,7 @@ def test_several_tasks_are_under_way_each_with_its_own_memory(world):
 
 def fail_while_another_waits():
     """The second task fails while the first waits for other ranks; whether the first was done before it was told."""
-    store, executor = signals(), executor_for(None, CPU)
+    store, worker = signals(), executor_for(None, CPU)
 
     async def failing(_):
         if dist.get_rank() == 0:
@@ -60,11 +61,11 @@ def fail_while_another_waits():
 
     if dist.get_rank() != 0:
         store.wait(["failed"], LIMIT)
-    first, second = sums_of(executor, 1), executor.submit(failing)
+    first, second = sums_of(worker, 1), worker.submit(failing)
     try:
         second.wait()
     except ValueError:
-        return first.done(), first.wait()[0], sums_of(executor, 2).wait()[0]
+        return first.done(), first.wait()[0], sums_of(worker, 2).wait()[0]
 
 
 def test_a_failure_waits_its_turn_and_harms_no_other_task(world):
@@ -73,16 +74,16 @@ def test_a_failure_waits_its_turn_and_harms_no_other_task(world):
 
 def interleave(counts):
     """Tasks of different numbers of collectives, each of which adds to what the one before gave."""
-    executor = executor_for(None, CPU)
+    worker = executor_for(None, CPU)
 
     async def task(value, count):
         for _ in range(count):
-            await executor.transport.all_reduce(value)
+            await worker.transport.all_reduce(value)
             value += 1
         return value.item()
 
     values = [torch.tensor(float(k)) for k in range(len(counts))]
-    futures = [executor.submit(lambda _, v=v, n=n: task(v, n)) for v, n in zip(values, counts, strict=True)]
+    futures = [worker.submit(lambda _, v=v, n=n: task(v, n)) for v, n in zip(values, counts, strict=True)]
     return [future.wait() for future in futures]
 
 
@@ -97,3 +98,17 @@ def test_tasks_of_any_number_of_collectives_run_together(world, counts):
     results = world.run(interleave, counts=counts)
     assert_same_on_all_ranks(results)
     assert results[0] == expected
+
+
+def outlive_groups():
+    """Executors of groups that come and go; how many of them are left, and what the last one computes."""
+    for _ in range(3):
+        group = dist.new_group()
+        total, _ = sums_of(executor_for(group, CPU), 1).wait()
+        dist.destroy_process_group(group)
+    alive = [group for group, _ in executor._executors.values() if group != dist.group.WORLD]
+    return len(alive), total
+
+
+def test_executors_of_destroyed_groups_are_let_go(world):
+    assert world.run(outlive_groups) == [(1, world.size)] * world.size
