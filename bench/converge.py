@@ -29,7 +29,7 @@ from gradwire import DistributedDataParallel
 from gradwire.bench import namespaces
 from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH
 from gradwire.bench.hooks import HOOKS, HookEntry, Peer
-from gradwire.bench.launch import exit_with_launcher
+from gradwire.bench.launch import exit_with_launcher, leave
 from gradwire.bench.measuring import in_turn, slowest
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, run_on_hosts
@@ -295,3 +295,4 @@ if __name__ == "__main__":
         given["seeds"],
         Path(given["path"]),
     )
+    leave()

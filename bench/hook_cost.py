@@ -37,7 +37,7 @@ from gradwire.bench.contenders import (
     needs_one_bucket,
     provider_label,
 )
-from gradwire.bench.launch import exit_with_launcher, measured_by
+from gradwire.bench.launch import exit_with_launcher, leave, measured_by
 from gradwire.bench.measuring import (
     backend_of,
     bench_device,
@@ -294,3 +294,4 @@ def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    leave()

@@ -39,7 +39,7 @@ from gradwire.bench.contenders import (
     provider_label,
 )
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.launch import Place, exit_with_launcher, launch_at, loopback_interface
+from gradwire.bench.launch import Place, exit_with_launcher, launch_at, leave, loopback_interface
 from gradwire.bench.measuring import backend_of, bench_device, in_turn, percentiles_ms, slowest, synchronize
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.report import add_hooks, bench_table, format_bytes, machine_line
@@ -330,3 +330,4 @@ if __name__ == "__main__":
         given["emulated"],
         Path(given["path"]),
     )
+    leave()

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.launch import exit_with_launcher, measured_by
+from gradwire.bench.launch import exit_with_launcher, leave, measured_by
 from gradwire.bench.measuring import (
     backend_of,
     bench_device,
@@ -261,3 +261,4 @@ def _caption(measured: dict[str, Any], facts: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    leave()
