@@ -18,7 +18,7 @@ from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.converge import summarize, target_of
 from gradwire.bench.hooks import HOOKS
 from gradwire.bench.kernel_cost import OURS
-from gradwire.bench.report import format_bytes, format_number, machine_line
+from gradwire.bench.report import format_bytes, format_number, format_rate, machine_line
 from gradwire.bench.results import replacing
 
 PAGES = ("README.md", "docs/benchmarks.md")
@@ -95,10 +95,6 @@ def _ratio(value: float | None) -> str:
     return f"{value:.2f}" if value is not None else ""
 
 
-def _link(rate: str) -> str:
-    return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", rate)
-
-
 def _hook(hook: str) -> str:
     """What a table calls a hook; with a star if PyTorch's is only the nearest that it has."""
     peer = HOOKS[hook].peer
@@ -114,7 +110,7 @@ def network_table(results: Results) -> str:
         sent = format_bytes(ours["link_bytes"]) if ours["link_bytes"] is not None else ""
         times = (_ms(theirs["step_ms"]), _ms(ours["step_ms"]), _ratio(ours["vs_pytorch"]))
         exposed = f"{theirs['exposed_ms']:,.0f} / {ours['exposed_ms']:,.0f}"
-        rows.append((_link(rate), _hook(hook), *times, exposed, _ratio(ours["vs_noop"]), sent))
+        rows.append((format_rate(rate), _hook(hook), *times, exposed, _ratio(ours["vs_noop"]), sent))
     headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "exposed", "in units of noop", "sent")
     return markdown(headers, rows) + _source(results)
 
@@ -125,7 +121,7 @@ def network_summary(results: Results) -> str:
     of = {(step["rate"], step["hook"], step["provider"]): step["step_ms"] for step in reversed(measured)}
     rates, hooks = (list(dict.fromkeys(step[key] for step in measured)) for key in ("rate", "hook"))
     rows = (
-        (_link(rate), *(f"{_ms(of[rate, hook, PYTORCH])} / {_ms(of[rate, hook, GRADWIRE])}" for hook in hooks))
+        (format_rate(rate), *(f"{_ms(of[rate, hook, PYTORCH])} / {_ms(of[rate, hook, GRADWIRE])}" for hook in hooks))
         for rate in rates
     )
     headers = ("ms per step: PyTorch's / gradwire's", *(_HOOK_NAMES.get(hook, hook) for hook in hooks))
@@ -218,7 +214,15 @@ def converge_table(results: Results) -> str:
         )
         for row in summarize(measured["races"])
     ]
-    headers = (f"hook, at {_link(measured['rate'])}", "DDP and hook", "reached", "steps", "seconds", "sent", "faster")
+    headers = (
+        f"hook, at {format_rate(measured['rate'])}",
+        "DDP and hook",
+        "reached",
+        "steps",
+        "seconds",
+        "sent",
+        "faster",
+    )
     return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)
 
 
@@ -247,7 +251,7 @@ def converge_summary(results: Results) -> str:
         line("sent", format_bytes, "sent_bytes"),
     ]
     headers = (
-        f"PyTorch's / gradwire's, at {_link(measured['rate'])}",
+        f"PyTorch's / gradwire's, at {format_rate(measured['rate'])}",
         *(_HOOK_NAMES.get(hook, hook) for hook in hooks),
     )
     return markdown(headers, rows) + f"\nUntil {target_of(measured)}." + _source(results)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.kernel_cost import OURS
-from gradwire.bench.report import format_number
+from gradwire.bench.report import format_number, format_rate
 from gradwire.bench.results import replacing
 
 _CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f0b400")
@@ -47,7 +47,7 @@ def draw_network(results: Results, path: Path) -> None:
         hooks = list(dict.fromkeys(step["hook"] for step in steps))
         _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
         axes.set_xlabel("ms per step")
-        axes.set_title(f"link: {rate}", fontsize=11)
+        axes.set_title(f"link: {format_rate(rate)}", fontsize=11)
     _legend_below(figure, axes)
     _save(figure, f"Steps between {results['measurements']['hosts']} hosts: {results['measurements']['model']}", path)
 
@@ -73,15 +73,17 @@ def draw_converge(results: Results, path: Path) -> None:
             )
             seen.add(name)
         axes.axhline(measured["target"], color=_FLOOR_COLOR, linestyle="--", linewidth=1)
-        axes.set_xlim(left=0)
         if measured["rises"]:
             axes.set_ylim(85, 100)
         axes.grid(alpha=0.3)
+    panels[0].set_xlim(left=0)
     panels[0].set_ylabel(measured["score"])
     panels[0].set_xlabel("seconds of training")
-    panels[1].set_xlabel("sent by rank 0 (MB)")
+    panels[1].set_xscale("log")
+    panels[1].xaxis.set_major_formatter("{x:g}")
+    panels[1].set_xlabel("sent by rank 0 (MB, logarithmic)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    title = f"{measured['task']}, {measured['hosts']} hosts at {measured['rate']}; dashed: the target"
+    title = f"{measured['task']}, {measured['hosts']} hosts at {format_rate(measured['rate'])}; dashed: the target"
     _save(figure, title, path)
 
 

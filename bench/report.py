@@ -1,6 +1,7 @@
 """Table and plot of a demo, made from its results and from nothing else."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -119,6 +120,11 @@ def format_bytes(count: float) -> str:
 def format_number(value: float) -> str:
     """Three digits, or a whole number if that is more."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+def format_rate(name: str) -> str:
+    """A link's rate as people write it: 100 Mb/s for 100mbit."""
+    return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", name)
 
 
 def save_plot(results: Results, path: Path) -> None:
