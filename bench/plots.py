@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.kernel_cost import OURS
@@ -80,7 +81,9 @@ def draw_converge(results: Results, path: Path) -> None:
     panels[0].set_ylabel(measured["score"])
     panels[0].set_xlabel("seconds of training")
     panels[1].set_xscale("log")
+    panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[1].xaxis.set_major_formatter("{x:g}")
+    panels[1].xaxis.set_minor_formatter(NullFormatter())
     panels[1].set_xlabel("sent by rank 0 (MB, logarithmic)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     title = f"{measured['task']}, {measured['hosts']} hosts at {format_rate(measured['rate'])}; dashed: the target"
@@ -116,7 +119,7 @@ def draw_kernels(results: Results, path: Path) -> None:
         width = 0.8 / len(contenders)
         for k, contender in enumerate(contenders):
             # Labels begin with a space, because one that begins with an underscore is left out of the legend.
-            color = _OURS_COLOR if contender == OURS else str(0.35 + 0.15 * k)
+            color = _OURS_COLOR if contender == OURS else str(0.35 + 0.11 * k)
             of = {(row["model"], row["bucket_mib"]): row["gb_per_s"] for row in rows if row["contender"] == contender}
             places = [place + (k - (len(contenders) - 1) / 2) * width for place in range(len(models))]
             axes.bar(places, [of[model] for model in models], width, color=color, label=f" {contender}")
