@@ -74,6 +74,8 @@ class Timing:
 class Case:
     """A kernel on some buckets of a model.
 
+    What it writes to is NaN before, because fresh memory may hold the right result of another case.
+
     Attributes:
         kernel: what it does.
         nbytes: that gradwire's moves for each bucket.
@@ -179,7 +181,7 @@ def _compiled(
 def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
     lists = _gradients(shapes, device)
     tables = [SegmentTable(tensors) for tensors in lists]
-    wires = [torch.empty(table.numel, dtype=dtype, device=device) for table in tables]
+    wires = [torch.full((table.numel,), torch.nan, dtype=dtype, device=device) for table in tables]
     flats = [torch.empty(table.numel, device=device) for table in tables]
 
     def ddp_and_hook(i: int) -> Tensor:
@@ -259,7 +261,7 @@ def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[
 def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
     tables, _ = _matrices(shapes, device)
     wires = [torch.randn(table.p.numel, device=device) for table in tables]
-    outs = [torch.empty_like(wire) for wire in wires]
+    outs = [torch.full_like(wire, torch.nan) for wire in wires]
     finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
     factors = [table.p.views(wire) for table, wire in zip(tables, wires, strict=True)]
 
@@ -283,7 +285,7 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
 def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
     tables, _ = _matrices(shapes, device)
     wires = [torch.randn(table.q.numel, device=device) for table in tables]
-    outs = [torch.empty_like(wire) for wire in wires]
+    outs = [torch.full_like(wire, torch.nan) for wire in wires]
     finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
     factors = [table.q.views(wire) for table, wire in zip(tables, wires, strict=True)]
 
@@ -306,10 +308,10 @@ def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case
 def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
     tables, gradients = _matrices(shapes, device)
     errors = [[torch.zeros_like(g) for g in of_bucket] for of_bucket in gradients]
-    targets = [[torch.empty_like(g) for g in of_bucket] for of_bucket in gradients]
+    targets = [[torch.full_like(g, torch.nan) for g in of_bucket] for of_bucket in gradients]
     ps = [0.01 * torch.randn(table.p.numel, device=device) for table in tables]
     qs = [0.01 * torch.randn(table.q.numel, device=device) for table in tables]
-    products = [(torch.empty_like(p), torch.empty_like(q)) for p, q in zip(ps, qs, strict=True)]
+    products = [tuple(torch.full_like(x, torch.nan) for x in pair) for pair in zip(ps, qs, strict=True)]
     finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
 
     # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
