@@ -30,7 +30,7 @@ from gradwire.compress import LowRankPolicy
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from gradwire.kernels.flattening import flatten_bytes, flatten_reference
 from gradwire.kernels.lowrank import backproject, lowrank_bytes, project, reconstruct
-from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
+from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
 from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes
 from gradwire.kernels.unflattening import unflatten_bytes
 from gradwire.kernels.warm_start import renew, renew_bytes
@@ -258,12 +258,20 @@ def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[
     return tables, gradients
 
 
-def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
-    tables, _ = _matrices(shapes, device)
-    wires = [torch.randn(table.p.numel, device=device) for table in tables]
+def _packed(
+    tables: Sequence[MatrixTable], sides: Sequence[Factor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
+    """Random factors of one side of each bucket, where their results go, their flags, and views of each factor."""
+    device = tables[0].device
+    wires = [torch.randn(side.numel, device=device) for side in sides]
     outs = [torch.full_like(wire, torch.nan) for wire in wires]
     finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
-    factors = [table.p.views(wire) for table, wire in zip(tables, wires, strict=True)]
+    return wires, outs, finite, [side.views(wire) for side, wire in zip(sides, wires, strict=True)]
+
+
+def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, _ = _matrices(shapes, device)
+    wires, outs, finite, factors = _packed(tables, [table.p for table in tables])
 
     def check() -> None:
         for basis in tables[0].p.views(outs[0]):
@@ -284,10 +292,7 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
 
 def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
     tables, _ = _matrices(shapes, device)
-    wires = [torch.randn(table.q.numel, device=device) for table in tables]
-    outs = [torch.full_like(wire, torch.nan) for wire in wires]
-    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
-    factors = [table.q.views(wire) for table, wire in zip(tables, wires, strict=True)]
+    wires, outs, finite, factors = _packed(tables, [table.q for table in tables])
 
     def check() -> None:
         for factor, unit in zip(factors[0], tables[0].q.views(outs[0]), strict=True):

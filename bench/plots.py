@@ -8,11 +8,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.kernel_cost import OURS
-from gradwire.bench.report import format_number, format_rate
+from gradwire.bench.report import format_number, format_rate, make_logarithmic
 from gradwire.bench.results import replacing
 
 _CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f0b400")
@@ -80,10 +79,7 @@ def draw_converge(results: Results, path: Path) -> None:
     panels[0].set_xlim(left=0)
     panels[0].set_ylabel(measured["score"])
     panels[0].set_xlabel("seconds of training")
-    panels[1].set_xscale("log")
-    panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panels[1].xaxis.set_major_formatter("{x:g}")
-    panels[1].xaxis.set_minor_formatter(NullFormatter())
+    make_logarithmic(panels[1])
     panels[1].set_xlabel("sent by rank 0 (MB, logarithmic)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     title = f"{measured['task']}, {measured['hosts']} hosts at {format_rate(measured['rate'])}; dashed: the target"

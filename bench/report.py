@@ -1,17 +1,22 @@
 """Table and plot of a demo, made from its results and from nothing else."""
 
+from __future__ import annotations
+
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from gradwire.bench.hooks import HOOKS
 from gradwire.bench.results import Results, Run, replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BASELINE = "none"
 _COLORS = ("#0072b2", "#f0b400", "#009e73", "#a0307a", "#d55e00", "#56b4e9", "#000000")
@@ -127,10 +132,19 @@ def format_rate(name: str) -> str:
     return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", name)
 
 
+def make_logarithmic(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def save_plot(results: Results, path: Path) -> None:
     """Draw training loss against megabytes sent per rank, one curve for each hook, as a PNG, whole or not at all."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
 
     steps = len(results.runs[0].losses)
     window = max(1, steps // 20)
@@ -148,10 +162,7 @@ def save_plot(results: Results, path: Path) -> None:
     axes.set_yscale("log")
     totals = [run.sent_bytes[-1] for run in results.runs]
     if max(totals) > 8 * min(totals) > 0:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        make_logarithmic(axes)
     axes.set_xlabel("payload sent per rank so far (MB)")
     axes.set_ylabel(f"training loss (mean of {window} steps)" if window > 1 else "training loss")
     axes.set_title(_title(results), fontsize=11)
