@@ -46,6 +46,7 @@ class Transport:
         self.group = group
         self.world_size = group.size()
         self.payload_bytes = 0
+        self._sparse_done: Future[None] | None = None
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Replace each tensor by its sum over all ranks."""
@@ -66,26 +67,35 @@ class Transport:
                 dist.all_reduce(tensor, collective.op, group=self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Begin a collective; returns what to wait for.
+        """Begin a collective; returns what to wait for. One of a sparse tensor begins when the last such one is done.
 
         Args:
             collective: of CPU tensors.
             group: another process group of the same ranks; by default the transport's own.
         """
         self._count(collective)
-        group = group or self.group
-        return [
-            cast("dist.Work", dist.all_reduce(tensor, collective.op, group=group, async_op=True))
-            for tensor in collective.tensors
-        ]
+        return [self._start(tensor, collective.op, group or self.group) for tensor in collective.tensors]
 
     def start_all_reduce(self, tensor: Tensor) -> Future[Any]:
         """Begin to replace ``tensor`` by its sum over all ranks; the future's value is a list of it alone."""
         (work,) = self.start(self.all_reduce(tensor))
         return work.get_future()
 
+    def _start(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
+        # Two sparse all-reduces under way on one gloo group corrupt the heap (PyTorch 2.13, docs/log.md).
+        if tensor.is_sparse and self._sparse_done is not None:
+            self._sparse_done.wait()
+        work = cast("dist.Work", dist.all_reduce(tensor, op, group=group, async_op=True))
+        if tensor.is_sparse:
+            self._sparse_done = work.get_future().then(_nothing)  # the work itself would keep the tensor alive
+        return work
+
     def _count(self, collective: Collective) -> None:
         self.payload_bytes += sum(_nbytes(tensor) for tensor in collective.tensors)
+
+
+def _nothing(_: Future[Any]) -> None:
+    pass
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from training import SMALL, SMALLEST, WRAPPERS, build, gradients, one_thread_group, register, train
 from zoo import Probe
 
 import gradwire
@@ -64,7 +64,7 @@ def wrap(wrapper, module, hook="none", view=False, **options):
     )
     ddp = WRAPPERS[wrapper](module, **options)
     if hook != "none":
-        register(ddp, (None, flat_hook) if hook == "flat" else hook)
+        register(ddp, (options.get("process_group"), flat_hook) if hook == "flat" else hook)
     return ddp
 
 
@@ -496,7 +496,8 @@ def as_dense(named):
 def train_words(wrapper, kind, hook, view, clear, sparse=True, **options):
     """Gradients of every step, and the parameters at the end. `second` is used on some ranks, and on none in step 3."""
     torch.manual_seed(0)
-    ddp = wrap(wrapper, Words(kind, sparse), hook, view, **options)
+    group = {"process_group": one_thread_group()} if wrapper == "pytorch" or hook == "flat" else {}
+    ddp = wrap(wrapper, Words(kind, sparse), hook, view, **group, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(dist.get_rank())
     seen = []

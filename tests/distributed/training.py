@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,25 @@ HOOKS = {
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
 }
 NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
+
+
+def _gloo_of_one_thread(store, rank, size, timeout):
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@cache
+def one_thread_group():
+    """A gloo group of all ranks that works on one collective at a time; made by all ranks.
+
+    For those who have two sparse all-reduces under way on a group, as PyTorch's DDP has: that corrupts the heap when
+    gloo works on both (docs/log.md).
+    """
+    dist.Backend.register_backend("gloo_of_one_thread", _gloo_of_one_thread, devices=["cpu"])
+    return dist.new_group(backend="gloo_of_one_thread")
 
 
 def plainly_named(hook):
