@@ -1,11 +1,10 @@
 """The commands of ``gradwire``: parse, launch, report."""
 
-import os
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -21,7 +20,20 @@ from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
 from gradwire.bench.launch import LaunchError, launch
 from gradwire.bench.measuring import Neighbours, backend_of, bench_device
 from gradwire.bench.models import MODELS
-from gradwire.bench.namespaces import NamespaceError, Rate
+from gradwire.bench.namespaces import NamespaceError
+from gradwire.bench.options import (
+    HooksOption,
+    OutputOption,
+    RanksOption,
+    parse_choice,
+    parse_choices,
+    parse_hooks,
+    parse_list,
+    parse_ranks,
+    parse_rate,
+    parse_sizes,
+    refuse_beside,
+)
 from gradwire.bench.pages import PageError, write_pages
 from gradwire.bench.report import results_table, save_plot
 from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
@@ -45,25 +57,6 @@ _RACED_HOOKS = ",".join(converge.DEFAULT_HOOKS)
 _SIZES = ",".join(map(str, kernel_cost.DEFAULT_SIZES))
 _NETWORK_RATES = ",".join(network.DEFAULT_RATES)
 
-HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
-RanksOption = Annotated[
-    str | None,
-    typer.Option("--ranks", help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU."),
-]
-
-
-def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuses before anything is measured what could not be written afterwards."""
-    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"there is no folder {path.parent} to write to.", param_hint="--output")
-    return path
-
-
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False, callback=_in_a_folder),
-]
-
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -80,60 +73,6 @@ def _root(
     pass
 
 
-def _parse_list(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-
-
-def _parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
-    names = _parse_list(text)
-    unknown = [name for name in names if name not in choices]
-    if unknown:
-        raise typer.BadParameter(
-            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(choices)}.", param_hint=option
-        )
-    return names
-
-
-def _parse_choice(text: str, choices: Collection[str], option: str) -> str:
-    names = _parse_choices(text, choices, option)
-    if len(names) > 1:
-        raise typer.BadParameter(f"expected one, got {len(names)}: {text!r}. Run it once for each.", param_hint=option)
-    return names[0]
-
-
-def _parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
-    return _parse_choices(text, choices, "--hooks")
-
-
-def _parse_ranks(text: str | None, device: torch.device) -> list[int]:
-    most = torch.cuda.device_count() if device.type == "cuda" else 16
-    choices = [str(count) for count in range(1, most + 1)]
-    return [int(count) for count in _parse_choices(text or ",".join(choices[:2]), choices, "--ranks")]
-
-
-def _parse_sizes(text: str) -> list[int]:
-    sizes = _parse_list(text)
-    wrong = [size for size in sizes if not size.isdecimal() or int(size) == 0]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB above 0.", param_hint="--sizes")
-    return [int(size) for size in sizes]
-
-
-def _refuse_beside(context: typer.Context, option: str, *others: str) -> None:
-    """Refuse ``others`` on the command line, which ``option`` leaves no room for."""
-    sources = {name: context.get_parameter_source(name) for name in others}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if given:
-        raise typer.BadParameter(f"settles --{given[0]}; leave out one of them.", param_hint=option)
-
-
-def _parse_rate(text: str, option: str) -> Rate:
-    try:
-        return Rate.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}.", param_hint=option) from None
-
-
 @app.command()
 def demo(
     output: Annotated[
@@ -146,7 +85,7 @@ def demo(
 ) -> None:
     """Train a small network on real images once with each hook, and compare loss, accuracy, bytes and time."""
     settings = Settings(
-        hooks=_parse_hooks(hooks, [name for name in HOOKS if name != "noop"]),  # with which ranks drift apart
+        hooks=parse_hooks(hooks, [name for name in HOOKS if name != "noop"]),  # with which ranks drift apart
         processes=processes,
         epochs=epochs,
         seed=seed,
@@ -184,9 +123,9 @@ def bench_kernels(
     On a GPU the Triton kernels, on a CPU the CPU paths, with which it takes a quarter of an hour.
     """
     if quick:
-        _refuse_beside(context, "--quick", "models", "sizes", "rounds")
-    names = ("resnet50", "gpt2-124m") if quick else _parse_choices(models, SHAPES, "--models")
-    full = [25] if quick else _parse_sizes(sizes)
+        refuse_beside(context, "--quick", "models", "sizes", "rounds")
+    names = ("resnet50", "gpt2-124m") if quick else parse_choices(models, SHAPES, "--models")
+    full = [25] if quick else parse_sizes(sizes)
     device, facts, neighbours = _begin(threads)
     torch.set_num_threads(threads)
     with _stoppable("gradwire bench kernels", Console()):
@@ -207,10 +146,10 @@ def bench_reducer(
 ) -> None:
     """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns; weigh their memory."""
     if quick:
-        _refuse_beside(context, "--quick", "steps", "models", "ranks")
-    names = ("transformer",) if quick else _parse_choices(models, MODELS, "--models")
+        refuse_beside(context, "--quick", "steps", "models", "ranks")
+    names = ("transformer",) if quick else parse_choices(models, MODELS, "--models")
     device, facts, neighbours = _begin(threads=1)
-    counts = [1] if quick else _parse_ranks(ranks, device)
+    counts = [1] if quick else parse_ranks(ranks, device)
     console = Console()
     with _stoppable("gradwire bench reducer", console):
         measured = reducer.measure(names, counts, 20 if quick else steps)
@@ -233,10 +172,10 @@ def bench_hooks(
 ) -> None:
     """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks; count their host time and memory."""
     if quick:
-        _refuse_beside(context, "--quick", "steps", "hooks", "ranks")
-    names = hook_cost.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
+        refuse_beside(context, "--quick", "steps", "hooks", "ranks")
+    names = hook_cost.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
     device, facts, neighbours = _begin(threads)
-    counts = [1] if quick else _parse_ranks(ranks, device)
+    counts = [1] if quick else parse_ranks(ranks, device)
     console = Console()
     with _stoppable("gradwire bench hooks", console):
         measured = hook_cost.measure(names, counts, 10 if quick else steps, threads)
@@ -274,14 +213,14 @@ def bench_network(
     gradwire's hooks on its own DDP, PyTorch's on PyTorch's. A few minutes, most of them at 100mbit.
     """
     if quick:
-        _refuse_beside(context, "--quick", "steps", "hooks")
+        refuse_beside(context, "--quick", "steps", "hooks")
     if loopback:
-        _refuse_beside(context, "--loopback", "rates", "emulated")
-    names = network.QUICK_HOOKS if quick else _parse_hooks(hooks, HOOKS)
+        refuse_beside(context, "--loopback", "rates", "emulated")
+    names = network.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is a real one.", param_hint="--emulated")
     defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
-    links = [_parse_rate(name, "--rates") for name in _parse_list(rates or ",".join(defaults))]
+    links = [parse_rate(name, "--rates") for name in parse_list(rates or ",".join(defaults))]
     links = [network.LOOPBACK] if loopback else links
     measured, facts = _over_network(
         "network",
@@ -312,12 +251,12 @@ def bench_converge(
     At 100mbit digits takes a few minutes, text three quarters of an hour.
     """
     if quick:
-        _refuse_beside(context, "--quick", "task", "seeds", "hooks")
+        refuse_beside(context, "--quick", "task", "seeds", "hooks")
     if loopback:
-        _refuse_beside(context, "--loopback", "rate")
-    chosen = _parse_choice("digits" if quick else task, TASKS, "--task")
-    names = ("none", "powersgd-r4") if quick else _parse_choices(hooks, converge.RACED, "--hooks")
-    link = network.LOOPBACK if loopback else _parse_rate(rate, "--rate")
+        refuse_beside(context, "--loopback", "rate")
+    chosen = parse_choice("digits" if quick else task, TASKS, "--task")
+    names = ("none", "powersgd-r4") if quick else parse_choices(hooks, converge.RACED, "--hooks")
+    link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
     measured, facts = _over_network(
         "converge",
         loopback,

@@ -1,0 +1,91 @@
+"""What several commands of ``gradwire`` ask for, and what they refuse, before anything is measured."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from gradwire.bench.namespaces import Rate
+
+HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
+RanksOption = Annotated[
+    str | None,
+    typer.Option("--ranks", help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU."),
+]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses before anything is measured what could not be written afterwards."""
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"there is no folder {path.parent} to write to.", param_hint="--output")
+    return path
+
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False, callback=_in_a_folder),
+]
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """The parts between commas, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
+    """The same, of ``choices`` alone."""
+    names = parse_list(text)
+    unknown = [name for name in names if name not in choices]
+    if unknown:
+        raise typer.BadParameter(
+            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(choices)}.", param_hint=option
+        )
+    return names
+
+
+def parse_choice(text: str, choices: Collection[str], option: str) -> str:
+    """The one that ``text`` names."""
+    names = parse_choices(text, choices, option)
+    if len(names) > 1:
+        raise typer.BadParameter(f"expected one, got {len(names)}: {text!r}. Run it once for each.", param_hint=option)
+    return names[0]
+
+
+def parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
+    """The names of hooks."""
+    return parse_choices(text, choices, "--hooks")
+
+
+def parse_ranks(text: str | None, device: torch.device) -> list[int]:
+    """Numbers of ranks, one and two if ``text`` is None; of GPUs no more than there are."""
+    most = torch.cuda.device_count() if device.type == "cuda" else 16
+    choices = [str(count) for count in range(1, most + 1)]
+    return [int(count) for count in parse_choices(text or ",".join(choices[:2]), choices, "--ranks")]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Sizes in MiB."""
+    sizes = parse_list(text)
+    wrong = [size for size in sizes if not size.isdecimal() or int(size) == 0]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB above 0.", param_hint="--sizes")
+    return [int(size) for size in sizes]
+
+
+def parse_rate(text: str, option: str) -> Rate:
+    """A link's rate."""
+    try:
+        return Rate.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.", param_hint=option) from None
+
+
+def refuse_beside(context: typer.Context, option: str, *others: str) -> None:
+    """Refuse ``others`` on the command line, which ``option`` leaves no room for."""
+    sources = {name: context.get_parameter_source(name) for name in others}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise typer.BadParameter(f"settles --{given[0]}; leave out one of them.", param_hint=option)
