@@ -19,7 +19,7 @@ from rich.table import Table
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.converge import summarize
-from gradwire.bench.kernel_cost import OURS
+from gradwire.bench.kernel_cases import OURS
 
 Ratios = dict[str, float]  # by what was measured: gradwire's median in units of another's
 

@@ -17,7 +17,7 @@ from typing import Any
 from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.converge import summarize, target_of
 from gradwire.bench.hooks import HOOKS
-from gradwire.bench.kernel_cost import OURS
+from gradwire.bench.kernel_cases import OURS
 from gradwire.bench.report import format_bytes, format_number, format_rate, machine_line
 from gradwire.bench.results import replacing
 

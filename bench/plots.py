@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.kernel_cost import OURS
+from gradwire.bench.kernel_cases import OURS
 from gradwire.bench.report import format_number, format_rate, make_logarithmic
 from gradwire.bench.results import replacing
 

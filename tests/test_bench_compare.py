@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_cost
+from gradwire.bench import kernel_cases
 from gradwire.bench.commands import app
 from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, ResultsError, compare, load_ratios
 from gradwire.bench.shapes import SHAPES
@@ -77,7 +77,7 @@ def test_a_slowed_kernel_is_caught(tmp_path, monkeypatch):
         return str(path)
 
     before = [measured("a.json"), measured("b.json")]
-    flatten = kernel_cost.flatten
+    flatten = kernel_cases.flatten
 
     def slowed(*arguments, **options):
         end = time.perf_counter() + 0.05  # many times what it takes
@@ -85,7 +85,7 @@ def test_a_slowed_kernel_is_caught(tmp_path, monkeypatch):
             pass
         return flatten(*arguments, **options)
 
-    monkeypatch.setattr(kernel_cost, "flatten", slowed)
+    monkeypatch.setattr(kernel_cases, "flatten", slowed)
     after = [measured("c.json"), measured("d.json")]
     runs = [word for pair in (("--before", before), ("--after", after)) for path in pair[1] for word in (pair[0], path)]
     done = CliRunner().invoke(app, ["bench", "compare", *runs])

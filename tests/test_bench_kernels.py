@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from gradwire.bench import kernel_cost, shapes
 from gradwire.bench.commands import app
-from gradwire.bench.kernel_cost import MAKERS, OURS, Case, Timing, kernel_tables, run
+from gradwire.bench.kernel_cases import MAKERS, OURS, Case
+from gradwire.bench.kernel_cost import Timing, kernel_tables, run
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 
 CPU = torch.device("cpu")

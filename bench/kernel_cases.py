@@ -1,0 +1,260 @@
+"""What `kernel_cost` times: every kernel on buckets of a model, beside what one would write without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
+
+from gradwire.bench.shapes import Shape
+from gradwire.compress import LowRankPolicy
+from gradwire.kernels import SegmentTable, flatten, unflatten
+from gradwire.kernels.flattening import flatten_bytes, flatten_reference
+from gradwire.kernels.lowrank import backproject, lowrank_bytes, project, reconstruct
+from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
+from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes
+from gradwire.kernels.unflattening import unflatten_bytes
+from gradwire.kernels.warm_start import renew, renew_bytes
+
+OURS = "gradwire"
+RANKS = 2  # the mean that is taken is one over so many
+RANK = 4  # of PowerSGD
+
+Contender = Callable[[int], object]  # takes the number of a bucket
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel on some buckets of a model.
+
+    What it writes to is NaN before, because fresh memory may hold the right result of another case.
+
+    Attributes:
+        kernel: what it does.
+        nbytes: that gradwire's moves for each bucket.
+        contenders: by name, gradwire's first.
+        check: raises where gradwire's result for bucket 0 is wrong; to be called after it has run on that.
+    """
+
+    kernel: str
+    nbytes: list[int]
+    contenders: dict[str, Contender]
+    check: Callable[[], None]
+
+
+def _gradients(shapes: Sequence[Sequence[Shape]], device: torch.device) -> list[list[Tensor]]:
+    return [[torch.randn(shape, device=device) for shape in of_bucket] for of_bucket in shapes]
+
+
+def _compiled(
+    name: str, work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]
+) -> dict[str, Contender]:
+    """``work(*operands(i))`` as torch.compile makes it, for each bucket; nothing where it finds no compiler."""
+    if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return {}
+    torch._dynamo.reset()  # it gives up a function that has been compiled for too many shapes
+    compiled = torch.compile(work, dynamic=False)
+    return {f"{name}, compiled": lambda i: compiled(*operands(i))}
+
+
+def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
+    lists = _gradients(shapes, device)
+    tables = [SegmentTable(tensors) for tensors in lists]
+    wires = [torch.full((table.numel,), torch.nan, dtype=dtype, device=device) for table in tables]
+    flats = [torch.empty(table.numel, device=device) for table in tables]
+
+    def ddp_and_hook(i: int) -> Tensor:
+        torch._foreach_copy_(tables[i].views(flats[i]), lists[i])
+        return flats[i].to(dtype).div_(RANKS)
+
+    def cat_to_div(*tensors: Tensor) -> Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).div_(RANKS)
+
+    def check() -> None:
+        expected = torch.empty_like(wires[0])
+        flatten_reference(lists[0], tables[0], expected, 1 / RANKS, torch.finfo(dtype).max, None)
+        torch.testing.assert_close(wires[0], expected, rtol=0, atol=0)
+
+    return Case(
+        f"flatten to {str(dtype).removeprefix('torch.')}",
+        [flatten_bytes(table.numel, torch.float32, dtype) for table in tables],
+        {
+            OURS: lambda i: flatten(lists[i], wires[i], table=tables[i], scale=1 / RANKS),
+            "PyTorch: DDP copies, hook casts": ddp_and_hook,
+            "cat, to, div": lambda i: cat_to_div(*lists[i]),
+            **_compiled("cat, to, div", cat_to_div, lambda i: tuple(lists[i])),
+            "_foreach_copy_, unscaled": lambda i: torch._foreach_copy_(tables[i].views(wires[i]), lists[i]),
+        },
+        check,
+    )
+
+
+def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    lists = _gradients(shapes, device)
+    tables = [SegmentTable(tensors) for tensors in lists]
+    wires = [torch.randn(table.numel, device=device).half() for table in tables]
+    flats = [torch.empty(table.numel, device=device) for table in tables]
+
+    def hook_and_ddp(i: int) -> None:
+        flats[i].copy_(wires[i])
+        torch._foreach_copy_(lists[i], tables[i].views(flats[i]))
+
+    def copies(wire: Tensor, *tensors: Tensor) -> None:
+        for tensor, view in zip(tensors, wire.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(view.view_as(tensor))
+
+    def check() -> None:
+        expected = wires[0].float()
+        torch.testing.assert_close(torch.cat([t.reshape(-1) for t in lists[0]]), expected, rtol=0, atol=0)
+
+    return Case(
+        "unflatten from float16",
+        [unflatten_bytes(table.numel, torch.float16, torch.float32) for table in tables],
+        {
+            OURS: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
+            "PyTorch: hook casts, DDP copies": hook_and_ddp,
+            "_foreach_copy_": lambda i: torch._foreach_copy_(lists[i], tables[i].views(wires[i])),
+            **_compiled("copies", copies, lambda i: (wires[i], *lists[i])),
+        },
+        check,
+    )
+
+
+def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[list[MatrixTable], list[list[Tensor]]]:
+    """The matrices of each bucket that PowerSGD compresses at its default policy, and gradients of their shapes."""
+    policy = LowRankPolicy(rank=RANK)
+    tables, gradients = [], []
+    for of_bucket in shapes:
+        found = [
+            Matrix(shape.rows, shape.columns, shape.rank, key)
+            for key, parameter in enumerate(of_bucket)
+            for shape in [policy.matrix_shape("", torch.empty(parameter, device="meta"))]
+            if shape is not None
+            for _ in range(shape.matrices)
+        ]
+        tables.append(MatrixTable(found, torch.float32, device))
+        gradients.append([torch.randn(m.rows, m.columns, device=device) for m in found])
+    return tables, gradients
+
+
+def _packed(
+    tables: Sequence[MatrixTable], sides: Sequence[Factor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
+    """Random factors of one side of each bucket, where their results go, their flags, and views of each factor."""
+    device = tables[0].device
+    wires = [torch.randn(side.numel, device=device) for side in sides]
+    outs = [torch.full_like(wire, torch.nan) for wire in wires]
+    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
+    return wires, outs, finite, [side.views(wire) for side, wire in zip(sides, wires, strict=True)]
+
+
+def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, _ = _matrices(shapes, device)
+    wires, outs, finite, factors = _packed(tables, [table.p for table in tables])
+
+    def check() -> None:
+        for basis in tables[0].p.views(outs[0]):
+            gram = basis.double() @ basis.double().t()
+            torch.testing.assert_close(gram, torch.eye(len(gram), dtype=gram.dtype, device=device), rtol=0, atol=1e-5)
+
+    return Case(
+        f"orthogonalize, rank {RANK}",
+        [orthogonalize_bytes(table.p.numel, torch.float32, torch.float32) for table in tables],
+        {
+            OURS: lambda i: orthogonalize(wires[i], tables[i].p, outs[i], finite[i]),
+            "PyTorch's hook, one by one": lambda i: [torch_orthogonalize(f.t().clone()[None]) for f in factors[i]],
+            "linalg.qr, one by one": lambda i: [torch.linalg.qr(factor.t()) for factor in factors[i]],
+        },
+        check,
+    )
+
+
+def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, _ = _matrices(shapes, device)
+    wires, outs, finite, factors = _packed(tables, [table.q for table in tables])
+
+    def check() -> None:
+        for factor, unit in zip(factors[0], tables[0].q.views(outs[0]), strict=True):
+            expected = factor.double() / factor.double().norm(dim=1, keepdim=True)
+            torch.testing.assert_close(unit.double(), expected, rtol=1e-5, atol=0)
+
+    return Case(
+        f"renew, rank {RANK}",
+        [renew_bytes(table.q.numel, torch.float32, torch.float32) for table in tables],
+        {
+            OURS: lambda i: renew(wires[i], tables[i].q, tables[i].keys, 1, outs[i], finite[i]),
+            "norm, div, one by one": lambda i: [f / f.norm(dim=1, keepdim=True) for f in factors[i]],
+        },
+        check,
+    )
+
+
+def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    tables, gradients = _matrices(shapes, device)
+    errors = [[torch.zeros_like(g) for g in of_bucket] for of_bucket in gradients]
+    targets = [[torch.full_like(g, torch.nan) for g in of_bucket] for of_bucket in gradients]
+    ps = [0.01 * torch.randn(table.p.numel, device=device) for table in tables]
+    qs = [0.01 * torch.randn(table.q.numel, device=device) for table in tables]
+    products = [tuple(torch.full_like(x, torch.nan) for x in pair) for pair in zip(ps, qs, strict=True)]
+    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
+
+    # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
+    def passes(i: int) -> None:
+        operands = Operands(tables[i], gradients[i], targets[i], errors[i], keep=True)
+        project(operands, qs[i], products[i][0], scale=1 / RANKS)
+        backproject(operands, ps[i], products[i][1], scale=1 / RANKS)
+        reconstruct(operands, ps[i], qs[i], finite[i])
+
+    # Three passes here too: between them, all factors of the bucket are exchanged.
+    def eager(*operands: Sequence[Tensor]) -> None:
+        gradients, errors, targets, ps, qs, p_outs, q_outs = operands
+        ms = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+        for m, q, p_out in zip(ms, qs, p_outs, strict=True):
+            torch.mm(q, m.t(), out=p_out).div_(RANKS)
+        for m, p, q_out in zip(ms, ps, q_outs, strict=True):
+            torch.mm(p, m, out=q_out).div_(RANKS)
+        for m, error, target, p, q in zip(ms, errors, targets, ps, qs, strict=True):
+            torch.mm(p.t(), q, out=target)
+            torch.sub(m, target, out=error)
+
+    def operands_of(i: int) -> tuple[Sequence[Tensor], ...]:
+        p, q = tables[i].p, tables[i].q
+        factors = (p.views(ps[i]), q.views(qs[i]), p.views(products[i][0]), q.views(products[i][1]))
+        return gradients[i], errors[i], targets[i], *factors
+
+    def check() -> None:
+        """After one call, whose errors were zero: M = G."""
+        factors = zip(tables[0].p.views(ps[0]), tables[0].q.views(qs[0]), strict=True)
+        made = zip(tables[0].p.views(products[0][0]), tables[0].q.views(products[0][1]), strict=True)
+        for k, ((p, q), (p_made, q_made)) in enumerate(zip(factors, made, strict=True)):
+            m, result = gradients[0][k].double(), p.double().t() @ q.double()
+            pairs = ((p_made, q.double() @ m.t() / RANKS), (q_made, p.double() @ m / RANKS))
+            for actual, expected in (*pairs, (targets[0][k], result), (errors[0][k], m - result)):
+                bound = 1e-5 * float(1 + expected.abs().max())
+                torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
+
+    return Case(
+        f"PowerSGD's three passes, rank {RANK}",
+        [lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), torch.float32) for table in tables],
+        {
+            OURS: passes,
+            "the same in eager PyTorch": lambda i: eager(*operands_of(i)),
+            **_compiled("the same", eager, operands_of),
+        },
+        check,
+    )
+
+
+MAKERS: tuple[Callable[[Sequence[Sequence[Shape]], torch.device], Case], ...] = (
+    lambda shapes, device: _flatten_case(shapes, device, torch.float16),
+    lambda shapes, device: _flatten_case(shapes, device, torch.float32),
+    _unflatten_case,
+    _orthogonalize_case,
+    _renew_case,
+    _lowrank_case,
+)
