@@ -3,9 +3,9 @@
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +17,7 @@ import gradwire
 from gradwire.bench import converge, hook_cost, kernel_cost, namespaces, network, reducer
 from gradwire.bench.compare import ResultsError, changes_table, compare, load_ratios, missing
 from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
-from gradwire.bench.launch import LaunchError, launch
+from gradwire.bench.launch import LaunchError, measured_by
 from gradwire.bench.measuring import Neighbours, backend_of, bench_device
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
@@ -36,7 +36,7 @@ from gradwire.bench.options import (
 )
 from gradwire.bench.pages import PageError, write_pages
 from gradwire.bench.report import results_table, save_plot
-from gradwire.bench.results import Results, Settings, load_results, provenance, save_measurements, save_results
+from gradwire.bench.results import Results, Settings, provenance, save_measurements, save_results
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tasks import TASKS
 
@@ -98,7 +98,7 @@ def demo(
         highlight=False,
     )
     with _stoppable("gradwire demo", console):
-        results = _measure(settings)
+        results = Results.of(measured_by("gradwire.bench.demo", asdict(settings), processes))
         save_results(results, output / "results.json")
         save_plot(results, output / "loss_vs_bytes.png")
     console.print()
@@ -372,13 +372,6 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}.", param_hint="--output") from None
-
-
-def _measure(settings: Settings) -> Results:
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        path = Path(folder) / "results.json"
-        launch("gradwire.bench.demo", [settings.to_json(), str(path)], settings.processes)
-        return load_results(path)
 
 
 def _terminate(number: int, _: object) -> NoReturn:

@@ -1,10 +1,11 @@
 """The demo's worker: one rank that trains a small network once with each hook.
 
-``gradwire demo`` starts it under torchrun, with the settings as JSON and the path for rank 0's results as arguments. It
-lives no longer than its standard input.
+``gradwire demo`` starts it under torchrun, with the settings and the path for rank 0's results as JSON. It lives no
+longer than its standard input.
 """
 
 import itertools
+import json
 import math
 import os
 import statistics
@@ -221,4 +222,5 @@ def main(settings: Settings, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Settings.from_json(sys.argv[1]), Path(sys.argv[2]))
+    asked = json.loads(sys.argv[1])
+    main(path=Path(asked.pop("path")), settings=Settings.of(asked))

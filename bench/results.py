@@ -34,14 +34,9 @@ class Settings:
     seed: int
     command: str
 
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "Settings":
-        """The inverse of `to_json`."""
-        data = json.loads(text)
+    def of(cls, data: dict[str, Any]) -> "Settings":
+        """What ``dataclasses.asdict`` took apart, also after a way through JSON."""
         return cls(**data | {"hooks": tuple(data["hooks"])})
 
 
@@ -92,6 +87,11 @@ class Results:
     batch_size: int
     plain_steps: int
     runs: list[Run]
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> "Results":
+        """The same for results."""
+        return cls(**data | {"settings": Settings.of(data["settings"]), "runs": [Run(**run) for run in data["runs"]]})
 
 
 def provenance(device: torch.device, backend: str, threads: int) -> dict[str, Any]:
@@ -156,10 +156,7 @@ def save_measurements(measurements: dict[str, Any], facts: dict[str, Any], path:
 
 def load_results(path: Path) -> Results:
     """Read what `save_results` wrote."""
-    data = json.loads(path.read_text())
-    data["settings"] = Settings.from_json(json.dumps(data["settings"]))
-    data["runs"] = [Run(**run) for run in data["runs"]]
-    return Results(**data)
+    return Results.of(json.loads(path.read_text()))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -239,7 +239,7 @@ def test_results_survive_saving_and_loading(tmp_path, made_up):
 
 def test_settings_survive_the_way_to_a_worker(made_up):
     settings = made_up("none", "fp16").settings
-    assert Settings.from_json(settings.to_json()) == settings
+    assert Settings.of(json.loads(json.dumps(asdict(settings)))) == settings
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
