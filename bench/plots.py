@@ -18,6 +18,7 @@ _CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f
 _THEIRS_COLOR, _OURS_COLOR, _FLOOR_COLOR = "#d55e00", "#0072b2", "#444444"
 
 Results = dict[str, Any]  # what a bench wrote: its measurements and their provenance
+Size = tuple[float, float]  # of a panel, in inches
 
 
 def _pairs(axes: Axes, labels: Sequence[str], theirs: Sequence[float], ours: Sequence[float]) -> None:
@@ -32,23 +33,27 @@ def _pairs(axes: Axes, labels: Sequence[str], theirs: Sequence[float], ours: Seq
     axes.grid(axis="x", alpha=0.3)
 
 
-def _legend_below(figure: Figure, axes: Axes) -> None:
+def _panels_of_pairs(
+    panels: dict[str, list[dict[str, Any]]], value: Callable[[dict[str, Any]], float], unit: str, size: Size
+) -> Figure:
+    """A panel for each title, with the pair of bars of each hook in its rows; of several, the first counts."""
+    figure = Figure(figsize=(size[0] * len(panels), size[1]), dpi=150, layout="constrained")
+    for axes, (title, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        of = {(row["hook"], row["provider"]): value(row) for row in reversed(rows)}
+        hooks = list(dict.fromkeys(row["hook"] for row in rows))
+        _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
+        axes.set_xlabel(unit)
+        axes.set_title(title, fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def draw_network(results: Results, path: Path) -> None:
     """Milliseconds a step for each hook, one panel for each rate."""
-    measured = results["measurements"]["measured"]
-    rates = list(dict.fromkeys(step["rate"] for step in measured))
-    figure = Figure(figsize=(4 * len(rates), 4.5), dpi=150, layout="constrained")
-    for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
-        steps = [step for step in measured if step["rate"] == rate]
-        of = {(step["hook"], step["provider"]): step["step_ms"]["p50"] for step in reversed(steps)}
-        hooks = list(dict.fromkeys(step["hook"] for step in steps))
-        _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
-        axes.set_xlabel("ms per step")
-        axes.set_title(f"link: {format_rate(rate)}", fontsize=11)
-    _legend_below(figure, axes)
+    steps = results["measurements"]["measured"]
+    rates = dict.fromkeys(step["rate"] for step in steps)
+    panels = {f"link: {format_rate(rate)}": [step for step in steps if step["rate"] == rate] for rate in rates}
+    figure = _panels_of_pairs(panels, lambda step: float(step["step_ms"]["p50"]), "ms per step", (4, 4.5))
     _save(figure, f"Steps between {results['measurements']['hosts']} hosts: {results['measurements']['model']}", path)
 
 
@@ -88,17 +93,10 @@ def draw_converge(results: Results, path: Path) -> None:
 
 def draw_hooks(results: Results, path: Path) -> None:
     """Own cost of each hook, a panel for each number of ranks."""
-    costs = results["measurements"]["costs"]
-    counts = list(dict.fromkeys(cost["ranks"] for cost in costs))
-    figure = Figure(figsize=(6.5 * len(counts), 5), dpi=150, layout="constrained")
-    for axes, ranks in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
-        of_ranks = [cost for cost in costs if cost["ranks"] == ranks]
-        of = {(cost["hook"], cost["provider"]): max(cost["own_ms"], 0.0) for cost in of_ranks}
-        hooks = [hook for hook in dict.fromkeys(cost["hook"] for cost in of_ranks) if hook != "noop"]
-        _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
-        axes.set_xlabel("ms per step beyond noop_hook")
-        axes.set_title(f"ranks: {ranks}", fontsize=11)
-    _legend_below(figure, axes)
+    costs = [cost for cost in results["measurements"]["costs"] if cost["hook"] != "noop"]
+    counts = dict.fromkeys(cost["ranks"] for cost in costs)
+    panels = {f"ranks: {ranks}": [cost for cost in costs if cost["ranks"] == ranks] for ranks in counts}
+    figure = _panels_of_pairs(panels, lambda cost: max(cost["own_ms"], 0.0), "ms per step beyond noop_hook", (6.5, 5))
     _save(figure, f"Own cost of hooks: {results['measurements']['model']}", path)
 
 
