@@ -67,9 +67,11 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
     tables = [SegmentTable(tensors) for tensors in lists]
     wires = [torch.full((table.numel,), torch.nan, dtype=dtype, device=device) for table in tables]
     flats = [torch.empty(table.numel, device=device) for table in tables]
+    flat_views = [table.views(flat) for table, flat in zip(tables, flats, strict=True)]
+    wire_views = [table.views(wire) for table, wire in zip(tables, wires, strict=True)]
 
     def ddp_and_hook(i: int) -> Tensor:
-        torch._foreach_copy_(tables[i].views(flats[i]), lists[i])
+        torch._foreach_copy_(flat_views[i], lists[i])
         return flats[i].to(dtype).div_(RANKS)
 
     def cat_to_div(*tensors: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
             "PyTorch: DDP copies, hook casts": ddp_and_hook,
             "cat, to, div": lambda i: cat_to_div(*lists[i]),
             **_compiled("cat, to, div", cat_to_div, lambda i: tuple(lists[i])),
-            "_foreach_copy_, unscaled": lambda i: torch._foreach_copy_(tables[i].views(wires[i]), lists[i]),
+            "_foreach_copy_, unscaled": lambda i: torch._foreach_copy_(wire_views[i], lists[i]),
         },
         check,
     )
@@ -99,10 +101,12 @@ def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> 
     tables = [SegmentTable(tensors) for tensors in lists]
     wires = [torch.randn(table.numel, device=device).half() for table in tables]
     flats = [torch.empty(table.numel, device=device) for table in tables]
+    flat_views = [table.views(flat) for table, flat in zip(tables, flats, strict=True)]
+    wire_views = [table.views(wire) for table, wire in zip(tables, wires, strict=True)]
 
     def hook_and_ddp(i: int) -> None:
         flats[i].copy_(wires[i])
-        torch._foreach_copy_(lists[i], tables[i].views(flats[i]))
+        torch._foreach_copy_(lists[i], flat_views[i])
 
     def copies(wire: Tensor, *tensors: Tensor) -> None:
         for tensor, view in zip(tensors, wire.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -118,7 +122,7 @@ def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> 
         {
             OURS: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
             "PyTorch: hook casts, DDP copies": hook_and_ddp,
-            "_foreach_copy_": lambda i: torch._foreach_copy_(lists[i], tables[i].views(wires[i])),
+            "_foreach_copy_": lambda i: torch._foreach_copy_(lists[i], wire_views[i]),
             **_compiled("copies", copies, lambda i: (wires[i], *lists[i])),
         },
         check,

@@ -1,7 +1,7 @@
 """The speed of kernels on parameter lists of real models, beside their floor and what one would write without them.
 
-A model's parameters are cut into buckets as DDP cuts them. Every contender works on several buckets in rotation, so
-that no cache flatters it, and all contenders of a case take turns. A case is checked before it is timed.
+A model's parameters are cut into buckets as DDP cuts them. Every contender goes through several buckets, so that no
+cache holds one from the last time, and all contenders of a case take turns. A case is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run(case: Case, model: str, size: int, rounds: int, copied: float, device: t
     seconds: dict[str, list[float]] = {name: [] for name in case.contenders}
     for turn in range(WARM_UP + rounds):
         order = in_turn(list(case.contenders.items()), turn)
-        for bucket, (name, contender) in itertools.product(range(len(case.nbytes)), order):
+        for (name, contender), bucket in itertools.product(order, range(len(case.nbytes))):
             took = timed(partial(contender, bucket), device)
             if turn >= WARM_UP:
                 seconds[name].append(took)

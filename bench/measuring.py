@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import statistics
 import sys
@@ -53,9 +54,8 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def in_turn(contenders: Sequence[T], turn: int) -> list[T]:
-    """``contenders``, beginning with another one in each turn, so that none always comes after the same one."""
-    first = turn % len(contenders)
-    return [*contenders[first:], *contenders[:first]]
+    """``contenders`` in an order drawn for this turn, the same on all ranks, so that none always follows the same."""
+    return random.Random(turn).sample(contenders, len(contenders))
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

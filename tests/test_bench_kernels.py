@@ -57,7 +57,9 @@ def test_a_bucket_takes_the_mean_over_the_rotation_and_ours_is_the_unit(monkeypa
     ours, other = run(case, "resnet50", 25, rounds=3, copied=2.0, device=CPU)
     assert (ours.ms["p50"], ours.gb_per_s, ours.of_copy, ours.vs_gradwire) == (2.0, 1.0, 0.5, 1.0)
     assert (other.ms["p50"], other.gb_per_s, other.vs_gradwire) == (4.0, 0.5, 2.0)
-    assert clock.ran[:4] == [1e-3, 2e-3, 3e-3, 6e-3], "contenders take turns on each bucket"
+    of_ours, of_other = [1e-3, 3e-3], [2e-3, 6e-3]
+    rounds = [clock.ran[i : i + 4] for i in range(0, len(clock.ran), 4)]
+    assert {tuple(ran) for ran in rounds} == {(*of_ours, *of_other), (*of_other, *of_ours)}, "each goes first at times"
 
 
 @pytest.mark.parametrize("make", MAKERS)

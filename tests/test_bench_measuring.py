@@ -1,5 +1,6 @@
 """What the benches share: percentiles, the load that others make, provenance, and workers that end together."""
 
+import itertools
 import json
 import os
 import time
@@ -9,13 +10,20 @@ import torch
 
 from gradwire.bench import measuring, results
 from gradwire.bench.launch import LaunchError, Place, launch_at, loopback_interface
-from gradwire.bench.measuring import Neighbours, percentiles_ms
+from gradwire.bench.measuring import Neighbours, in_turn, percentiles_ms
 from gradwire.bench.results import provenance, save_measurements
 
 
 def test_percentiles_are_milliseconds():
     assert percentiles_ms([step / 1e3 for step in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
     assert percentiles_ms([0.5]) == {"p20": 500.0, "p50": 500.0, "p80": 500.0}
+
+
+def test_contenders_take_turns_in_every_order():
+    orders = [in_turn("abcd", turn) for turn in range(60)]
+    assert all(sorted(order) == list("abcd") for order in orders)
+    assert {pair for order in orders for pair in itertools.pairwise(order)} == set(itertools.permutations("abcd", 2))
+    assert orders[7] == in_turn("abcd", 7), "as on the other ranks"
 
 
 def test_neighbours_are_what_is_busy_and_not_this_process(monkeypatch):

@@ -214,7 +214,13 @@ def test_stopping_it_leaves_no_process_no_namespace_and_no_file(tmp_path, stop):
     name, _, value = mark.partition("=")
     environment = os.environ | {name: value, "TMPDIR": str(tmp_path)}
     command = [*BENCH, "--steps", "100000", "--hooks", "noop", "--output", str(tmp_path / "out.json")]
-    bench = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    bench = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background has it ignored
+    )
 
     def own_namespaces():
         return [name for name in namespaces.existing() if name.startswith(f"gradwire-{bench.pid}-")]

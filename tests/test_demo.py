@@ -120,7 +120,13 @@ def test_stopping_the_demo_leaves_no_process_and_no_file(tmp_path, stop):
     name, _, value = mark.partition("=")
     environment = os.environ | {name: value, "TMPDIR": str(tmp_path)}
     command = [*DEMO, "--epochs", "1000", "--hooks", "fp16", "--output", str(tmp_path / "out")]
-    demo = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    demo = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background has it ignored
+    )
     try:
         wait_until(lambda: len(marked(mark)) >= 4, 60)  # launcher, torchrun, two ranks
         demo.send_signal(stop)
