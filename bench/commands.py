@@ -220,7 +220,7 @@ def bench_network(
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is a real one.", param_hint="--emulated")
     defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
-    links = [parse_rate(name, "--rates") for name in parse_list(rates or ",".join(defaults))]
+    links = [parse_rate(name, "--rates") for name in parse_list(rates if rates is not None else ",".join(defaults))]
     links = [network.LOOPBACK] if loopback else links
     measured, facts = _over_network(
         "network",

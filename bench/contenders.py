@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.hooks import HOOKS, Registration
+from gradwire.bench.hooks import HOOKS, Registration, star
 from gradwire.bench.measuring import Calls, synchronize
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.types import CommHook, GradBucket
@@ -179,7 +179,7 @@ def provider_label(hook: str, provider: str, one_bucket: bool) -> str:
     """What a table calls a contender."""
     peer = HOOKS[hook].peer
     if provider == PYTORCH and peer is not None:
-        provider = f"PyTorch's {peer.name}{'' if peer.is_same else ' *'}" if hook != "none" else "PyTorch's DDP"
+        provider = f"PyTorch's {peer.name}{star(hook)}" if hook != "none" else "PyTorch's DDP"
     return f"{provider}, one bucket" if one_bucket else provider
 
 

@@ -219,7 +219,11 @@ def main(task: Task, hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -
 
 
 def summarize(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each contender: medians over the seeds of steps, seconds and bytes to the target; None if one missed it."""
+    """For each contender: medians over the seeds of steps, seconds and bytes to the target; None if one missed it.
+
+    ``step_ms`` is the median of the mean steps from the first look, when all hooks compress, to the target; None if one
+    training was there at the first look.
+    """
     rows = []
     for (hook, provider), group in itertools.groupby(
         sorted(races, key=_contender_order(races)), key=lambda race: (race["hook"], race["provider"])
@@ -241,6 +245,7 @@ def summarize(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "range": [end(race["seconds"][race["reached"]] for race in trainings) for end in (min, max)]
                 if is_sure
                 else None,
+                "step_ms": median(map(_step_ms, trainings)) if all(race["reached"] for race in trainings) else None,
                 "sent_bytes": middle("sent_bytes") if is_sure else None,
             }
         )
@@ -249,6 +254,11 @@ def summarize(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         known = baseline is not None and row["seconds"] is not None
         row["times_faster"] = round(baseline / row["seconds"], 2) if known else None
     return rows
+
+
+def _step_ms(race: dict[str, Any]) -> float:
+    last = race["reached"]
+    return float(1e3 * (race["seconds"][last] - race["seconds"][0]) / (race["steps"][last] - race["steps"][0]))
 
 
 def _contender_order(races: Sequence[dict[str, Any]]) -> Any:

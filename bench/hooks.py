@@ -113,3 +113,9 @@ HOOKS: dict[str, HookEntry] = {
 }
 
 DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r4-bf16")
+
+
+def star(hook: str) -> str:
+    """What marks a hook's name where PyTorch's is only the nearest that it has."""
+    peer = HOOKS[hook].peer
+    return "" if peer is None or peer.is_same else " *"

@@ -122,7 +122,7 @@ def run(case: Case, model: str, size: int, rounds: int, copied: float, device: t
             ms=percentiles_ms(times),
             gb_per_s=round(1e-9 * nbytes / median(times), 2),
             of_copy=round(1e-9 * nbytes / median(times) / copied, 3),
-            vs_gradwire=round(median(times) / ours, 3),
+            vs_gradwire=float(f"{median(times) / ours:.4g}"),
         )
         for name, times in means.items()
     ]

@@ -20,10 +20,11 @@ INTERFACE = "eth0"
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only
 _PREFIX = "gradwire-"
 _QUEUE_MS = 50
-# What may pass at once after a pause, beyond the rate: as little as lets gloo reach nine tenths of it. With half as
-# much at a gigabit, gloo reaches half of that, because the system hands over 64 KiB at a time.
+# What may pass at once after a pause, beyond the rate: as little as lets gloo reach eight to nine tenths of it. With
+# half as much at a gigabit, gloo reaches half of that, because the system hands over 64 KiB at a time.
 _BURST_MS = 1
 _LEAST_BURST = 16_384
+_RATES_MBIT = (0.1, 1_000_000)  # slower, and a step takes hours; faster, and there is no limit
 
 
 class NamespaceError(Exception):
@@ -62,9 +63,14 @@ class Rate(NamedTuple):
     def parse(cls, text: str) -> "Rate":
         """The rate of that name. Raises ValueError if it is none."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
-        if text != "unlimited" and (match is None or float(match[1]) == 0):
-            raise ValueError(f"{text!r} is not a rate; expected one like 100mbit, 1gbit or unlimited")
-        return cls(text, None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1))
+        mbit = None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1)
+        least, most = _RATES_MBIT
+        if text != "unlimited" and (mbit is None or not least <= mbit <= most):
+            raise ValueError(
+                f"{text!r} is not a rate; expected one like 100mbit or 1gbit, from {least}mbit to {most}mbit, "
+                "or unlimited"
+            )
+        return cls(text, mbit)
 
 
 def obstacle() -> str | None:

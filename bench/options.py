@@ -19,8 +19,10 @@ RanksOption = Annotated[
 
 def _in_a_folder(path: Path | None) -> Path | None:
     """Refuses before anything is measured what could not be written afterwards."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--output")
     if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"there is no folder {path.parent} to write to.", param_hint="--output")
+        raise typer.BadParameter(f"you may not write to the folder {path.parent}; name another.", param_hint="--output")
     return path
 
 
@@ -63,7 +65,8 @@ def parse_ranks(text: str | None, device: torch.device) -> list[int]:
     """Numbers of ranks, one and two if ``text`` is None; of GPUs no more than there are."""
     most = torch.cuda.device_count() if device.type == "cuda" else 16
     choices = [str(count) for count in range(1, most + 1)]
-    return [int(count) for count in parse_choices(text or ",".join(choices[:2]), choices, "--ranks")]
+    asked = text if text is not None else ",".join(choices[:2])
+    return [int(count) for count in parse_choices(asked, choices, "--ranks")]
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire.bench.contenders import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.converge import summarize, target_of
-from gradwire.bench.hooks import HOOKS
+from gradwire.bench.hooks import star
 from gradwire.bench.kernel_cases import OURS
 from gradwire.bench.report import format_bytes, format_number, format_rate, machine_line
 from gradwire.bench.results import replacing
@@ -36,7 +36,7 @@ def write_pages(root: Path) -> list[Path]:
     """Fill in the pages and draw the plots of a checkout; returns what has been written.
 
     Raises:
-        PageError: a page names a table that there is not, or whose results are missing.
+        PageError: a page names a table that there is not, or whose results are missing or no bench's.
     """
     from gradwire.bench.plots import DRAWINGS  # matplotlib takes a second to import
 
@@ -57,7 +57,15 @@ def write_pages(root: Path) -> list[Path]:
 
 def load_all(folder: Path) -> dict[str, Results]:
     """The results of each bench, by the name of their file."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {path.stem: _load(path) for path in sorted(folder.glob("*.json"))}
+
+
+def _load(path: Path) -> Results:
+    try:
+        results: Results = json.loads(path.read_text())
+    except ValueError as error:
+        raise PageError(f"{path} is not what a bench writes ({error}). Run that bench again, or delete it.") from error
+    return results
 
 
 def fill(page: str, results: dict[str, Results]) -> str:
@@ -97,8 +105,7 @@ def _ratio(value: float | None) -> str:
 
 def _hook(hook: str) -> str:
     """What a table calls a hook; with a star if PyTorch's is only the nearest that it has."""
-    peer = HOOKS[hook].peer
-    return f"{_HOOK_NAMES.get(hook, hook)}{'' if peer is None or peer.is_same else ' *'}"
+    return f"{_HOOK_NAMES.get(hook, hook)}{star(hook)}"
 
 
 def network_table(results: Results) -> str:
@@ -112,7 +119,8 @@ def network_table(results: Results) -> str:
         exposed = f"{theirs['exposed_ms']:,.0f} / {ours['exposed_ms']:,.0f}"
         rows.append((format_rate(rate), _hook(hook), *times, exposed, _ratio(ours["vs_noop"]), sent))
     headers = ("link", "hook", "PyTorch, ms", "gradwire, ms", "ratio", "exposed", "in units of noop", "sent")
-    return markdown(headers, rows) + _source(results)
+    reached = (f"{mbit:,.0f} ({format_rate(rate)})" for rate, mbit in results["measurements"]["reached_mbit"].items())
+    return f"{markdown(headers, rows)}\nMb/s that a plain all-reduce reaches: {', '.join(reached)}.{_source(results)}"
 
 
 def network_summary(results: Results) -> str:
@@ -209,6 +217,7 @@ def converge_table(results: Results) -> str:
             row["reached"],
             f"{row['steps']:g}" if row["steps"] is not None else "",
             _seconds(row),
+            f"{row['step_ms']:.0f}" if row["step_ms"] is not None else "",
             format_bytes(row["sent_bytes"]) if row["sent_bytes"] is not None else "",
             _ratio(row["times_faster"]),
         )
@@ -220,6 +229,7 @@ def converge_table(results: Results) -> str:
         "reached",
         "steps",
         "seconds",
+        "ms per step",
         "sent",
         "faster",
     )
@@ -246,8 +256,10 @@ def converge_summary(results: Results) -> str:
         return name, *(" / ".join(text(value) if value is not None else "missed" for value in pair) for pair in cells)
 
     rows = [
-        line("seconds", lambda seconds: f"{seconds:.0f}", "seconds"),
+        line("seconds, median of the seeds", lambda seconds: f"{seconds:.0f}", "seconds"),
+        line("their range", lambda ends: "-".join(f"{end:.0f}" for end in ends), "range"),
         line("steps", lambda steps: f"{steps:g}", "steps"),
+        line("ms per step after the first looks", lambda ms: f"{ms:.0f}", "step_ms"),
         line("sent", format_bytes, "sent_bytes"),
     ]
     headers = (

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
+from gradwire.bench.hooks import star
 from gradwire.bench.kernel_cases import OURS
 from gradwire.bench.report import format_number, format_rate, make_logarithmic
 from gradwire.bench.results import replacing
@@ -41,7 +42,8 @@ def _panels_of_pairs(
     for axes, (title, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         of = {(row["hook"], row["provider"]): value(row) for row in reversed(rows)}
         hooks = list(dict.fromkeys(row["hook"] for row in rows))
-        _pairs(axes, hooks, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
+        labels = [f"{hook}{star(hook)}" for hook in hooks]
+        _pairs(axes, labels, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
         axes.set_xlabel(unit)
         axes.set_title(title, fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
@@ -97,7 +99,8 @@ def draw_hooks(results: Results, path: Path) -> None:
     counts = dict.fromkeys(cost["ranks"] for cost in costs)
     panels = {f"ranks: {ranks}": [cost for cost in costs if cost["ranks"] == ranks] for ranks in counts}
     figure = _panels_of_pairs(panels, lambda cost: max(cost["own_ms"], 0.0), "ms per step beyond noop_hook", (6.5, 5))
-    _save(figure, f"Own cost of hooks: {results['measurements']['model']}", path)
+    note = "\n* PyTorch's nearest: it has none of the kind, or one that fails"
+    _save(figure, f"Own cost of hooks: {results['measurements']['model']}{note}", path)
 
 
 def draw_kernels(results: Results, path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
@@ -24,9 +25,19 @@ def test_repeated_runs_tell_what_is_noise():
     assert verdicts([1.0, 1.02], [1.04, 1.05]) == [("", LEAST_BAND)]
     assert verdicts([1.0, 1.02], [1.08, 1.09]) == [("slower", LEAST_BAND)]
     assert verdicts([1.08, 1.09], [1.0, 1.02]) == [("faster", LEAST_BAND)]
-    assert verdicts([1.0, 1.3], [1.4, 1.4]) == [("", 0.3)]
+    assert verdicts([1.0, 1.3], [1.6, 1.6]) == [("", 0.3)]
+    assert verdicts([1.0, 1.3], [1.7, 1.7]) == [("slower", 0.3)]
+    assert verdicts([1.0, 1.04], [1.2, 1.05]) == [("", 0.143)], "one of the later runs was as fast"
     assert verdicts([1.0], [1.1, 1.1]) == [("", UNREPEATED_BAND)]
     assert verdicts([1.0], [1.2, 1.2]) == [("slower", UNREPEATED_BAND)]
+
+
+def test_unchanged_code_is_not_slower():
+    random = Random(0)
+    runs = [{f"row {i}": random.lognormvariate(0, 0.05) for i in range(160)} for _ in range(6)]
+    assert [change.what for change in compare(runs[:3], runs[3:]) if change.verdict == "slower"] == []
+    slowed = [{what: ratio * (1.5 if what == "row 7" else 1) for what, ratio in run.items()} for run in runs[3:]]
+    assert [change.what for change in compare(runs[:3], slowed) if change.verdict == "slower"] == ["row 7"]
 
 
 def test_the_slowest_comes_first_and_only_what_all_runs_have():

@@ -51,7 +51,8 @@ def test_medians_are_over_seeds_and_one_that_missed_the_target_has_none():
     none, fp16, powersgd = summarize(RACES)
     assert (none["steps"], none["seconds"], none["sent_bytes"], none["times_faster"]) == (10, 12.0, 12e6, 1.0)
     assert (powersgd["seconds"], powersgd["times_faster"], powersgd["reached"]) == (2.0, 6.0, "3 of 3")
-    assert (fp16["reached"], fp16["seconds"], fp16["times_faster"]) == ("2 of 3", None, None)
+    assert (fp16["reached"], fp16["seconds"], fp16["step_ms"]) == ("2 of 3", None, None)
+    assert (powersgd["step_ms"], fp16["times_faster"]) == (200.0, None), "from the first look on"
 
 
 def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed):
@@ -70,7 +71,7 @@ def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed
 
 def test_the_page_and_the_plot_are_made_of_the_same(tmp_path, facts):
     results = {"measurements": MEASURED, "provenance": facts}
-    assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 (1.00 to 3.00) | 2 MB | 6.00 |" in pages.converge_table(
+    assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 (1.00 to 3.00) | 200 | 2 MB | 6.00 |" in pages.converge_table(
         results
     )
     plots.draw_converge(results, tmp_path / "plot.png")
