@@ -67,6 +67,7 @@ bench-converge: install
 
 # All of them, whose results are kept, and the pages that are made from these. An hour and a half on a quiet machine.
 bench: install
+	$(BIN)/gradwire demo && cp demo/results.json bench/results/demo.json
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.json
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.json
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.json

@@ -118,7 +118,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Neighbours:
-    """How busy other processes keep this machine's CPUs, from construction on. Linux only."""
+    """How busy other processes and other virtual machines keep the CPUs, from construction on. Linux only."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -133,9 +133,10 @@ class Neighbours:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Seconds: of the clock, of all processes together, of this process and its children."""
+        """Seconds: of the clock, of all processes and other machines together, of this process and its children."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return None
-        user, nice, system = map(int, stat.read_text().split(maxsplit=4)[1:4])
-        return time.monotonic(), (user + nice + system) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+        user, nice, system, _, _, _, _, steal = map(int, stat.read_text().split(maxsplit=9)[1:9])
+        busy = user + nice + system + steal
+        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])

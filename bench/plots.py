@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
 from gradwire.bench.hooks import star
 from gradwire.bench.kernel_cases import OURS
-from gradwire.bench.report import format_number, format_rate, make_logarithmic
+from gradwire.bench.report import format_number, format_rate, make_logarithmic, save_plot
+from gradwire.bench.results import Results as DemoResults
 from gradwire.bench.results import replacing
 
 _CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f0b400")
@@ -60,25 +61,26 @@ def draw_network(results: Results, path: Path) -> None:
 
 
 def draw_converge(results: Results, path: Path) -> None:
-    """The score against seconds and against megabytes, a curve for each training."""
+    """The score against seconds and against megabytes, a curve for each training; bold if its time is the median."""
     measured = results["measurements"]
     races = measured["races"]
     hooks = list(dict.fromkeys(race["hook"] for race in races))
+    bold = _of_median_time(races)
+    faint = [race for race in races if race not in bold]
     figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, of, unit in ((panels[0], "seconds", 1.0), (panels[1], "sent_bytes", 1e-6)):
-        seen = set()
-        for race in (race for race in races if race[of]):
-            name = f"{race['hook']}, {race['provider']}"
+        for race in (race for race in faint + bold if race[of]):
+            is_bold = race in bold
             axes.plot(
                 [unit * value for value in race[of]],
                 race["scores"],
                 color=_CURVES[hooks.index(race["hook"]) % len(_CURVES)],
                 linestyle="-" if race["provider"] == GRADWIRE else ":",
-                linewidth=1.5,
-                label=None if name in seen else name,
+                linewidth=1.8 if is_bold else 0.8,
+                alpha=1.0 if is_bold else 0.35,
+                label=f"{race['hook']}, {race['provider']}" if is_bold else None,
             )
-            seen.add(name)
         axes.axhline(measured["target"], color=_FLOOR_COLOR, linestyle="--", linewidth=1)
         if measured["rises"]:
             axes.set_ylim(85, 100)
@@ -90,7 +92,18 @@ def draw_converge(results: Results, path: Path) -> None:
     panels[1].set_xlabel("sent by rank 0 (MB, logarithmic)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     title = f"{measured['task']}, {measured['hosts']} hosts at {format_rate(measured['rate'])}; dashed: the target"
-    _save(figure, title, path)
+    _save(figure, f"{title}; bold: the seed of median time", path)
+
+
+def _of_median_time(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each contender the training that takes the median of the seconds; one without the target takes longest."""
+    contenders: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for race in races:
+        contenders.setdefault((race["hook"], race["provider"]), []).append(race)
+    return [
+        sorted(group, key=lambda race: (race["reached"] is None, race["seconds"][-1]))[(len(group) - 1) // 2]
+        for group in contenders.values()
+    ]
 
 
 def draw_hooks(results: Results, path: Path) -> None:
@@ -136,7 +149,13 @@ def _save(figure: Figure, title: str, path: Path) -> None:
         figure.savefig(partial, format="png", metadata={"Software": None})
 
 
+def draw_demo(results: Results, path: Path) -> None:
+    """As the demo draws it."""
+    save_plot(DemoResults.of(results), path)
+
+
 DRAWINGS: dict[str, Callable[[Results, Path], None]] = {
+    "demo": draw_demo,
     "network": draw_network,
     "converge_digits": draw_converge,
     "converge_text": draw_converge,

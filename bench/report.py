@@ -109,7 +109,7 @@ def machine_line(facts: dict[str, Any]) -> str:
     return (
         f"{facts['gpu'] or facts['cpu']}, {facts['cpu_count']} CPUs, {facts['backend']}, torch {facts['torch']}, "
         f"gradwire {facts['gradwire']}, {facts['date'][:10]}"
-        + (f"\n{others:.1f} of these CPUs were busy with other processes meanwhile" if others is not None else "")
+        + (f"\n{others:.1f} of these CPUs were busy with others meanwhile" if others is not None else "")
     )
 
 

@@ -13,7 +13,8 @@ from gradwire.bench.commands import app
 from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, ResultsError, compare, load_ratios
 from gradwire.bench.shapes import SHAPES
 
-RESULTS = sorted((Path(__file__).parents[1] / "bench" / "results").glob("*.json"))
+KEPT = Path(__file__).parents[1] / "bench" / "results"
+RESULTS = sorted(path for path in KEPT.glob("*.json") if path.stem != "demo")
 
 
 def verdicts(before, after):
