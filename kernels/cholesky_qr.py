@@ -14,19 +14,19 @@ computing a tall-skinny QR factorization on a large-scale parallel system", Scal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gradwire.kernels.language import jit, next_power_of_2, tl
-from gradwire.kernels.matrices import ALIGNMENT, Factor
+from gradwire.kernels.matrices import Factor
 
 # A program works through a tile of 512 columns of a large factor, 1024 elements at a time: beside two matrices of
 # r x r, more would not fit into registers at rank 64.
 TILE = 512
 BLOCK = 1024
-# Errors, as `_error` bounds them, that need no second round, and that a second round mends.
+# Errors, as `_errors` bounds them, that need no second round, and that a second round mends.
 DONE = 1e-10
 ROUGH = 1e-6
 
@@ -241,40 +241,52 @@ def cholesky_qr_cpu(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor, l
     """
     sources, targets = factor.views(wire), factor.views(out)
     finite.fill_(1)
-    for members in of_one_size(factor):
-        rows = stacked(sources, members)
-        gram, scale = _unit_gram(rows)
-        inverse = _inverse_cholesky_cpu(gram)
-        hard = (~(_error(inverse) < DONE)).nonzero()[:, 0]
-        if len(hard):
+    for rank in sorted(set(factor.ranks)):
+        members = [i for i, of_factor in enumerate(factor.ranks) if of_factor == rank]
+        gram, scale = _unit_gram([sources[i] for i in members])
+        inverse, errors = _inverse_cholesky_cpu(gram)
+        hard = [k for k, error in enumerate(errors) if error > DONE]
+        if hard:
             inverse[hard] = _inverse_without_dependent(gram[hard], limit)
-        basis = _products(inverse * scale[:, None, :], rows)
-        for k, error in zip(hard.tolist(), _error(inverse[hard]).tolist(), strict=True):
-            if not rows[k].isfinite().all():
-                basis[k], finite[members[k]] = torch.nan, 0
-            elif error < ROUGH:
-                again, scale = _unit_gram(basis[k : k + 1])
-                basis[k] = (_inverse_cholesky_cpu(again) * scale[:, None, :])[0] @ basis[k]
+            errors = _errors(inverse)
+        for i, transform in zip(members, (inverse * scale[:, None, :]).unbind(), strict=True):
+            targets[i].copy_(transform @ sources[i].double())
+        for k in hard:
+            i = members[k]
+            rows = sources[i].double()
+            if not rows.isfinite().all():
+                targets[i].fill_(torch.nan)
+                finite[i] = 0
+            elif errors[k] < ROUGH:
+                basis = (inverse[k] * scale[k]) @ rows
+                again, scales = _unit_gram([basis])
+                targets[i].copy_((_inverse_cholesky_cpu(again)[0] * scales[:, None, :])[0] @ basis)
             else:
-                basis[k] = gram_schmidt(rows[k : k + 1], limit)[0]
-        torch._foreach_copy_([targets[i] for i in members], unstacked(basis, factor, members))
+                targets[i].copy_(gram_schmidt(rows[None], limit)[0])
 
 
-def _unit_gram(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Gram matrices of unit rows, k x r x r, and what made them such; a row of zeros counts as if it were alone."""
-    gram = _products(rows, rows.mT)
+def _unit_gram(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gram matrices of unit rows, k x r x r, and what made them such; a row of zeros counts as if it were alone.
+
+    Products one by one: those of a batch may round by its size.
+    """
+    rank = factors[0].shape[0]
+    gram = torch.empty(len(factors), rank, rank, dtype=torch.float64)
+    for factor, product in zip(factors, gram.unbind(), strict=True):
+        rows = factor.double()
+        torch.mm(rows, rows.mT, out=product)
     squares = gram.diagonal(dim1=1, dim2=2)
     squares += squares == 0
     scale = squares.rsqrt()
     return gram * scale[:, :, None] * scale[:, None, :], scale
 
 
-def _inverse_cholesky_cpu(gram: Tensor) -> Tensor:
-    """L^-1 of Gram matrices, and NaN where there is none."""
+def _inverse_cholesky_cpu(gram: Tensor) -> tuple[Tensor, list[float]]:
+    """L^-1 of Gram matrices, and the errors of its products with the rows; infinite where there is none."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(gram.shape[1], dtype=gram.dtype), upper=False)
-    inverse[failed != 0] = torch.nan
-    return inverse
+    errors = zip(failed.tolist(), _errors(inverse), strict=True)
+    return inverse, [torch.inf if has_failed or isnan(error) else error for has_failed, error in errors]
 
 
 def _inverse_without_dependent(gram: Tensor, limit: float) -> Tensor:
@@ -289,9 +301,10 @@ def _inverse_without_dependent(gram: Tensor, limit: float) -> Tensor:
     return system[:, :, rank:]
 
 
-def _error(inverse: Tensor) -> Tensor:
-    """How far from orthonormal L^-1 P may be: errors of the Gram matrix, r eps, times |L^-1|^2."""
-    return inverse.shape[1] * torch.finfo(inverse.dtype).eps * inverse.square().sum((1, 2))
+def _errors(inverse: Tensor) -> list[float]:
+    """How far from orthonormal each L^-1 P may be: errors of the Gram matrix, r eps, times |L^-1|^2."""
+    error_of_gram = inverse.shape[1] * torch.finfo(inverse.dtype).eps
+    return [error_of_gram * norm * norm for norm in torch.linalg.vector_norm(inverse, dim=(1, 2)).tolist()]
 
 
 def gram_schmidt(rows: Tensor, limit: float) -> Tensor:
@@ -307,30 +320,3 @@ def gram_schmidt(rows: Tensor, limit: float) -> Tensor:
         norm = torch.linalg.vector_norm(column, dim=2, keepdim=True)
         basis[:, c : c + 1] = torch.where(norm > limit * norms[:, c : c + 1], column / norm, 0)
     return basis
-
-
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``, one by one: a batch's products may round by its size."""
-    out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
-    for a, b, product in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
-        torch.mm(a, b, out=product)
-    return out
-
-
-def of_one_size(factor: Factor) -> list[list[int]]:
-    """The factors of each size."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, size in enumerate(zip(factor.ranks, factor.lengths, strict=True)):
-        groups.setdefault(size, []).append(i)
-    return list(groups.values())
-
-
-def stacked(sources: Sequence[Tensor], members: Sequence[int]) -> Tensor:
-    """Factors of one size in fp64, k x r x n, with zeros in new columns up to the alignment."""
-    gap = -sources[members[0]].shape[1] % ALIGNMENT
-    return torch.stack([pad(sources[i], (0, gap)) if gap else sources[i] for i in members]).double()
-
-
-def unstacked(basis: Tensor, factor: Factor, members: Sequence[int]) -> list[Tensor]:
-    """The results without the new columns."""
-    return list(basis[:, :, : factor.lengths[members[0]]].unbind())

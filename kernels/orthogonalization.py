@@ -20,22 +20,22 @@ registers of one program. It is small beside the matrices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradwire.kernels.cholesky_qr import (
     cholesky_qr_cpu,
     cholesky_qr_triton,
     gram_schmidt,
     load_rows,
-    of_one_size,
     or_one,
-    stacked,
     store_rows,
-    unstacked,
 )
 from gradwire.kernels.language import jit, next_power_of_2, tl
-from gradwire.kernels.matrices import MAX_RANK, Factor
+from gradwire.kernels.matrices import ALIGNMENT, MAX_RANK, Factor
 from gradwire.kernels.platform import use_triton
 
 # Elements of a factor in the registers of one program: 64 for each of 256 threads, and as many again at work.
@@ -59,12 +59,31 @@ def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: T
     depend on its neighbours.
     """
     sources, targets = factor.views(wire), factor.views(out)
-    for members in of_one_size(factor):
-        rows = stacked(sources, members)
+    for members in _of_one_size(factor):
+        rows = _stacked(sources, members)
         is_finite = rows.isfinite().all(2).all(1)
         basis = torch.where(is_finite[:, None, None], gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
-        torch._foreach_copy_([targets[i] for i in members], unstacked(basis, factor, members))
+        torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, factor, members))
         finite[members] = is_finite.to(finite.dtype)
+
+
+def _of_one_size(factor: Factor) -> list[list[int]]:
+    """The factors of each size."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, size in enumerate(zip(factor.ranks, factor.lengths, strict=True)):
+        groups.setdefault(size, []).append(i)
+    return list(groups.values())
+
+
+def _stacked(sources: Sequence[Tensor], members: Sequence[int]) -> Tensor:
+    """Factors of one size in fp64, k x r x n, with zeros in new columns up to the alignment."""
+    gap = -sources[members[0]].shape[1] % ALIGNMENT
+    return torch.stack([pad(sources[i], (0, gap)) if gap else sources[i] for i in members]).double()
+
+
+def _unstacked(basis: Tensor, factor: Factor, members: Sequence[int]) -> list[Tensor]:
+    """The results without the new columns."""
+    return list(basis[:, :, : factor.lengths[members[0]]].unbind())
 
 
 @jit

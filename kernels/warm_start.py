@@ -150,14 +150,19 @@ def _renew_triton(
 
 
 def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor) -> None:
-    for i, (q, after) in enumerate(zip(factor.views(wire), factor.views(following), strict=True)):
-        norm = torch.linalg.vector_norm(q, dim=1, keepdim=True, dtype=torch.float64)
-        if not all(SAFE[0] < of_row < SAFE[1] for of_row in norm[:, 0].tolist()):
-            finite[i] *= q.isfinite().all()
+    rows, targets = factor.views(wire.to(torch.float64, copy=True)), factor.views(following)
+    norms = [torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in rows]
+    easy = []
+    for i, (norm, is_finite) in enumerate(zip(norms, finite.tolist(), strict=True)):
+        if not all(SAFE[0] < of_row < SAFE[1] for (of_row,) in norm.tolist()):
+            finite[i] *= rows[i].isfinite().all()
             if finite[i]:
-                _renew_carefully(q, after, keys[i], step)
-        elif finite[i]:
-            torch.div(q, norm, out=after)
+                _renew_carefully(rows[i], targets[i], keys[i], step)
+        elif is_finite:
+            easy.append(i)
+    if easy:
+        torch._foreach_div_([rows[i] for i in easy], [norms[i] for i in easy])
+        torch._foreach_copy_([targets[i] for i in easy], [rows[i] for i in easy])
 
 
 def _renew_carefully(q: Tensor, after: Tensor, key: int, step: int) -> None:
