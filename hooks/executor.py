@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from enum import Enum
 from functools import partial
 from typing import Any, cast
@@ -34,7 +33,6 @@ from gradwire.kernels import SegmentTable
 UNDER_WAY = 2
 # Seconds that a worker which waits for a lost peer may hold up the exit of the interpreter.
 EXIT_LIMIT = 2.0
-MEETING_TIMEOUT = timedelta(minutes=2)
 
 Task = Callable[[Workspace], Steps[Any]]
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
@@ -221,28 +219,6 @@ def _twin_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     store = PrefixStore(f"gradwire/{name}", dist.distributed_c10d._get_process_group_store(group))
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
-
-
-def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = MEETING_TIMEOUT) -> None:
-    """Return when every rank of ``group`` has called it for the same purpose as often as this one.
-
-    Raises:
-        RuntimeError: some ranks have not come in time; it names them.
-    """
-    store = PrefixStore("gradwire/meet", dist.distributed_c10d._get_process_group_store(group))
-    meeting = ""
-    while not meeting or store.check([f"{meeting}/failed"]):  # a rank that missed one goes on to the next
-        meeting = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
-    keys = [f"{meeting}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], "here")
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        store.set(f"{meeting}/failed", "")
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
-            f"{purpose} is a collective call: ranks {missing} have not made it within {timeout}. Call it on every rank."
-        ) from error
 
 
 _executors: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Executor]] = {}

@@ -26,7 +26,8 @@ from gradwire.compress import (
     powersgd_all_reduce,
 )
 from gradwire.compress.policy import MatrixShape
-from gradwire.hooks.executor import executor_for, meet
+from gradwire.hooks.executor import executor_for
+from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number
 from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
