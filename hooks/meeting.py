@@ -18,7 +18,7 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return PrefixStore("gradwire", _get_process_group_store(group))
 
 
-def gather(group: dist.ProcessGroup, purpose: str, value: bytes, timeout: timedelta = TIMEOUT) -> list[bytes]:
+def gather(group: dist.ProcessGroup, purpose: str, value: str, timeout: timedelta = TIMEOUT) -> list[str]:
     """Return the value of every rank, in rank order. A collective call.
 
     The n-th call on one rank meets the n-th call for the same purpose on every other rank. A meeting that some rank
@@ -27,7 +27,7 @@ def gather(group: dist.ProcessGroup, purpose: str, value: bytes, timeout: timede
     Args:
         group: the ranks that meet.
         purpose: names the meeting, in its keys and in the error message.
-        value: of this rank, some hundred bytes at most.
+        value: of this rank, some kilobytes at most.
         timeout: how long to wait for the other ranks.
 
     Raises:
@@ -47,9 +47,9 @@ def gather(group: dist.ProcessGroup, purpose: str, value: bytes, timeout: timede
         raise RuntimeError(
             f"{purpose} is a collective call: ranks {missing} have not made it within {timeout}. Call it on every rank."
         ) from error
-    return [store.get(key) for key in keys]
+    return [store.get(key).decode() for key in keys]
 
 
 def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = TIMEOUT) -> None:
     """Return when every rank has called it for the same purpose as often as this one; see `gather`."""
-    gather(group, purpose, b"here", timeout)
+    gather(group, purpose, "here", timeout)
