@@ -27,7 +27,7 @@ from gradwire import DistributedDataParallel
 from gradwire.bench.hooks import HOOKS
 from gradwire.bench.launch import exit_with_launcher
 from gradwire.bench.results import Results, Run, Settings, provenance, save_results
-from gradwire.hooks.executor import executor_for
+from gradwire.hooks.connections import connections_of
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0
@@ -87,7 +87,8 @@ class Training:
             self.model.register_comm_hook(*registration)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=steps)
-        self.transports = (executor_for(self.model.process_group, device).transport, self.model.reducer.transport)
+        connections = connections_of(self.model.process_group)
+        self.transports = (connections.executor(device).transport, self.model.reducer.transport)
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
         self.step_ms: list[float] = []

@@ -36,17 +36,29 @@ class Transport:
     them to `run` or `start`.
 
     Attributes:
-        group: the process group.
         world_size: number of ranks.
         payload_bytes: bytes of the tensors handed to collectives so far. What a link carries is this times a factor
             that depends on the collective's algorithm, 2 (n - 1) / n for a ring all-reduce over n ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         self.world_size = group.size()
         self.payload_bytes = 0
         self._sparse_done: Future[None] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: the transport is closed.
+        """
+        if self._group is None:
+            raise RuntimeError(
+                "This transport is closed: an exchange failed on its process group, or it was destroyed."
+            )
+        return self._group
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Replace each tensor by its sum over all ranks."""
@@ -75,6 +87,10 @@ class Transport:
         """
         self._count(collective)
         return [self._start(tensor, collective.op, group or self.group) for tensor in collective.tensors]
+
+    def close(self) -> None:
+        """Let go of the process group: one that nobody else holds closes its connections when its last work is done."""
+        self._group = None
 
     def start_all_reduce(self, tensor: Tensor) -> Future[Any]:
         """Begin to replace ``tensor`` by its sum over all ranks; the future's value is a list of it alone."""

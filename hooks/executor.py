@@ -8,22 +8,26 @@ the same order, however long each of them takes.
   that stream only.
 - On a CPU, a worker thread, which has several algorithms under way: see `_Worker`. It has process groups of its own,
   because two threads that issue collectives on one gloo group take their order from thread timing.
+
+A task that raises is the last one that issues collectives: later ones would meet those that its peers still issue for
+it. Every later task fails with the same exception; see `gradwire.hooks.connections` for what follows.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.futures import Future
 
 from gradwire.compress import Steps, Transport, Workspace
@@ -39,7 +43,7 @@ Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, nu
 
 
 class Executor:
-    """Runs tasks in order. One per process group and device; see `executor_for`.
+    """Runs tasks in order. One per process group and device; see `gradwire.hooks.connections.executor_for`.
 
     Attributes:
         transport: the collectives that tasks use.
@@ -56,22 +60,34 @@ class Executor:
         """Run ``task`` in its turn; the future holds its result or its exception. Futures complete in order."""
         raise NotImplementedError
 
+    def close(self, timeout: float | None) -> None:
+        """Take no more tasks, and end when those that were submitted are done.
+
+        Args:
+            timeout: seconds to wait for that end; None for as long as it takes.
+        """
+
 
 class StreamExecutor(Executor):
     """Runs tasks on a CUDA side stream, which first waits for the work already in the current stream."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(Transport(group), [Workspace(device)])
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        super().__init__(transport, [Workspace(device)])
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._error: Exception | None = None
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future: Future[Any] = Future(devices=[self._device])
+        if self._error is not None:
+            future.set_exception(self._error)
+            return future
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             try:
                 future.set_result(self._run(task(*self.workspaces)))
             except Exception as error:
+                self._error = error
                 future.set_exception(error)
         return future
 
@@ -85,32 +101,54 @@ class StreamExecutor(Executor):
 
 
 class WorkerExecutor(Executor):
-    """Runs tasks in one thread, over process groups of its own with the same ranks."""
+    """Runs tasks in one thread, over two process groups that nobody else uses.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        first, later = (_twin_group(group, name) for name in ("first", "later"))
-        super().__init__(Transport(first), [Workspace(device) for _ in range(UNDER_WAY)])
-        worker = _Worker(self.transport, later, self.workspaces)
+    Args:
+        transport: its group carries the first collective of every task.
+        later: carries all others.
+        device: of the gradients.
+    """
+
+    def __init__(self, transport: Transport, later: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(transport, [Workspace(device) for _ in range(UNDER_WAY)])
+        worker = _Worker(transport, later, self.workspaces)
         self._events = worker.events
-        thread = threading.Thread(target=worker.work, name="gradwire", daemon=True)
-        thread.start()
-        weakref.finalize(self, _end, worker.events, thread)
+        self._thread = threading.Thread(target=worker.work, name="gradwire", daemon=True)
+        self._thread.start()
+        # Also when the interpreter exits: a thread that returns from C++ later than that aborts it.
+        weakref.finalize(self, _end, worker.events, self._thread, EXIT_LIMIT)
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         run = _Run(task)
         self._events.put(run)
         return run.future
 
+    def close(self, timeout: float | None) -> None:  # noqa: D102
+        _end(self._events, self._thread, timeout)
+
 
 class _Run:
-    """A task under way, or not yet begun."""
+    """A task under way, or not yet begun.
+
+    Attributes:
+        steps: the coroutine, once it has begun.
+        works: of the collective that it awaits.
+        ends: completes the future, once there is nothing more to do.
+        precedes_error: whether a younger task has failed, which does not keep this one from its end.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.future: Future[Any] = Future()
         self.steps: Steps[Any] | None = None
-        self.works: list[dist.Work] = []  # of the collective that it awaits
-        self.ends: Callable[[], None] | None = None  # completes the future, once there is nothing more to do
+        self.works: list[dist.Work] = []
+        self.ends: Callable[[], None] | None = None
+        self.precedes_error = False
+
+    def wait(self) -> None:
+        """Wait for the collective that it awaits, and let go of it: as long as a work lives, so do its connections."""
+        while self.works:
+            self.works.pop(0).wait()
 
 
 class _Event(Enum):
@@ -124,19 +162,23 @@ _Events = queue.SimpleQueue[_Run | _Event]
 class _Worker:
     """A thread's loop over what happens: a task comes, a collective is done.
 
-    The first collectives of all tasks are issued in the order of the tasks, on one process group; what follows is done
-    for the oldest task only, with its other collectives on another group. So each of the groups sees one order on
-    all ranks, which follows from the order of the tasks alone.
+    The first collectives of all tasks are issued in the order of the tasks, on one process group; the others are issued
+    for the oldest task only, on another group. So each group sees one order on all ranks, which follows from the order
+    of the tasks alone.
+
+    Once a task has failed, older ones come to their end, younger ones issue no more collectives, and the worker lets go
+    of its groups. That closes their connections, so that a rank that waits for this one gets an error at once.
     """
 
     def __init__(self, transport: Transport, later: dist.ProcessGroup, workspaces: list[Workspace]) -> None:
         self.events: _Events = queue.SimpleQueue()
         self._transport = transport
-        self._later = later
+        self._later: dist.ProcessGroup | None = later
         self._workspaces = workspaces
         self._free = set(range(len(workspaces)))
         self._waiting: deque[_Run] = deque()
         self._under_way: deque[tuple[_Run, int]] = deque()
+        self._error: Exception | None = None
 
     def work(self) -> None:
         """Until the end has come, and all tasks before it are done."""
@@ -148,6 +190,13 @@ class _Worker:
             while self._advance():
                 while not self.events.empty():
                     is_ending |= self._take(self.events.get())
+            if self._error is not None and not self._under_way:
+                self._leave()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._transport.close()
+        self._later = None
 
     def _take(self, event: _Run | _Event) -> bool:
         """Note what has happened; whether it is the end."""
@@ -180,74 +229,41 @@ class _Worker:
 
     def _step(self, run: _Run, workspace: Workspace) -> None:
         """Let a task run until its next collective, and issue that."""
-        group = self._later if run.steps is not None else None
         try:
+            run.wait()
+            if self._error is not None and not run.precedes_error:
+                raise self._error
             if run.steps is None:
                 run.steps = run.task(workspace)
-            for work in run.works:
-                work.wait()
-            run.works = self._transport.start(run.steps.send(None), group)
+                run.works = self._transport.start(run.steps.send(None))
+            else:
+                run.works = self._transport.start(run.steps.send(None), self._later)
             for work in run.works:
                 work.get_future().add_done_callback(self._wake)
         except StopIteration as end:
             run.ends = partial(run.future.set_result, end.value)
         except Exception as error:
-            run.ends = partial(run.future.set_exception, error)
+            self._fail(run, error)
+
+    def _fail(self, run: _Run, error: Exception) -> None:
+        """Note the first failure; complete the task's future with its exception in its turn."""
+        if self._error is None:
+            self._error = error
+            for older, _ in self._under_way:
+                if older is run:
+                    break
+                older.precedes_error = True
+        with suppress(Exception):
+            while run.works:
+                run.wait()
+        traceback.clear_frames(error.__traceback__)  # a collective in a frame would keep its connections open
+        run.ends = partial(run.future.set_exception, error)
 
     def _wake(self, _: object) -> None:
         self.events.put(_Event.DONE)
 
 
-def _end(events: _Events, thread: threading.Thread) -> None:
-    """End a worker, also when the interpreter exits: a thread that returns from C++ later than that aborts it."""
+def _end(events: _Events, thread: threading.Thread, timeout: float | None) -> None:
     events.put(_Event.END)
     if thread is not threading.current_thread():
-        thread.join(EXIT_LIMIT)
-
-
-def _twin_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """A new gloo group of the same ranks and timeout, which only these ranks have to make.
-
-    Not ``dist.new_group``: that names a group by how many the process has, which may differ between its ranks.
-    """
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    if backends.get("cpu") != "gloo":
-        raise NotImplementedError(
-            f"The process group's backend for CPU tensors is {backends.get('cpu')}; gradwire's hooks need gloo there. "
-            'Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
-        )
-    store = PrefixStore(f"gradwire/{name}", dist.distributed_c10d._get_process_group_store(group))
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
-
-
-_executors: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Executor]] = {}
-
-
-def drain_executors() -> None:
-    """Wait until every executor has done what it was given."""
-
-    async def nothing(_: Workspace) -> None:
-        pass
-
-    for _, executor in _executors.values():
-        executor.submit(nothing).wait()
-
-
-def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:
-    """The executor of a process group on a device, made at its first use, which is a collective call on a CPU.
-
-    Args:
-        group: the process group; None for the default one.
-        device: where the gradients are.
-    """
-    group = group if group is not None else dist.distributed_c10d._get_default_group()
-    key = (group.group_name, device)
-    entry = _executors.get(key)
-    if entry is None or entry[0] is not group:  # a new group may bear the name of a destroyed one
-        for known, (of_executor, _) in list(_executors.items()):
-            if of_executor not in dist.distributed_c10d._world.pg_map:  # destroyed
-                del _executors[known]
-        kind = WorkerExecutor if device.type == "cpu" else StreamExecutor
-        entry = _executors[key] = (group, kind(group, device))
-    return entry[1]
+        thread.join(timeout)

@@ -1,6 +1,7 @@
 """Names for the parameters of a bucket, so that a hook's state outlives bucket rebuilds and restarts."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -114,3 +115,10 @@ class NamedState:
             name: of the parameter.
             gradient: what was reduced for it, minus what this rank put in.
         """
+
+    def replicated_state(self) -> dict[str, Any]:
+        """What must be equal on all ranks: numbers and tensors, nested in dictionaries with strings for keys."""
+        return {}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Continue from another rank's `replicated_state`; this rank's error memory stays."""

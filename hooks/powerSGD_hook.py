@@ -26,7 +26,7 @@ from gradwire.compress import (
     powersgd_all_reduce,
 )
 from gradwire.compress.policy import MatrixShape
-from gradwire.hooks.executor import executor_for
+from gradwire.hooks.connections import executor_for
 from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number
 from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
@@ -361,6 +361,19 @@ class PowerSGDState(NamedState):
         self._memory.errors = {name: error.clone() for name, error in state_dict["errors"].items()}
         self._factors.q = {name: factor.clone() for name, factor in state_dict["q"].items()}
         self._factors.p = {name: factor.clone() for name, factor in state_dict["p"].items()}
+
+    def replicated_state(self) -> dict[str, Any]:
+        """Step counts and factors; see `NamedState.replicated_state`."""
+        return {
+            "iter": self.iter,
+            "q": dict(self._factors.q),
+            "p": dict(self._factors.p),
+            "numel": [self.total_numel_before_compression, self.total_numel_after_compression],
+        }
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Take step counts and factors from another rank, and keep this rank's errors."""
+        self.load_state_dict({**replicated, "errors": self._memory.errors})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's own memory. The process group stays behind, as in PyTorch's state."""

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire.compress import Gradients, Steps, Transport, Workspace, sparse_all_reduce
-from gradwire.hooks.executor import Tables, executor_for
+from gradwire.hooks.connections import executor_for
+from gradwire.hooks.executor import Tables
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 

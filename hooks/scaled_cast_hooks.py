@@ -138,6 +138,16 @@ class ScaledCastState(NamedState):
         self._exponents = dict(zip(names, exponents.to(torch.int32).clone().unbind(), strict=True))
         self._counters = counters.to(torch.int64).clone()
 
+    def replicated_state(self) -> dict[str, Any]:
+        """Scales, and the number of skipped steps; see `NamedState.replicated_state`."""
+        return self.state_dict()
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Take scales and the number of skipped steps from another rank, and keep this rank's counts of elements."""
+        counters = replicated["counters"].clone()
+        counters[:2] = self._counters[:2]
+        self.load_state_dict({**replicated, "counters": counters})
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`. The process group stays behind, as in PyTorch's hook states."""
         return {"scaling": self.scaling, "state": self.state_dict()}

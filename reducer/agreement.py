@@ -48,15 +48,15 @@ def verify_parameters(parameters: Sequence[Tensor], names: Sequence[str], group:
                 )
 
 
-def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, limit: int) -> None:
-    """Overwrite ``tensors`` with those of the group's rank 0, in messages of about ``limit`` bytes.
+def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, limit: int, source: int = 0) -> None:
+    """Overwrite ``tensors`` with those of the group's rank ``source``, in messages of about ``limit`` bytes.
 
     A collective call. Messages are bytes, whatever the dtype.
     """
     under_way: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
     for chunk in _chunks(tensors, limit):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=0, async_op=True)
+        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=source, async_op=True)
         assert work is not None
         under_way.append((work, flat, chunk))
         if len(under_way) == IN_FLIGHT:

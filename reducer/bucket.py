@@ -268,6 +268,14 @@ class GradBucket(BucketFacts):
         if self.as_view and self._parameters[i].grad is not None:
             result.copy_(self._kept[i])
 
+    def give_back(self, take_back: TakeBack) -> None:
+        """Hand every finite result, which is in the gradients and will not be applied, to ``take_back``."""
+        target = self.target()
+        results = self._views(target.tensors[0]) if target.flat is not None else target.tensors
+        for name, result in zip(self._names, results, strict=True):
+            if result.isfinite().all():
+                take_back(name, result)
+
     def release(self) -> None:
         """Let go of this backward's gradients and of a replaced buffer."""
         super().release()

@@ -18,6 +18,7 @@ from gradwire.reducer import torch_internals
 from gradwire.reducer.agreement import broadcast_coalesced, verify_parameters
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.reducer import Reducer
+from gradwire.reducer.resynchronization import resynchronize
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -261,6 +262,44 @@ class DistributedDataParallel(TorchDDP):
     def _match_unused_params_allreduce(self) -> None:
         """In `join`, take part in the exchange of used parameters with none."""
         self.reducer.match_used_map()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.begin_forward()
+        return result
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast buffers as a forward begins, apart from what backwards exchange."""
+        with self.reducer.leaving("the broadcast of buffers"):
+            group = self.reducer.connections.transport("forward", self.reducer.device).group
+            broadcast_coalesced(tensors, group, buffer_size, authoritative_rank)
+
+    def resynchronize(self, from_rank: int | None = None) -> None:
+        """Go on after an error: discard the failed step, and agree with all other ranks to begin anew.
+
+        A collective call on all ranks, also on those without an error of their own. The connections that gradwire
+        made for itself are replaced, the next backward rebuilds the buckets, and what a hook must have alike on all
+        ranks (factors, scales, step counts) is taken from one rank. Error memory stays with its rank. See
+        docs/fault-handling.md for what led here.
+
+        Args:
+            from_rank: the rank of the process group whose parameters, buffers and hook state all ranks take. None to
+                require equal parameters, and take the hook's state from rank 0. The optimizer's state is not looked at:
+                where ranks differ in that too, restart from a checkpoint.
+
+        Raises:
+            RuntimeError: on every rank: the parameters differ, which needs ``from_rank``; or the process group itself
+                has collectives that some ranks have not issued (those of a hook that is not gradwire's, of NCCL),
+                which only a restart of the job or a new process group repairs; or some ranks have not made this call
+                within the process group's timeout.
+            ValueError: on every rank: ``from_rank`` is not a rank, or differs between ranks.
+        """
+        named = {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+        buffers = [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
+        resynchronize(self.reducer, named, buffers, from_rank, self.broadcast_bucket_size)
 
     def _post_forward(self, output: Any) -> Any:
         # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
-from gradwire.hooks.executor import drain_executors
+from gradwire.hooks.connections import ADVICE, Connections, connections_of
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
@@ -74,6 +75,7 @@ class Reducer:
         skip_unused: bool = False,
     ) -> None:
         self.parameters = list(parameters)
+        self.device = self.parameters[0].device
         self.names = list(names)
         self.sparse = list(sparse)
         self.process_group = process_group
@@ -86,10 +88,9 @@ class Reducer:
         self._tracks_usage = find_unused_parameters
         self.error: str | None = None  # the last one of a backward
         self.has_rebuilt_buckets = False
-        self.statistics = Statistics(self.parameters[0].device)
-        self._hook: CommHook = _plain_all_reduce
-        self.transport = Transport(process_group)  # of what is reduced without a hook on a CPU
-        self._hook_state: Any = self.transport
+        self.statistics = Statistics(self.device)
+        self._hook: CommHook | None = None
+        self._hook_state: Any = None
         self._hook_in_place = False
         self._has_comm_hook = False
         self._take_back: TakeBack | None = None
@@ -97,6 +98,7 @@ class Reducer:
         self._lock = threading.Lock()
         self._expects_hooks = False
         self._requires_finalize = False
+        self._forward_under_way = False
         self._live_ranks: dist.Work | None = None
         self._divisor: int | None = None
         self._post_backward_futures: list[Future[Any]] = []
@@ -105,13 +107,13 @@ class Reducer:
         self._calls_left: list[int] = []
         self._unused: list[int] = []
         self._graph_seems_static = True
-        self._used = UsedMap(len(self.parameters), self.parameters[0].device)
+        self._used = UsedMap(len(self.parameters), self.device)
         self.ready_order: list[int] = []  # of the parameters, in the last synchronised backward
         self._ready = bytearray(len(self.parameters))
         self._next = 0
         self.buckets: list[Bucket] = []
-        # As in PyTorch: in model order for the first backward, which tells the order of readiness.
-        self._build_buckets(torch_internals.assign_buckets(self.parameters, limits, self.sparse)[::-1])
+        self._limits = list(limits)
+        self._assign_first_buckets()
         self._arrivals = Arrivals(self.parameters, self._autograd_hook)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -125,6 +127,10 @@ class Reducer:
         self._hook, self._hook_state, self._has_comm_hook = hook, state, True
         self._hook_in_place = is_in_place(hook)
         self._take_back = state.take_back if isinstance(state, NamedState) else None
+
+    def _assign_first_buckets(self) -> None:
+        """As in PyTorch: in model order for the first backward, which tells the order of readiness."""
+        self._build_buckets(torch_internals.assign_buckets(self.parameters, self._limits, self.sparse)[::-1])
 
     def _build_buckets(self, assignment: Sequence[Sequence[int]]) -> None:
         last = len(assignment) - 1
@@ -144,9 +150,35 @@ class Reducer:
             bucket.adopt_gradients()
         return bucket
 
+    @property
+    def connections(self) -> Connections:
+        """What gradwire owns on the process group.
+
+        Raises:
+            RuntimeError: the process group was destroyed.
+        """
+        return connections_of(self.process_group)
+
+    @property
+    def transport(self) -> Transport:
+        """The collectives of the reducer itself, and on CPUs of the plain all-reduce."""
+        return self.connections.transport("backward", self.device)
+
     def prepare_for_forward(self) -> None:
-        """Count an iteration, as the forward of a synchronised backward begins."""
+        """Count an iteration, as the forward of a synchronised backward begins.
+
+        Raises:
+            RuntimeError: the previous step failed, or the process group was destroyed.
+        """
+        self.connections.check()
+        if self._forward_under_way:
+            self._fail("the forward pass raised an exception")
+            self.connections.check()
         self.statistics.begin_forward()
+
+    def begin_forward(self) -> None:
+        """The module's forward pass begins, of a synchronised backward; `prepare_for_backward` tells its end."""
+        self._forward_under_way = True
 
     def _rebuild_buckets(self) -> bool:
         """Assign parameters to buckets anew, in the order of readiness of rank 0's first synchronised backward.
@@ -165,7 +197,8 @@ class Reducer:
         order = self.ready_order + self._unused
         tensors = [self.parameters[i] for i in order]
         buckets = torch_internals.assign_buckets(tensors, self.rebuilt_limits, self.sparse, order)
-        self._build_buckets(self._agree(buckets))
+        with self.leaving("the rebuild of the buckets"):
+            self._build_buckets(self._agree(buckets))
         self.has_rebuilt_buckets = True
         return True
 
@@ -173,8 +206,8 @@ class Reducer:
         """Rank 0's buckets, broadcast as one tensor: the parameters in order, and the bucket of each."""
         order = [i for bucket in buckets for i in bucket]
         number = [b for b, bucket in enumerate(buckets) for _ in bucket]
-        message = torch.tensor([order, number], device=self.parameters[0].device)
-        dist.broadcast(message, group=self.process_group, group_src=0)
+        message = torch.tensor([order, number], device=self.device)
+        dist.broadcast(message, group=self.transport.group, group_src=0)
         agreed: list[list[int]] = [[] for _ in range(int(message[1, -1]) + 1)]
         for i, b in zip(*message.tolist(), strict=True):
             agreed[b].append(i)
@@ -191,6 +224,7 @@ class Reducer:
         """
         self._ensure_prior_reduction_finished()
         self._reset()
+        self._forward_under_way = False
         self._expects_hooks = True
         if self.static_graph:
             self._calls_left = list(self._calls)
@@ -297,7 +331,7 @@ class Reducer:
             self._launch(self._next)
             self._next += 1
             if self._next > last and self._may_leave_out:
-                self._used.exchange(self.process_group)
+                self._used.exchange(self.transport.group)
 
     def _launch(self, index: int) -> None:
         """Hand a bucket whose gradients are all ready to the hook."""
@@ -305,7 +339,7 @@ class Reducer:
         if self.skip_unused and set(members) <= set(self._unused):
             return
         self.statistics.mark("backward_comm_time_start")
-        try:
+        with self.leaving(f"the communication hook of bucket {index}"):
             if torch.is_grad_enabled():
                 warnings.warn(_CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
@@ -319,9 +353,6 @@ class Reducer:
                     f"{type(future).__name__}."
                 )
             bucket.future = future
-        except BaseException:
-            self._abandon()
-            raise
 
     def _reduces_in_place(self, bucket: Bucket) -> bool:
         """Whether the result is written into the gradients; else it is that of the future."""
@@ -345,24 +376,20 @@ class Reducer:
         # A hook averages over all ranks, of which those that have joined added zeros.
         scale = self.process_group.size() / self._divide_factor() if self._has_comm_hook else 1
         self.statistics.n_reduced = sum(bucket.future is not None for bucket in self.buckets)
-        try:
-            with torch.no_grad():
-                for bucket, members in zip(self.buckets, self.members, strict=True):
-                    if bucket.future is None:
-                        bucket.release()
-                        continue
-                    value = bucket.future.wait()
-                    flat = value if isinstance(value, Tensor) else value[0]
-                    in_place = self._reduces_in_place(bucket)
-                    used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
-                    bucket.finish(None if in_place else flat, scale, used, self._take_back)
-                    if self._runs_optimizers:
-                        _run_optimizers(bucket.parameters())
-                for future in self._post_backward_futures:
-                    future.wait()
-        except BaseException:
-            self._abandon()
-            raise
+        with self.leaving("the end of the backward pass"), torch.no_grad():
+            for bucket, members in zip(self.buckets, self.members, strict=True):
+                if bucket.future is None:
+                    bucket.release()
+                    continue
+                value = bucket.future.wait()
+                flat = value if isinstance(value, Tensor) else value[0]
+                in_place = self._reduces_in_place(bucket)
+                used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
+                bucket.finish(None if in_place else flat, scale, used, self._take_back)
+                if self._runs_optimizers:
+                    _run_optimizers(bucket.parameters())
+            for future in self._post_backward_futures:
+                future.wait()
         self.statistics.mark("backward_comm_time_end")
         self._forget_step()
 
@@ -373,14 +400,46 @@ class Reducer:
         self._divisor = self._live_ranks = None
         self._post_backward_futures = []
 
-    def _abandon(self) -> None:
-        """After an error, wait for what is under way and forget this backward, so that the next one can start."""
-        for bucket in self.buckets:
-            if bucket.future is not None:
-                _wait_quietly(bucket.future)
-        drain_executors()  # a hook may have failed after it submitted something
-        self._forget_step()
+    @contextmanager
+    def leaving(self, during: str) -> Iterator[None]:
+        """Leave the exchange if what is done here fails; see the class docstring.
+
+        Raises:
+            RuntimeError: it failed because another rank left; tells what failed there.
+        """
+        try:
+            yield
+        except BaseException as error:
+            message = f"{type(error).__name__} in {during}: {error}"
+            elsewhere = self._fail(message)
+            if elsewhere and type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError):
+                raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
+            raise
+
+    def _fail(self, cause: str) -> str:
+        """Leave the exchange and discard this step. Returns what failed on the ranks that left before this one."""
+        self.error = cause
+        connections = self.connections
+        elsewhere = "\n".join(connections.failures_elsewhere())
+        rank = dist.get_rank(self.process_group)
+        connections.fail(elsewhere or f"Step {self.statistics.iterations} failed on rank {rank}: {cause}")
+        self._keep_what_was_sent()
+        self._used.abandon(keep_local=self.static_graph)
+        self._divisor = self._live_ranks = None
+        self._post_backward_futures = []
+        self._forward_under_way = False
         self._reset()
+        return elsewhere
+
+    def _keep_what_was_sent(self) -> None:
+        """Give the results of this step, which nobody will apply, back to the hook's memory of earlier steps."""
+        if self._take_back is None:
+            return
+        for bucket in self.buckets:
+            if bucket.future is not None and bucket.future.done() and isinstance(bucket, GradBucket):
+                with suppress(Exception), torch.no_grad():
+                    bucket.future.value()
+                    bucket.give_back(self._take_back)
 
     def _reset(self) -> None:
         self._expects_hooks = False
@@ -400,8 +459,9 @@ class Reducer:
         for index in self._arrivals.new():  # noted since, in buckets that never became complete
             self._ready[index] = 1
         missing = [i for i, ready in enumerate(self._ready) if not ready]
-        self._abandon()
-        if not missing:  # all was launched, then the backward failed elsewhere, and its caller has seen that error
+        if not missing:
+            self._fail("the backward pass raised an exception after all buckets were launched")
+            self.connections.check()
             return
         begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
         unused = "This error indicates that your module has parameters that were not used in producing loss. "
@@ -430,38 +490,39 @@ class Reducer:
             f"\nParameters which did not receive grad for rank {rank}: {', '.join(self.names[i] for i in missing)}"
         )
         advice = (
-            "Nothing was reduced for these and for the buckets after theirs, so this step's gradients must not be "
-            "used; the next forward and backward start afresh. To see where ranks part, set the environment variable "
-            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+            "Or the backward pass raised an exception. Nothing was reduced for these parameters and for the buckets "
+            "after theirs. To see where ranks part, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+            "INFO or DETAIL."
         )
-        self._raise(f"{begin}{cause}{which}\n{advice}")
+        self._fail_and_raise(f"{begin}{cause}{which}\n{advice}")
 
     def _raise(self, message: str) -> NoReturn:
         self.error = message
         raise RuntimeError(message)
 
+    def _fail_and_raise(self, message: str) -> NoReturn:
+        self._fail(message)
+        raise RuntimeError(f"{message}\n{ADVICE}")
+
     def _raise_marked_twice(self, index: int) -> None:
         name = self.names[index]
-        self._abandon()
-        self._raise(
+        self._fail_and_raise(
             "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
             "1) a parameter is used outside the `forward` function of the module, and so receives a gradient twice. "
             "2) parameters are reused in several reentrant backward passes, for example by several checkpoint "
             "functions wrapping the same part of the model; `static_graph=True` supports that. 3) the same backward is "
             "run twice over one forward, or `find_unused_parameters=True` did not find the parameter in the graph of "
             "the outputs of `forward`, from which the loss must be computed. "
-            f"Parameter {name} at index {index} has been marked ready twice. "
-            "The next forward and backward start afresh."
+            f"Parameter {name} at index {index} has been marked ready twice."
         )
 
     def _raise_graph_changed(self, index: int) -> None:
         name, calls = self.names[index], self._calls[index]
-        self._abandon()
-        self._raise(
+        self._fail_and_raise(
             "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
             "then got used in the second iteration. this is not compatible with static_graph set to True. "
             f"Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first "
-            "iteration. The next forward and backward start afresh."
+            "iteration."
         )
 
     def _check_reducer_finalized(self) -> None:
@@ -513,15 +574,26 @@ class Reducer:
             bucket.divisor = self.process_group.size()
         return buckets
 
+    @property
+    def hook_state(self) -> Any:
+        """The state of the communication hook, or None."""
+        return self._hook_state
+
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
-        return self._hook(self._hook_state, bucket)
+        if self._has_comm_hook:
+            assert self._hook is not None
+            return self._hook(self._hook_state, bucket)
+        if isinstance(bucket, GradBucket) and bucket.device.type == "cpu":
+            # Without an executor: gloo sums in threads of its own, of several buckets at once.
+            return self.transport.start_all_reduce(bucket.scale_into_buffer())
+        return _plain_all_reduce(self.process_group, bucket)
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
         return self.transport.start_all_reduce(bucket.buffer())
 
     def match_used_map(self) -> None:
         """Take part in the exchange of a backward that this rank has no inputs for."""
-        self._used.exchange(self.process_group)
+        self._used.exchange(self.transport.group)
         self._used.clear()
 
     def _push_all_rebuilt_params(self) -> None:
@@ -540,26 +612,29 @@ class Reducer:
         self.has_counted_calls = False
         self._tracks_usage = self._may_leave_out
         self._unused = []
-        self._abandon()
-        self._used.clear()
+        self._used = UsedMap(len(self.parameters), self.device)
+        self._divisor = self._live_ranks = None
+        self._post_backward_futures = []
+        self._reset()
         self.has_rebuilt_buckets = False
+
+    def leave(self, cause: str) -> None:
+        """Leave the exchange, if that has not happened yet. Nothing of this rank is in flight afterwards."""
+        if self.connections.failure is None:
+            self._fail(cause)
+
+    def restart(self) -> None:
+        """Begin as after construction, with the first buckets, which are the same on all ranks."""
+        self._reset_state()
+        self._assign_first_buckets()
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on. The process group of a hook's state is its owner's to update."""
         self.process_group = process_group
-        self.transport = Transport(process_group)
-        if not self._has_comm_hook:
-            self._hook_state = self.transport
 
 
-def _plain_all_reduce(transport: Transport, bucket: Bucket) -> Future[Tensor]:
-    """What PyTorch's DDP does without a hook, to the bit.
-
-    On a CPU, from the buckets' own buffers and without an executor: gloo sums in threads of its own, of several buckets
-    at once.
-    """
-    if isinstance(bucket, GradBucket) and bucket.device.type == "cpu":
-        return transport.start_all_reduce(bucket.scale_into_buffer())
+def _plain_all_reduce(process_group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
+    """What PyTorch's DDP does without a hook, to the bit, where `GradBucket.scale_into_buffer` is not enough."""
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         assert isinstance(bucket, GradBucket)
@@ -568,7 +643,7 @@ def _plain_all_reduce(transport: Transport, bucket: Bucket) -> Future[Tensor]:
         else:
             await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
-    return reduce_bucket(transport.group, cast("Any", bucket), algorithm, bucket.divisor)
+    return reduce_bucket(process_group, cast("Any", bucket), algorithm, bucket.divisor)
 
 
 def _run_optimizers(parameters: Sequence[Tensor]) -> None:
@@ -578,13 +653,6 @@ def _run_optimizers(parameters: Sequence[Tensor]) -> None:
             optimizer.step()
         if optimizers:
             parameter.grad = None
-
-
-def _wait_quietly(future: Future[Tensor]) -> None:
-    try:
-        future.wait()
-    except Exception:  # the first error is the one to report
-        return
 
 
 _CREATE_GRAPH = (

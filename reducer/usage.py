@@ -68,3 +68,9 @@ class UsedMap:
             self._exchange.wait()
         self.local = bytearray(len(self.local))
         self._exchange = self._anywhere = None
+
+    def abandon(self, keep_local: bool) -> None:
+        """Forget an exchange that may not come to its end, and what was used on this rank unless ``keep_local``."""
+        if not keep_local:
+            self.local = bytearray(len(self.local))
+        self._exchange = self._anywhere = None

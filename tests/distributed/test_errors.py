@@ -100,14 +100,15 @@ TEXTS = {
 
 
 def train_through_a_fault(fault, at, bad_step, view):
-    """Gradients of every step, those of PyTorch's DDP, the error of the bad step, and whether parameters were kept."""
+    """Gradients of every step, those of PyTorch's DDP, the errors of the bad step and of the forward before the ranks
+    resynchronize, and whether parameters were kept."""
     hook = FaultyHook()
     ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
     register(ddp, (None, hook))
     reference = WRAPPERS["pytorch"](build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, reference)]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    seen, wanted, error, unchanged = [], [], None, None
+    seen, wanted, error, refusal, unchanged = [], [], None, None, None
     for step in range(6):
         (batch,) = ddp.module.batch(generator)
         for optimizer in optimizers:
@@ -119,6 +120,8 @@ def train_through_a_fault(fault, at, bad_step, view):
             error = message_of(loss.backward)
             unchanged = all(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True))
             hook.fault = None
+            refusal = message_of(ddp, batch)
+            ddp.resynchronize()
             continue
         ddp(batch).backward()
         reference(batch).backward()
@@ -126,29 +129,38 @@ def train_through_a_fault(fault, at, bad_step, view):
         wanted.append(gradients(reference))
         for optimizer in optimizers:
             optimizer.step()
-    return seen, wanted, error, unchanged
+    return seen, wanted, error, refusal, unchanged
+
+
+def assert_refused(refusal, bad_step):
+    """The forward after a failed step tells what failed, in which step, and what to do."""
+    assert refusal[0] == "RuntimeError"
+    assert f"Step {bad_step + 1} failed on rank" in refusal[1]
+    assert "resynchronize()" in refusal[1]
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
 @pytest.mark.parametrize("fault", TEXTS)
-def test_failing_hook_surfaces_and_the_model_trains_on(worlds, fault, at, bad_step, view):
+def test_failing_hook_raises_and_the_model_trains_on_once_resynchronized(worlds, fault, at, bad_step, view):
     # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
     results = worlds(2).run(train_through_a_fault, fault=fault, at=at, bad_step=bad_step, view=view)
-    for seen, wanted, error, unchanged in results:
+    for seen, wanted, error, refusal, unchanged in results:
         assert error is not None
         assert TEXTS[fault] in error[1]
+        assert_refused(refusal, bad_step)
         assert unchanged
         assert_same_bits(seen, wanted)
     assert_same_on_all_ranks([seen for seen, *_ in results])
 
 
 @pytest.mark.parametrize("fault", TEXTS)
-def test_failing_hook_surfaces_on_three_ranks(worlds, fault):
+def test_failing_hook_raises_on_three_ranks(worlds, fault):
     results = worlds(3).run(train_through_a_fault, fault=fault, at=2, bad_step=3, view=False)
-    for seen, wanted, error, unchanged in results:
+    for seen, wanted, error, refusal, unchanged in results:
         assert error is not None
         assert TEXTS[fault] in error[1]
+        assert_refused(refusal, 3)
         assert unchanged
         for step, reference in zip(seen, wanted, strict=True):
             for name, gradient in reference.items():
@@ -180,6 +192,7 @@ def skip_a_layer(wrapper, skip_at, cap):
     error = message_of(ddp, batch)
     after = []
     if wrapper == "gradwire":
+        ddp.resynchronize()
         for _ in range(3):
             ddp.zero_grad()
             ddp(batch).backward()
@@ -248,6 +261,7 @@ def backward_that_fails(where, view):
     if handle is not None:
         handle.remove()
     errors.append(message_of(ddp, batch))
+    ddp.resynchronize()
     for _ in range(3):
         ddp.zero_grad()
         ddp(batch).backward()
@@ -257,7 +271,7 @@ def backward_that_fails(where, view):
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("where", ["before", "middle", "after"])
-def test_model_trains_on_after_a_backward_that_failed(world, where, view):
+def test_failed_backward_once_resynchronized_trains_on(world, where, view):
     results = world.run(backward_that_fails, where=where, view=view)
     wanted = world.run(mean_gradients)[0]
     for (at_once, next_forward), after in results:
@@ -302,6 +316,8 @@ def marked_twice(wrapper):
     batch = torch.ones(2, 4) * (1 + dist.get_rank())
     error = message_of(ddp(batch, 2).backward)
     after = []
+    if wrapper == "gradwire":
+        ddp.resynchronize()
     for _ in range(3 if wrapper == "gradwire" else 0):
         for model in (ddp, reference):
             model.zero_grad()

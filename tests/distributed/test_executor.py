@@ -1,6 +1,7 @@
 """The worker of a CPU: several algorithms under way, futures in order, one order of collectives on all ranks."""
 
 import itertools
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
 
-from gradwire.hooks import executor
-from gradwire.hooks.executor import UNDER_WAY, executor_for
+from gradwire.hooks import connections
+from gradwire.hooks.connections import Connections, executor_for
+from gradwire.hooks.executor import UNDER_WAY
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)
@@ -50,9 +52,15 @@ def test_several_tasks_are_under_way_each_with_its_own_memory(world):
     assert len({address for _, address in everywhere[0]}) == UNDER_WAY
 
 
+def new_executor(group=None):
+    """An executor of this run's own, which may fail."""
+    group = group or dist.new_group()
+    return connections.connections_of(group).executor(CPU)
+
+
 def fail_while_another_waits():
     """The second task fails while the first waits for other ranks; whether the first was done before it was told."""
-    store, worker = signals(), executor_for(None, CPU)
+    store, worker = signals(), new_executor()
 
     async def failing(_):
         if dist.get_rank() == 0:
@@ -61,15 +69,94 @@ def fail_while_another_waits():
 
     if dist.get_rank() != 0:
         store.wait(["failed"], LIMIT)
-    first, second = sums_of(worker, 1), worker.submit(failing)
+    first, second, third = sums_of(worker, 1), worker.submit(failing), sums_of(worker, 2)
+    errors = []
+    for future in (second, third, sums_of(worker, 3)):
+        try:
+            future.wait()
+        except ValueError as error:
+            errors.append(str(error))
+    return first.done(), first.wait()[0], errors
+
+
+def test_failed_task_lets_older_tasks_finish_and_fails_younger_ones(world):
+    assert world.run(fail_while_another_waits) == [(True, world.size, ["expected"] * 3)] * world.size
+
+
+def fail_on_one_rank(at):
+    """A task that raises on the last rank only, before, between or after its two collectives, among healthy ones."""
+    worker = new_executor()
+    fails = dist.get_rank() == dist.get_world_size() - 1
+
+    async def task(k):
+        value = torch.ones(3)
+        for stage in range(3):
+            if fails and k == 1 and stage == at:
+                raise ValueError("expected")
+            if stage < 2:
+                await worker.transport.all_reduce(value)
+        return value[0].item()
+
+    outcomes = []
+    for future in [worker.submit(lambda _, k=k: task(k)) for k in range(4)]:
+        try:
+            outcomes.append(future.wait())
+        except (ValueError, RuntimeError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_task_that_fails_on_one_rank_ends_in_an_error_on_all_others(world, at):
+    *others, failing = world.run(fail_on_one_rank, at=at)
+    whole = world.size**2
+    assert failing == [whole] + ["ValueError"] * 3
+    for outcomes in others:
+        assert outcomes[0] == whole
+        # The failed task itself is whole elsewhere if it failed behind its last collective; no sum is ever wrong.
+        assert outcomes[1] == (whole if at == 2 else "RuntimeError")
+        assert outcomes[2:] == ["RuntimeError"] * 2
+
+
+def lose_a_peer():
+    """A collective under way, whose peers leave without a word; the outcome."""
+    worker = new_executor()
+    if dist.get_rank() != 0:
+        worker.close(None)
+        return None
     try:
-        second.wait()
-    except ValueError:
-        return first.done(), first.wait()[0], sums_of(worker, 2).wait()[0]
+        return sums_of(worker, 1).wait()
+    except RuntimeError:
+        return "error"
 
 
-def test_a_failure_waits_its_turn_and_harms_no_other_task(world):
-    assert world.run(fail_while_another_waits) == [(True, world.size, 2 * world.size)] * world.size
+def test_collective_of_a_lost_peer_raises(world):
+    assert world.run(lose_a_peer) == ["error"] + [None] * (world.size - 1)
+
+
+def drop_while_waiting():
+    """Rank 0 lets go of its executor while a task of it waits for the other ranks, which come only then."""
+    store = signals()
+    worker = Connections(dist.new_group()).executor(CPU)
+    transport, value = worker.transport, torch.ones(3)
+
+    async def task(_):
+        await transport.all_reduce(value)
+        return value[0].item()
+
+    if dist.get_rank() != 0:
+        store.wait(["dropped"], LIMIT)
+    future = worker.submit(task)
+    if dist.get_rank() == 0:
+        reference = weakref.ref(worker)
+        del worker
+        assert reference() is None
+        store.set("dropped", "")
+    return future.wait()
+
+
+def test_dropped_executor_completes_its_futures(world):
+    assert world.run(drop_while_waiting) == [world.size] * world.size
 
 
 def interleave(counts):
@@ -101,14 +188,14 @@ def test_tasks_of_any_number_of_collectives_run_together(world, counts):
 
 
 def outlive_groups():
-    """Executors of groups that come and go; how many of them are left, and what the last one computes."""
+    """Executors of groups that come and go; how many connections are left, and what the last one computed."""
+    before = len(connections._connections)
     for _ in range(3):
         group = dist.new_group()
         total, _ = sums_of(executor_for(group, CPU), 1).wait()
         dist.destroy_process_group(group)
-    alive = [group for group, _ in executor._executors.values() if group != dist.group.WORLD]
-    return len(alive), total
+    return len(connections._connections) - before, total
 
 
-def test_executors_of_destroyed_groups_are_let_go(world):
-    assert world.run(outlive_groups) == [(1, world.size)] * world.size
+def test_connections_end_with_their_process_group(world):
+    assert world.run(outlive_groups) == [(0, world.size)] * world.size

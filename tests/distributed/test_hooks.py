@@ -15,7 +15,7 @@ from training import HOOKS, SMALL, WRAPPERS, build, register, train
 
 import gradwire
 from gradwire.hooks import default_hooks
-from gradwire.hooks.executor import executor_for
+from gradwire.hooks.connections import executor_for
 
 
 def on_both(model, hook, **options):

@@ -16,7 +16,7 @@ from training import HOOKS, SMALL, WRAPPERS, build, gradients, register, train
 
 import gradwire
 from gradwire.hooks import default_hooks
-from gradwire.hooks.executor import executor_for
+from gradwire.hooks.connections import executor_for
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
 

@@ -1,0 +1,189 @@
+"""Connections: what gradwire owns on a process group, and whether an exchange has failed on it.
+
+A rank on which a step fails *leaves*: it issues nothing more, completes what it has issued, and closes the connections
+that gradwire made for itself. A peer that needs more of this rank than that gets an error at once, and leaves as well.
+What went wrong is in the store, so that peers can tell their users whose error they see. From then on, every
+exchange of gradients raises, until all ranks have agreed to begin anew: `Connections.renew`.
+
+So no rank's collective of one step ever meets another rank's of a later step. On NCCL there is nothing to close: peers
+wait on their devices until the process group's own timeout.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _world
+
+from gradwire.compress import Transport
+from gradwire.hooks.executor import EXIT_LIMIT, Executor, StreamExecutor, WorkerExecutor
+from gradwire.hooks.meeting import store_of
+
+DESTROYED = (
+    "The process group was destroyed. Initialise a new one, and wrap the model anew or give the hook's state the new "
+    "group."
+)
+ADVICE = (
+    "The ranks exchange no more gradients until all of them agree to go on. Do not apply the gradients of this step. "
+    "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."
+)
+
+
+class Connections:
+    """gradwire's own groups and executors on one process group; see `connections_of`.
+
+    All ranks make the same ones, each at its first use, which is a collective call on CPUs.
+
+    Attributes:
+        group: the process group.
+        failure: why no exchange is possible; None where one is.
+        generation: how often connections were made; equal on all ranks, and part of the keys under which they meet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.failure: str | None = None
+        self._store = store_of(group)
+        self.generation = self._store.add(self._counter, 1)
+        self._executors: dict[torch.device, Executor] = {}
+        self._transports: dict[str, Transport] = {}
+
+    @property
+    def _counter(self) -> str:
+        return f"generation/{self.group.rank()}"
+
+    def check(self) -> None:
+        """Raise RuntimeError if no exchange is possible."""
+        if self.failure is not None:
+            raise RuntimeError(self.failure if self.failure == DESTROYED else f"{self.failure}\n{ADVICE}")
+
+    def executor(self, device: torch.device) -> Executor:
+        """The executor of the hooks' algorithms on a device."""
+        self.check()
+        if device not in self._executors:
+            if device.type == "cpu":
+                transport = Transport(self._own_group("first"))
+                self._executors[device] = WorkerExecutor(transport, self._own_group("later"), device)
+            else:
+                self._executors[device] = StreamExecutor(Transport(self.group), device)
+        return self._executors[device]
+
+    def transport(self, purpose: str, device: torch.device) -> Transport:
+        """Collectives outside of the executors: for one purpose, on gloo over a group of their own."""
+        self.check()
+        if purpose not in self._transports:
+            is_own = device.type == "cpu" and self._is_gloo
+            self._transports[purpose] = Transport(self._own_group(purpose) if is_own else self.group)
+        return self._transports[purpose]
+
+    @property
+    def _is_gloo(self) -> bool:
+        backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
+        return backends.get("cpu") == "gloo"
+
+    def _own_group(self, purpose: str) -> dist.ProcessGroup:
+        """A gloo group of the same ranks and timeout, which only these ranks have to make.
+
+        Not ``dist.new_group``: that names a group by how many the process has, which may differ between its ranks.
+        """
+        if not self._is_gloo:
+            raise NotImplementedError(
+                f"The process group's backends are {dist.get_backend_config(self.group)}; gradwire's hooks need gloo "
+                'for CPU tensors. Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
+            )
+        store = PrefixStore(f"{self.generation}/{purpose}", self._store)
+        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        group = dist.ProcessGroupGloo(store, self.group.rank(), self.group.size(), timeout)
+        return cast("dist.ProcessGroup", group)
+
+    def fail(self, reason: str) -> None:
+        """Leave: no exchange is possible from now on, here and, within moments, on the other ranks.
+
+        Returns when nothing of this rank is in flight any more. A process group of one rank has nobody to agree with
+        and begins anew at once.
+        """
+        if self.failure is not None:
+            return
+        if self.group.size() == 1:
+            self.renew(self.generation + 1)
+            return
+        self.failure = reason
+        with suppress(RuntimeError):  # the store may have gone with rank 0
+            self._store.set(self._notice(self.group.rank()), reason)
+        self._close(None)
+
+    def failures_elsewhere(self) -> list[str]:
+        """What other ranks gave as the reason when they left, each reason once."""
+        notices = [self._notice(rank) for rank in range(self.group.size()) if rank != self.group.rank()]
+        with suppress(RuntimeError):
+            return list(dict.fromkeys(self._store.get(key).decode() for key in notices if self._store.check([key])))
+        return []
+
+    def _notice(self, rank: int) -> str:
+        return f"{self.generation}/failure/{rank}"
+
+    def renew(self, generation: int) -> None:
+        """Begin anew with connections of another generation, on which all ranks have agreed."""
+        self._close(None)
+        self._store.add(self._counter, generation - self.generation)
+        self.generation = generation
+        self.failure = None
+
+    def end(self) -> None:
+        """The process group was destroyed."""
+        self.failure = DESTROYED
+        self._close(EXIT_LIMIT)
+
+    def _close(self, timeout: float | None) -> None:
+        executors, transports = [*self._executors.values()], [*self._transports.values()]
+        self._executors, self._transports = {}, {}
+        for transport in transports:
+            transport.close()
+        for executor in executors:
+            executor.close(timeout)
+
+
+_connections: dict[dist.ProcessGroup, Connections] = {}
+
+
+def connections_of(group: dist.ProcessGroup | None) -> Connections:
+    """The connections on a process group, made at the first call.
+
+    They end when the group is destroyed: PyTorch then lets go of the group's store, which is the only sign it gives.
+
+    Args:
+        group: the process group; None for the default one.
+
+    Raises:
+        RuntimeError: the group was destroyed.
+    """
+    group = group if group is not None else _get_default_group()
+    if group not in _world.pg_map:
+        _end(group)
+        raise RuntimeError(DESTROYED)
+    if group not in _connections:
+        _connections[group] = Connections(group)
+        weakref.finalize(_world.pg_map[group][1], _end, group)
+    return _connections[group]
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    if (connections := _connections.pop(group, None)) is not None:
+        connections.end()
+
+
+def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:
+    """The executor of a process group on a device.
+
+    Args:
+        group: the process group; None for the default one.
+        device: where the gradients are.
+
+    Raises:
+        RuntimeError: the group was destroyed, or an exchange on it has failed.
+    """
+    return connections_of(group).executor(device)

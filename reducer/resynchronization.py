@@ -1,0 +1,137 @@
+"""How ranks go on together after an error on some of them; see `DistributedDataParallel.resynchronize`."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.hooks.meeting import gather
+from gradwire.hooks.parameter_names import NamedState
+from gradwire.reducer.agreement import broadcast_coalesced
+from gradwire.reducer.reducer import Reducer
+
+CALL = "resynchronize()"
+
+
+def resynchronize(
+    reducer: Reducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
+) -> None:
+    """Replace the connections, restart the reducer, and make ranks alike. A collective call.
+
+    Everything that may fail on some ranks and not on others is decided before anything changes, from what all ranks
+    told each other through the store: collectives may be stuck.
+
+    Args:
+        reducer: of this rank. Restarted.
+        parameters: of the model, frozen ones too. Overwritten with those of ``from_rank``.
+        buffers: of the model. Overwritten likewise.
+        from_rank: see `DistributedDataParallel.resynchronize`.
+        limit: bytes of a message.
+    """
+    group = reducer.process_group
+    reducer.leave(f"{CALL} was called")
+    mine = {
+        "generation": reducer.connections.generation,
+        "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
+        "collectives": [_n_collectives(group, device) for device in group._device_types],
+        "parameters": _digest(parameters.values()),
+    }
+    timeout = group._get_backend(reducer.device).options._timeout
+    everyones = [json.loads(text) for text in gather(group, CALL, json.dumps(mine), timeout)]
+    _check_source([one["from_rank"] for one in everyones])
+    _check_collectives([one["collectives"] for one in everyones])
+    if from_rank is None and len({one["parameters"] for one in everyones}) > 1:
+        _raise_parameters_differ(group, parameters)
+    reducer.connections.renew(1 + max(one["generation"] for one in everyones))
+    reducer.restart()
+    with reducer.leaving(CALL), torch.no_grad():
+        source = from_rank or 0
+        messages = reducer.transport.group
+        if from_rank is not None:
+            broadcast_coalesced(
+                [tensor.detach() for tensor in (*parameters.values(), *buffers)], messages, limit, source
+            )
+        if isinstance(reducer.hook_state, NamedState):
+            _share_hook_state(reducer.hook_state, messages, source, group.rank(), reducer.device)
+
+
+def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Collectives that this rank has issued on the process group itself, which is not gradwire's to replace."""
+    backend: Any = group._get_backend(device)
+    return int(backend._get_sequence_number_for_group())
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """A checksum of the tensors' bytes."""
+    digest = blake2b(digest_size=16)
+    for tensor in tensors:
+        here = tensor.detach().to("cpu").contiguous()
+        if here.numel() > 0:
+            digest.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+    return digest.hexdigest()
+
+
+def _check_source(ranks: Sequence[Any]) -> None:
+    if any(rank is not None and not (isinstance(rank, int) and 0 <= rank < len(ranks)) for rank in ranks):
+        raise ValueError(
+            f"from_rank is {_by_rank(ranks)}; expected None or a rank of the process group, 0 to {len(ranks) - 1}."
+        )
+    if len(set(ranks)) > 1:
+        raise ValueError(f"from_rank is {_by_rank(ranks)}; expected the same on every rank.")
+
+
+def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
+    if any(count != counts[0] for count in counts):
+        raise RuntimeError(
+            f"The ranks have issued different numbers of collectives on the process group itself: {_by_rank(counts)}. "
+            "Those that are missing leave it stuck, and gradwire cannot replace a group that is not its own. Restart "
+            "the job from a checkpoint, or destroy the process group on every rank and initialise a new one."
+        )
+
+
+def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
+    """Raise on every rank, naming the parameters."""
+    mine = [_digest([parameter]) for parameter in parameters.values()]
+    everyones = [json.loads(text) for text in gather(group, f"{CALL}: parameters", json.dumps(mine))]
+    differing = [name for name, *digests in zip(parameters, *everyones, strict=True) if len(set(digests)) > 1]
+    alike: dict[str, list[int]] = {}
+    for rank, digests in enumerate(everyones):
+        alike.setdefault(json.dumps(digests), []).append(rank)
+    raise RuntimeError(
+        f"The parameters differ between the ranks {' and '.join(map(str, alike.values()))}: {len(differing)} of "
+        f"{len(parameters)}, the first of them {differing[0]}. Some ranks have applied the failed step, others have "
+        "not. Call resynchronize(from_rank=...) on every rank to take those of one rank, or restart from a checkpoint."
+    )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _share_hook_state(
+    state: NamedState, group: dist.ProcessGroup, source: int, rank: int, device: torch.device
+) -> None:
+    """Load on every rank what the state of ``source`` has for all of them."""
+    content = b""
+    if rank == source:
+        buffer = io.BytesIO()
+        torch.save(state.replicated_state(), buffer)
+        content = buffer.getvalue()
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    if rank == source:
+        ctypes.memmove(message.data_ptr(), content, len(content))
+    message = message.to(device)
+    dist.broadcast(message, group=group, group_src=source)
+    message = message.cpu()
+    content = ctypes.string_at(message.data_ptr(), message.nbytes)
+    state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))
