@@ -55,7 +55,7 @@ def test_what_this_process_does_is_no_neighbour():
     while time.process_time() < end:
         pass
     elapsed, total, own = (b - a for a, b in zip(before, Neighbours._read(), strict=True))
-    assert 0.2 < own, "the counters have steps of hundredths"
+    assert own > 0.2, "the counters have steps of hundredths"
     assert own < 2 * total, "more neighbours only make the total larger"
     assert elapsed > 0
 
