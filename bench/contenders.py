@@ -63,6 +63,7 @@ class Contender:
         one_bucket: whether all gradients make one bucket.
 
     Attributes:
+        device: where it trains.
         seconds: what the timed steps took on this rank.
         host_seconds: CPU time of this process in all steps so far, until the backward had returned.
         link_bytes: what they sent over the network interface.
@@ -77,7 +78,7 @@ class Contender:
         self.host_seconds: list[float] = []
         self.link_bytes: list[int] = []
         self.calls: Calls | None = None
-        self._device = device
+        self.device = device
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
         wrap = DistributedDataParallel if provider == GRADWIRE else TorchDDP
         # A group for each: hooks of one group share their wire memory, and would fit it to one another in every step.
@@ -109,11 +110,11 @@ class Contender:
     def step(self, batch: Tensor) -> float:
         """The seconds of a forward and a backward, until every gradient is final."""
         self.ddp.zero_grad(set_to_none=True)
-        synchronize(self._device)
+        synchronize(self.device)
         start, started = time.perf_counter(), time.process_time()
         self._loss(batch).backward()
         self.host_seconds.append(time.process_time() - started)
-        synchronize(self._device)
+        synchronize(self.device)
         return time.perf_counter() - start
 
     def _loss(self, batch: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire
         bound = (n + 2) * (info.eps / 2 * _mean(gradient.abs()) + info.smallest_normal * info.eps)
         if not bool(((reduced.double() - _mean(gradient)).abs() <= bound).all()):
             return f"gradient {parameter} is not the mean over the ranks"
-        if not _is_equal_everywhere(reduced):
+        if not is_equal_everywhere(reduced):
             return f"gradient {parameter} differs between ranks"
     return None
 
@@ -236,7 +237,7 @@ def complaint_about_low_rank(
             return f"something of gradient {parameter} is lost: gradient + old error != result + new error"
         if not bool((mean - reduced).norm() < mean.norm()):
             return f"the result for gradient {parameter} is no approximation of the mean"
-        if not _is_equal_everywhere(tensors[2]):
+        if not is_equal_everywhere(tensors[2]):
             return f"gradient {parameter} differs between ranks"
     return None
 
@@ -249,8 +250,8 @@ def _mean(tensor: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def _is_equal_everywhere(tensor: Tensor) -> bool:
-    """Whether all ranks hold the same bits."""
+def is_equal_everywhere(tensor: Tensor) -> bool:
+    """Whether all ranks hold the same bits of a float32 tensor; a collective call, with one result on all ranks."""
     bits = tensor.contiguous().view(torch.int32)
     lowest, highest = bits.clone(), bits.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)

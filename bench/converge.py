@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import namespaces
-from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH
+from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH, is_equal_everywhere
 from gradwire.bench.hooks import HOOKS, HookEntry, Peer
 from gradwire.bench.launch import exit_with_launcher, leave
 from gradwire.bench.measuring import in_turn, slowest
@@ -146,7 +146,15 @@ class Racer:
         return self.task.is_reached(self.scores[-1])
 
     def race(self, seed: int) -> Race:
-        """What was measured. A collective call."""
+        """What was measured. A collective call.
+
+        Raises:
+            RuntimeError: the ranks hold different weights, so that rank 0's score is not that of one training.
+        """
+        if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
+            raise RuntimeError(
+                f"{self.hook}, {self.provider}: the ranks ended with different weights; nothing is reported."
+            )
         seconds = list(itertools.accumulate(slowest(self.seconds)))
         sent = list(itertools.accumulate(self.sent_bytes))
         reached = [self.task.is_reached(score) for score in self.scores]

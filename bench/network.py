@@ -158,9 +158,38 @@ def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, is
     torch.set_num_threads(1)
     device = bench_device() if is_emulated else torch.device("cpu")
     dist.init_process_group(backend_of(device), timeout=timedelta(minutes=5))
-    rank = dist.get_rank()
+    measured, reached = time_steps(make_contenders(hooks, device), rates, steps, hosts, is_emulated)
+    if dist.get_rank() == 0:
+        document = {
+            "model": MODEL,
+            "hosts": hosts,
+            "emulated": is_emulated,
+            "steps": steps,
+            "first_compressed_step": FIRST_COMPRESSED,
+            "reached_mbit": reached,
+            "measured": [asdict(step) for step in measured],
+        }
+        path.write_text(json.dumps(document))
+    dist.destroy_process_group()
+
+
+def time_steps(
+    contenders: Sequence[Contender], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool
+) -> tuple[list[Step], dict[str, float]]:
+    """Check the gradients of all contenders, then time their steps; a collective call.
+
+    Args:
+        contenders: as `make_contenders` makes them.
+        rates, steps, hosts, is_emulated: as `measure` takes them and ``count``.
+
+    Returns:
+        A `Step` for each contender at each rate, and the rate that a plain all-reduce reached, in Mb/s.
+
+    Raises:
+        RuntimeError: the gradients of a contender are wrong; then nothing was timed.
+    """
+    rank, device = dist.get_rank(), contenders[0].device
     has_interface = not is_emulated and list(rates) != [LOOPBACK]
-    contenders = make_contenders(hooks, device)
     for step, contender in _turns(range(WARM_UP), contenders, "warm-up"):
         contender.step(make_batch(step, rank, device))
     for step, contender in _turns(range(WARM_UP, WARM_UP + 1), contenders, "check"):
@@ -185,18 +214,7 @@ def main(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, is
         first += steps
         seconds = [slowest(contender.seconds) for contender in contenders]
         measured += summarize(rate.name, contenders, seconds, not has_interface)
-    if rank == 0:
-        document = {
-            "model": MODEL,
-            "hosts": hosts,
-            "emulated": is_emulated,
-            "steps": steps,
-            "first_compressed_step": FIRST_COMPRESSED,
-            "reached_mbit": reached,
-            "measured": [asdict(step) for step in measured],
-        }
-        path.write_text(json.dumps(document))
-    dist.destroy_process_group()
+    return measured, reached
 
 
 def make_contenders(hooks: Sequence[str], device: torch.device) -> list[Contender]:

@@ -27,7 +27,7 @@ with socket.create_server((sys.argv[1], 5001)) as server:
 """
 SEND = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 5001), timeout=30) as peer:
+with socket.create_connection((sys.argv[1], 5001), timeout=240) as peer:
     peer.sendall(bytes(int(sys.argv[2])))
     peer.shutdown(socket.SHUT_WR)
     print(peer.recv(100).decode())
@@ -101,13 +101,13 @@ def test_hosts_reach_each_other_and_count_what_they_send():
         try:
             assert server.stdout.readline() == "ready\n"
             sent = python(third, SEND, first.address, "1000000")
-            done = subprocess.run(sent, capture_output=True, text=True, timeout=60, check=True)
+            done = subprocess.run(sent, capture_output=True, text=True, timeout=240, check=True)
         finally:
             server.kill()
             server.communicate()
         assert done.stdout == "1000000\n"
         counted = int(
-            subprocess.run(python(third, COUNT), capture_output=True, text=True, timeout=60, check=True).stdout
+            subprocess.run(python(third, COUNT), capture_output=True, text=True, timeout=240, check=True).stdout
         )
         # Headers add at most 66 bytes to a segment of 1448; beside them there are acknowledgements and ARP.
         assert 1_000_000 < counted < 1_100_000
@@ -126,9 +126,9 @@ def test_hosts_reach_each_other_and_count_what_they_send():
 )
 def test_a_limit_takes_the_place_of_the_one_before(rates, bytes_per_second):
     with namespaces.hosts(1) as (host,):
-        subprocess.run(python(host, LIMIT, *rates), timeout=60, check=True)
+        subprocess.run(python(host, LIMIT, *rates), timeout=240, check=True)
         show = [*host.prefix, "tc", "-j", "qdisc", "show", "dev", namespaces.INTERFACE, "root"]
-        queues = json.loads(subprocess.run(show, capture_output=True, text=True, timeout=60, check=True).stdout)
+        queues = json.loads(subprocess.run(show, capture_output=True, text=True, timeout=240, check=True).stdout)
     limits = [queue["options"]["rate"] for queue in queues if queue["kind"] == "tbf"]
     assert limits == ([] if bytes_per_second is None else [bytes_per_second])
 

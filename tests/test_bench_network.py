@@ -22,6 +22,8 @@ from gradwire.bench.hooks import HOOKS
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, step_tables, summarize
 
+# Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
+HANG_LIMIT = 240
 OBSTACLE = namespaces.obstacle()
 BENCH = [sys.executable, "-m", "gradwire.bench", "bench", "network"]
 
@@ -150,7 +152,7 @@ def test_values_that_make_no_sense_are_refused(arguments, option):
 
 def run_for_real(path, *arguments):
     command = [*BENCH, "--steps", "2", "--hooks", "fp16", "--output", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(path.read_text())
     steps = {(s["rate"], s["hook"], s["provider"]): s for s in document["measurements"]["measured"]}
@@ -193,8 +195,8 @@ def marked(mark):
     return found
 
 
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
+def wait_until(condition):
+    deadline = time.monotonic() + HANG_LIMIT
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.2)
@@ -226,14 +228,14 @@ def test_stopping_it_leaves_no_process_no_namespace_and_no_file(tmp_path, stop):
         return [name for name in namespaces.existing() if name.startswith(f"gradwire-{bench.pid}-")]
 
     try:
-        wait_until(lambda: len(marked(mark)) >= 3, 60)  # the command and two ranks
+        wait_until(lambda: len(marked(mark)) >= 3)  # the command and two ranks
         assert len(own_namespaces()) == 3
         bench.send_signal(stop)
-        assert bench.wait(30) == (-signal.SIGKILL if stop == signal.SIGKILL else 128 + stop)
-        wait_until(lambda: not marked(mark), 30)
+        assert bench.wait(HANG_LIMIT) == (-signal.SIGKILL if stop == signal.SIGKILL else 128 + stop)
+        wait_until(lambda: not marked(mark))
     finally:
         bench.kill()
-        output, _ = bench.communicate(timeout=30)
+        output, _ = bench.communicate(timeout=HANG_LIMIT)
     if stop == signal.SIGKILL:
         namespaces.delete_abandoned()  # as the next run does
     else:

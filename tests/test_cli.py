@@ -16,7 +16,7 @@ PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
 
 def gradwire_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradwire.bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | PLAIN, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | PLAIN, check=False)
 
 
 def in_process(*arguments: str):

@@ -1,12 +1,14 @@
 """The harness itself: a failing or hanging rank fails its test, with stacks, and leaves later tests a whole world."""
 
 import os
+import signal
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import CaseFailed
+from worker import join_group
 
 
 def sum_of_ranks(offset):
@@ -61,3 +63,88 @@ def test_rank_without_an_answer_fails_the_case(worlds, case):
     if case is hang_on_rank_1:
         assert "in hang_on_rank_1" in str(failure.value)
     assert world.run(sum_of_ranks, offset=0) == [1, 1]
+
+
+def join_again_and_again(cycles):
+    sums = []
+    for cycle in range(cycles):
+        join_group()
+        sums.append(sum_of_ranks(offset=cycle))
+        dist.destroy_process_group()
+    return os.getpid(), sums
+
+
+def test_fresh_case_joins_a_group_several_times(world):
+    first, second = (world.run_fresh(join_again_and_again, cycles=3) for _ in range(2))
+    total, size = sum(range(world.size)), world.size
+    for outcome in first + second:
+        assert outcome.how == "returned"
+        assert outcome.value[1] == [total, total + size, total + 2 * size]
+    assert len({outcome.value[0] for outcome in first + second}) == 2 * size, "processes of their own"
+
+
+def one_rank_ends_each_way(ways):
+    ways[dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])]()
+
+
+def raise_error():
+    raise ValueError("the reason")
+
+
+def exit_early():
+    os._exit(3)
+
+
+def end_by_signal():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    print("about to hang", flush=True)
+    threading.Event().wait()
+
+
+def test_fresh_case_tells_how_each_rank_ended(worlds):
+    raised, exited, signalled = worlds(3).run_fresh(
+        one_rank_ends_each_way, ways=[raise_error, exit_early, end_by_signal]
+    )
+    assert (raised.how, raised.error, raised.message) == ("raised", "ValueError", "the reason")
+    assert "in raise_error" in raised.output
+    assert (exited.how, exited.exit_code) == ("exited", 3)
+    assert (signalled.how, signalled.exit_code) == ("exited", -signal.SIGKILL)
+
+
+def test_fresh_rank_that_hangs_is_killed_with_stacks(worlds):
+    hung, exited = worlds(2).run_fresh(one_rank_ends_each_way, ways=[hang, exit_early], limit=3)
+    assert hung.how == "killed"
+    assert "about to hang" in hung.output
+    assert "in hang" in hung.output
+    assert (exited.how, exited.exit_code) == ("exited", 3)
+
+
+def wait_for_a_peer_that_is_late(how):
+    join_group(timeout=1)
+    if dist.get_rank() == 1:
+        how()
+        return "did not take part"
+    dist.barrier()
+
+
+def return_early():
+    pass
+
+
+# A peer that exits breaks the connection. One that returns or raises keeps it, so that the group's timeout counts.
+@pytest.mark.parametrize(
+    ("how", "text"), [(return_early, "Timed out"), (raise_error, "Timed out"), (exit_early, "onnection")]
+)
+def test_fresh_ranks_wait_no_longer_than_their_group(worlds, how, text):
+    waited, _ = worlds(2).run_fresh(wait_for_a_peer_that_is_late, how=how)
+    assert waited.how == "raised"
+    assert text in waited.message
+
+
+def test_fresh_case_leaves_the_workers_alone(worlds):
+    before = worlds(2).run(process_id)
+    worlds(2).run_fresh(one_rank_ends_each_way, ways=[exit_early, raise_error])
+    assert worlds(2).run(process_id) == before

@@ -150,7 +150,7 @@ def several_groups(path):
 
 # A group that only some ranks belong to must not put the others out of step.
 def test_executors_of_a_subgroup_and_of_the_default_group(worlds, tmp_path):
-    results = worlds(3).run(several_groups, path=tmp_path / "rendezvous", limit=20)
+    results = worlds(3).run(several_groups, path=tmp_path / "rendezvous")
     assert [len(records) for records in results] == [4, 4, 2]
     for records in results[:2]:
         assert_same_bits(records[2], records[0])

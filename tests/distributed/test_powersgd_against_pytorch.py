@@ -10,8 +10,6 @@ import logging
 import math
 import pickle
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -24,6 +22,7 @@ from harness import CaseFailed
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
 from torch.multiprocessing.reductions import StorageWeakRef
 from training import SMALLEST, WRAPPERS, register
+from worker import join_group
 from zoo import Probe
 
 from gradwire.hooks import powerSGD_hook as ours
@@ -381,51 +380,36 @@ def test_p7_many_buckets_give_what_one_bucket_gives(worlds, wrapper):
 
 
 @pytest.mark.slow
-def test_p7_many_buckets_on_gloo(tmp_path, pytorch):
+def test_p7_many_buckets_on_gloo(worlds, pytorch):
     # PyTorch's hook may hang or abort the process here, so each run has processes of its own.
-    assert end_of_ranks(ours, tmp_path / "ours") == "right"
-    ends = [end_of_ranks(pytorchs, tmp_path / str(attempt)) for attempt in range(3)]
+    assert end_of(worlds(2).run_fresh(train_many_buckets, library="ours")) == "right"
+    runs = [worlds(2).run_fresh(train_many_buckets, library="pytorchs", limit=PROBE_LIMIT) for _ in range(3)]
+    ends = [end_of(outcomes) for outcomes in runs]
     pytorch("; ".join(ends), defect=set(ends) != {"right"})
 
 
-RANK_WITH_MANY_BUCKETS = """
-import importlib, sys, torch, torch.distributed as dist
-rank, folder, module = int(sys.argv[1]), sys.argv[2], importlib.import_module(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-model = torch.nn.Sequential(*(torch.nn.Linear(24 + 4 * i, 28 + 4 * i) for i in range(8)))
-ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
-ddp.register_comm_hook(module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1), module.powerSGD_hook)
-torch.manual_seed(rank)
-for _ in range(30):
-    ddp.zero_grad()
-    ddp(torch.randn(8, 24)).square().mean().backward()
-torch.save([p.grad for p in ddp.parameters()], f"{folder}/gradients_{rank}.pt")
-"""
+def train_many_buckets(library):
+    """Gradients after 30 steps of PyTorch's DDP, 16 buckets each."""
+    join_group()
+    module = MODULES[library]
+    model = torch.nn.Sequential(*(torch.nn.Linear(24 + 4 * i, 28 + 4 * i) for i in range(8)))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=SMALLEST)
+    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    ddp.register_comm_hook(state, module.powerSGD_hook)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(30):
+        ddp.zero_grad()
+        ddp(torch.randn(8, 24)).square().mean().backward()
+    return [parameter.grad for parameter in ddp.parameters()]
 
 
-def end_of_ranks(module, folder):
-    """How two ranks with many buckets end."""
-    folder.mkdir()
-    command = [sys.executable, "-c", RANK_WITH_MANY_BUCKETS]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), module.__name__], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            rank.wait(PROBE_LIMIT)
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
-        return f"exit codes {[rank.returncode for rank in ranks]}"
-    gradients = [torch.load(folder / f"gradients_{rank}.pt") for rank in range(2)]
+def end_of(outcomes):
+    """How two ranks with many buckets ended, in a few words."""
+    for outcome in outcomes:
+        if outcome.how != "returned":
+            reasons = {"killed": "hangs", "exited": f"exit code {outcome.exit_code}", "raised": outcome.error}
+            return reasons[outcome.how]
+    gradients = [outcome.value for outcome in outcomes]
     same = all(torch.equal(*pair) and pair[0].isfinite().all() for pair in zip(*gradients, strict=True))
     return "right" if same else "ranks hold different gradients"
 

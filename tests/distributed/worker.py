@@ -1,4 +1,4 @@
-"""A rank of a `harness.World`: joins its group and runs cases until it is told to end."""
+"""A rank of a `harness.World`: runs cases in the default group until it is told to end, or one case on its own."""
 
 import faulthandler
 import gc
@@ -8,6 +8,7 @@ import pickle
 import resource
 import sys
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from types import ModuleType
 
@@ -32,14 +33,15 @@ def load(path, name):
 
 
 def run(message):
-    """Answer one message: ("result", value) or ("error", exception or None, traceback)."""
+    """Answer one message: ("result", value) or ("error", exception or None, traceback, type's name, text)."""
     path, module, name, arguments = pickle.loads(message)
     try:
         torch.manual_seed(0)
         case = getattr(load(path, module), name)
         return pickle.dumps(("result", pickle.dumps(case(**pickle.loads(arguments)))))
     except Exception as error:
-        return pickle.dumps(("error", pickled(error), traceback.format_exc()))
+        answer = "error", pickled(error), traceback.format_exc(), type(error).__name__, str(error)
+        return pickle.dumps(answer)
 
 
 def pickled(error):
@@ -60,7 +62,8 @@ def write_output_to(log):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(connection, rank, size, rendezvous, log):
+def main(connection, log, rank, size, rendezvous):
+    """Cases in the default group, one after another."""
     write_output_to(log)
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -79,3 +82,27 @@ def main(connection, rank, size, rendezvous, log):
         faulthandler.cancel_dump_traceback_later()
         gc.collect()  # a wrapped model is a cycle, and watches its parameters as long as it lives
         connection.send_bytes(answer)
+
+
+def main_fresh(connection, log, environment, message):
+    """One case in ``environment``; after its answer the process stays until the other side closes the connection."""
+    write_output_to(log)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    connection.send_bytes(pickle.dumps(("result", None)))
+    faulthandler.dump_traceback_later(LAST_RESORT, exit=True, file=2)
+    connection.send_bytes(run(message))
+    with suppress(EOFError, ConnectionError):
+        connection.recv_bytes()
+    os._exit(0)  # a group that is still open would wait for its peers
+
+
+def join_group(timeout=None):
+    """Make the default gloo group of a fresh case.
+
+    Args:
+        timeout: seconds, of the group's collectives only; ranks may take longer to join, on a busy machine.
+    """
+    dist.init_process_group("gloo")
+    if timeout is not None:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
