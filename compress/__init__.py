@@ -7,7 +7,7 @@ from gradwire.compress.gradients import Gradients
 from gradwire.compress.policy import LowRankPolicy
 from gradwire.compress.powersgd import Factors, LowRankBucket, alternating_all_reduce, powersgd_all_reduce
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress.transport import Collective, Steps, Transport
+from gradwire.compress.transport import Collective, Steps, Transport, wait_for
 from gradwire.compress.workspace import Workspace
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "powersgd_all_reduce",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",
+    "wait_for",
 ]

@@ -1,9 +1,9 @@
 """Connections: what gradwire owns on a process group, and whether an exchange has failed on it.
 
-A rank on which a step fails *leaves*: it issues nothing more, completes what it has issued, and closes the connections
-that gradwire made for itself. A peer that needs more of this rank than that gets an error at once, and leaves as well.
-What went wrong is in the store, so that peers can tell their users whose error they see. From then on, every
-exchange of gradients raises, until all ranks have agreed to begin anew: `Connections.renew`.
+A rank on which a step fails *leaves*: it puts a notice with the reason into the store, issues nothing more, and closes
+the connections that gradwire made for itself. A peer that waits for this rank sees the closed connection, or the notice
+half a second later, raises with that reason, and leaves as well. From then on every exchange of gradients raises, until
+all ranks have agreed to begin anew: `Connections.renew`.
 
 So no rank's collective of one step ever meets another rank's of a later step. On NCCL there is nothing to close: peers
 wait on their devices until the process group's own timeout.
@@ -11,18 +11,23 @@ wait on their devices until the process group's own timeout.
 
 from __future__ import annotations
 
+import time
 import weakref
 from contextlib import suppress
-from typing import cast
+from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _world
+from torch.futures import Future
 
-from gradwire.compress import Transport
+from gradwire.compress import Transport, wait_for
+from gradwire.compress.transport import POLL
 from gradwire.hooks.executor import EXIT_LIMIT, Executor, StreamExecutor, WorkerExecutor
 from gradwire.hooks.meeting import store_of
 
+T = TypeVar("T")
 DESTROYED = (
     "The process group was destroyed. Initialise a new one, and wrap the model anew or give the hook's state the new "
     "group."
@@ -77,7 +82,7 @@ class Connections:
         self.check()
         if purpose not in self._transports:
             is_own = device.type == "cpu" and self._is_gloo
-            self._transports[purpose] = Transport(self._own_group(purpose) if is_own else self.group)
+            self._transports[purpose] = Transport(self._own_group(purpose) if is_own else self.group, self.check_peers)
         return self._transports[purpose]
 
     @property
@@ -95,16 +100,61 @@ class Connections:
                 f"The process group's backends are {dist.get_backend_config(self.group)}; gradwire's hooks need gloo "
                 'for CPU tensors. Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
             )
-        store = PrefixStore(f"{self.generation}/{purpose}", self._store)
         timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        self._await_peers(purpose, timeout)
+        store = PrefixStore(f"{self.generation}/{purpose}", self._store)
         group = dist.ProcessGroupGloo(store, self.group.rank(), self.group.size(), timeout)
         return cast("dist.ProcessGroup", group)
+
+    def _await_peers(self, purpose: str, timeout: timedelta) -> None:
+        """Return when all ranks are about to make the same group: making it cannot be given up.
+
+        Raises:
+            RuntimeError: another rank has left, or did not come within ``timeout``.
+        """
+        keys = [f"{self.generation}/{purpose}/{rank} is here" for rank in range(self.group.size())]
+        self._store.set(keys[self.group.rank()], "")
+        deadline = time.monotonic() + timeout.total_seconds()
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            try:
+                self._store.wait(keys, timedelta(seconds=POLL))
+            except dist.DistStoreError as error:
+                self.check_peers()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
+                        "the same model, wrapper and hook on every rank."
+                    ) from error
+
+    def wait(self, future: Future[T]) -> T:
+        """The value of a future that needs the other ranks.
+
+        Raises:
+            RuntimeError: another rank has left.
+        """
+        return wait_for(future, self.check_peers)
+
+    def check_peers(self) -> None:
+        """Raise RuntimeError if another rank has left."""
+        if (reason := self.failure_elsewhere()) is not None:
+            raise RuntimeError(reason)
+
+    def failure_elsewhere(self) -> str | None:
+        """Why another rank has left since the last agreement, if one has."""
+        with suppress(RuntimeError):  # the store may have gone with rank 0
+            if self._store.check([self._notice]):
+                return self._store.get(self._notice).decode()
+        return None
+
+    @property
+    def _notice(self) -> str:
+        return f"{self.generation}/failure"
 
     def fail(self, reason: str) -> None:
         """Leave: no exchange is possible from now on, here and, within moments, on the other ranks.
 
-        Returns when nothing of this rank is in flight any more. A process group of one rank has nobody to agree with
-        and begins anew at once.
+        What this rank has in flight is given up. A process group of one rank has nobody to agree with and begins anew
+        at once.
         """
         if self.failure is not None:
             return
@@ -112,23 +162,17 @@ class Connections:
             self.renew(self.generation + 1)
             return
         self.failure = reason
+        self._post(reason)
+        self._abandon()
+
+    def _post(self, reason: str) -> None:
         with suppress(RuntimeError):  # the store may have gone with rank 0
-            self._store.set(self._notice(self.group.rank()), reason)
-        self._close(None)
-
-    def failures_elsewhere(self) -> list[str]:
-        """What other ranks gave as the reason when they left, each reason once."""
-        notices = [self._notice(rank) for rank in range(self.group.size()) if rank != self.group.rank()]
-        with suppress(RuntimeError):
-            return list(dict.fromkeys(self._store.get(key).decode() for key in notices if self._store.check([key])))
-        return []
-
-    def _notice(self, rank: int) -> str:
-        return f"{self.generation}/failure/{rank}"
+            if not self._store.check([self._notice]):
+                self._store.set(self._notice, reason)
 
     def renew(self, generation: int) -> None:
         """Begin anew with connections of another generation, on which all ranks have agreed."""
-        self._close(None)
+        self._abandon()
         self._store.add(self._counter, generation - self.generation)
         self.generation = generation
         self.failure = None
@@ -136,15 +180,19 @@ class Connections:
     def end(self) -> None:
         """The process group was destroyed."""
         self.failure = DESTROYED
-        self._close(EXIT_LIMIT)
-
-    def _close(self, timeout: float | None) -> None:
-        executors, transports = [*self._executors.values()], [*self._transports.values()]
+        self._post(f"The process group was destroyed on rank {self.group.rank()}.")
+        for executor in self._executors.values():
+            executor.close(EXIT_LIMIT)
+        for transport in self._transports.values():
+            transport.close(EXIT_LIMIT)
         self._executors, self._transports = {}, {}
-        for transport in transports:
-            transport.close()
-        for executor in executors:
-            executor.close(timeout)
+
+    def _abandon(self) -> None:
+        for executor in self._executors.values():
+            executor.abandon()
+        for transport in self._transports.values():
+            transport.close(timeout=0)
+        self._executors, self._transports = {}, {}
 
 
 _connections: dict[dist.ProcessGroup, Connections] = {}

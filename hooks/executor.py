@@ -21,7 +21,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -60,12 +59,15 @@ class Executor:
         """Run ``task`` in its turn; the future holds its result or its exception. Futures complete in order."""
         raise NotImplementedError
 
-    def close(self, timeout: float | None) -> None:
+    def close(self, timeout: float) -> None:
         """Take no more tasks, and end when those that were submitted are done.
 
         Args:
-            timeout: seconds to wait for that end; None for as long as it takes.
+            timeout: seconds to wait for that end.
         """
+
+    def abandon(self) -> None:
+        """Take no more tasks, and fail those that are not done, which may wait for a rank that has left."""
 
 
 class StreamExecutor(Executor):
@@ -111,20 +113,28 @@ class WorkerExecutor(Executor):
 
     def __init__(self, transport: Transport, later: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(transport, [Workspace(device) for _ in range(UNDER_WAY)])
-        worker = _Worker(transport, later, self.workspaces)
-        self._events = worker.events
-        self._thread = threading.Thread(target=worker.work, name="gradwire", daemon=True)
+        self._is_closed = False
+        self._worker = _Worker(transport, later, self.workspaces)
+        self._thread = threading.Thread(target=self._worker.work, name="gradwire", daemon=True)
         self._thread.start()
         # Also when the interpreter exits: a thread that returns from C++ later than that aborts it.
-        weakref.finalize(self, _end, worker.events, self._thread, EXIT_LIMIT)
+        weakref.finalize(self, _end, self._worker.events, self._thread, EXIT_LIMIT)
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
+        if self._is_closed:
+            raise RuntimeError("The executor is closed: an exchange on its process group failed, or it was destroyed.")
         run = _Run(task)
-        self._events.put(run)
+        self._worker.events.put(run)
         return run.future
 
-    def close(self, timeout: float | None) -> None:  # noqa: D102
-        _end(self._events, self._thread, timeout)
+    def close(self, timeout: float) -> None:  # noqa: D102
+        self._is_closed = True
+        _end(self._worker.events, self._thread, timeout)
+
+    def abandon(self) -> None:  # noqa: D102
+        self._is_closed = True
+        self._worker.events.put(_Event.ABANDON)
+        self._worker.is_idle.wait()
 
 
 class _Run:
@@ -154,6 +164,7 @@ class _Run:
 class _Event(Enum):
     DONE = "a collective is done"
     END = "no more tasks come"
+    ABANDON = "no collective is worth waiting for"
 
 
 _Events = queue.SimpleQueue[_Run | _Event]
@@ -179,30 +190,42 @@ class _Worker:
         self._waiting: deque[_Run] = deque()
         self._under_way: deque[tuple[_Run, int]] = deque()
         self._error: Exception | None = None
+        self._is_ending = False
+        self.is_idle = threading.Event()
 
     def work(self) -> None:
         """Until the end has come, and all tasks before it are done."""
         torch.set_grad_enabled(False)
         torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
-        is_ending = False
-        while not is_ending or self._waiting or self._under_way:
-            is_ending |= self._take(self.events.get())
+        while not self._is_ending or self._waiting or self._under_way:
+            self._take(self.events.get())
             while self._advance():
                 while not self.events.empty():
-                    is_ending |= self._take(self.events.get())
+                    self._take(self.events.get())
             if self._error is not None and not self._under_way:
                 self._leave()
+        self.is_idle.set()
         self._leave()
 
     def _leave(self) -> None:
-        self._transport.close()
+        self._transport.close(timeout=0)
         self._later = None
 
-    def _take(self, event: _Run | _Event) -> bool:
-        """Note what has happened; whether it is the end."""
+    def _take(self, event: _Run | _Event) -> None:
+        """Note what has happened."""
         if isinstance(event, _Run):
             self._waiting.append(event)
-        return event is _Event.END
+        elif event is _Event.END:
+            self._is_ending = True
+        elif event is _Event.ABANDON:
+            self._is_ending = True
+            self._abandon()
+
+    def _abandon(self) -> None:
+        error = self._error = self._error or RuntimeError("The exchange was given up: a rank has left it.")
+        for run, _ in self._under_way:
+            run.works = []
+            run.ends = run.ends or partial(run.future.set_exception, error)
 
     def _advance(self) -> bool:
         """Begin a task, or go on with the oldest. Returns whether there was something to do."""
@@ -253,17 +276,22 @@ class _Worker:
                 if older is run:
                     break
                 older.precedes_error = True
-        with suppress(Exception):
-            while run.works:
-                run.wait()
-        traceback.clear_frames(error.__traceback__)  # a collective in a frame would keep its connections open
+        run.works = []
+        let_go_of_locals(error)
         run.ends = partial(run.future.set_exception, error)
 
     def _wake(self, _: object) -> None:
         self.events.put(_Event.DONE)
 
 
-def _end(events: _Events, thread: threading.Thread, timeout: float | None) -> None:
+def let_go_of_locals(error: BaseException | None) -> None:
+    """Clear the local variables of the frames that ``error`` came through: a work there keeps connections open."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _end(events: _Events, thread: threading.Thread, timeout: float) -> None:
     events.put(_Event.END)
     if thread is not threading.current_thread():
         thread.join(timeout)

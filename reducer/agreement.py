@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.compress import Transport
+
 # Broadcasts under way at once: one on the wire, one being packed.
 IN_FLIGHT = 2
 
@@ -48,7 +50,7 @@ def verify_parameters(parameters: Sequence[Tensor], names: Sequence[str], group:
                 )
 
 
-def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, limit: int, source: int = 0) -> None:
+def broadcast_coalesced(tensors: Sequence[Tensor], transport: Transport, limit: int, source: int = 0) -> None:
     """Overwrite ``tensors`` with those of the group's rank ``source``, in messages of about ``limit`` bytes.
 
     A collective call. Messages are bytes, whatever the dtype.
@@ -56,17 +58,15 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, lim
     under_way: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
     for chunk in _chunks(tensors, limit):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=source, async_op=True)
-        assert work is not None
-        under_way.append((work, flat, chunk))
+        under_way.append((transport.broadcast(flat.view(torch.uint8), source), flat, chunk))
         if len(under_way) == IN_FLIGHT:
-            _unpack(*under_way.popleft())
+            _unpack(transport, *under_way.popleft())
     while under_way:
-        _unpack(*under_way.popleft())
+        _unpack(transport, *under_way.popleft())
 
 
-def _unpack(work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]) -> None:
-    work.wait()
+def _unpack(transport: Transport, work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]) -> None:
+    transport.wait(work)
     for tensor, values in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(values.view(tensor.shape))
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.compress import Transport
 from gradwire.hooks import default_hooks
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
@@ -139,7 +140,7 @@ class DistributedDataParallel(TorchDDP):
             self._syncs_at_init = False
             verify_parameters(parameters, [names[parameter] for parameter in parameters], self.process_group)
             with torch.no_grad():
-                broadcast_coalesced(self._module_states(), self.process_group, self.broadcast_bucket_size)
+                broadcast_coalesced(self._module_states(), Transport(self.process_group), self.broadcast_bucket_size)
         caps = list(getattr(self, "bucket_bytes_cap_list", []))
         first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
         rebuilt = caps or [first, self.bucket_bytes_cap]
@@ -274,8 +275,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         """Broadcast buffers as a forward begins, apart from what backwards exchange."""
         with self.reducer.leaving("the broadcast of buffers"):
-            group = self.reducer.connections.transport("forward", self.reducer.device).group
-            broadcast_coalesced(tensors, group, buffer_size, authoritative_rank)
+            transport = self.reducer.connections.transport("forward", self.reducer.device)
+            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank)
 
     def resynchronize(self, from_rank: int | None = None) -> None:
         """Go on after an error: discard the failed step, and agree with all other ranks to begin anew.

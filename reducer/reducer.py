@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
 from gradwire.hooks.connections import ADVICE, Connections, connections_of
+from gradwire.hooks.executor import let_go_of_locals
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import torch_internals
@@ -207,7 +208,8 @@ class Reducer:
         order = [i for bucket in buckets for i in bucket]
         number = [b for b, bucket in enumerate(buckets) for _ in bucket]
         message = torch.tensor([order, number], device=self.device)
-        dist.broadcast(message, group=self.transport.group, group_src=0)
+        transport = self.transport
+        transport.wait(transport.broadcast(message, 0))
         agreed: list[list[int]] = [[] for _ in range(int(message[1, -1]) + 1)]
         for i, b in zip(*message.tolist(), strict=True):
             agreed[b].append(i)
@@ -331,7 +333,7 @@ class Reducer:
             self._launch(self._next)
             self._next += 1
             if self._next > last and self._may_leave_out:
-                self._used.exchange(self.transport.group)
+                self._used.exchange(self.transport)
 
     def _launch(self, index: int) -> None:
         """Hand a bucket whose gradients are all ready to the hook."""
@@ -381,7 +383,7 @@ class Reducer:
                 if bucket.future is None:
                     bucket.release()
                     continue
-                value = bucket.future.wait()
+                value = self.connections.wait(bucket.future)
                 flat = value if isinstance(value, Tensor) else value[0]
                 in_place = self._reduces_in_place(bucket)
                 used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
@@ -410,17 +412,18 @@ class Reducer:
         try:
             yield
         except BaseException as error:
+            let_go_of_locals(error)
             message = f"{type(error).__name__} in {during}: {error}"
             elsewhere = self._fail(message)
             if elsewhere and type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError):
                 raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
             raise
 
-    def _fail(self, cause: str) -> str:
-        """Leave the exchange and discard this step. Returns what failed on the ranks that left before this one."""
+    def _fail(self, cause: str) -> str | None:
+        """Leave the exchange and discard this step. Returns what failed on another rank that left before this one."""
         self.error = cause
         connections = self.connections
-        elsewhere = "\n".join(connections.failures_elsewhere())
+        elsewhere = connections.failure_elsewhere()
         rank = dist.get_rank(self.process_group)
         connections.fail(elsewhere or f"Step {self.statistics.iterations} failed on rank {rank}: {cause}")
         self._keep_what_was_sent()
@@ -593,7 +596,7 @@ class Reducer:
 
     def match_used_map(self) -> None:
         """Take part in the exchange of a backward that this rank has no inputs for."""
-        self._used.exchange(self.transport.group)
+        self._used.exchange(self.transport)
         self._used.clear()
 
     def _push_all_rebuilt_params(self) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.compress import Transport
 from gradwire.hooks.meeting import gather
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.reducer.agreement import broadcast_coalesced
@@ -54,13 +55,12 @@ def resynchronize(
     reducer.restart()
     with reducer.leaving(CALL), torch.no_grad():
         source = from_rank or 0
-        messages = reducer.transport.group
         if from_rank is not None:
             broadcast_coalesced(
-                [tensor.detach() for tensor in (*parameters.values(), *buffers)], messages, limit, source
+                [tensor.detach() for tensor in (*parameters.values(), *buffers)], reducer.transport, limit, source
             )
         if isinstance(reducer.hook_state, NamedState):
-            _share_hook_state(reducer.hook_state, messages, source, group.rank(), reducer.device)
+            _share_hook_state(reducer.hook_state, reducer.transport, source, group.rank(), reducer.device)
 
 
 def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -116,9 +116,7 @@ def _by_rank(values: Sequence[Any]) -> str:
     return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
 
 
-def _share_hook_state(
-    state: NamedState, group: dist.ProcessGroup, source: int, rank: int, device: torch.device
-) -> None:
+def _share_hook_state(state: NamedState, transport: Transport, source: int, rank: int, device: torch.device) -> None:
     """Load on every rank what the state of ``source`` has for all of them."""
     content = b""
     if rank == source:
@@ -126,12 +124,12 @@ def _share_hook_state(
         torch.save(state.replicated_state(), buffer)
         content = buffer.getvalue()
     size = torch.tensor([len(content)], device=device)
-    dist.broadcast(size, group=group, group_src=source)
+    transport.wait(transport.broadcast(size, source))
     message = torch.empty(int(size), dtype=torch.uint8)
     if rank == source:
         ctypes.memmove(message.data_ptr(), content, len(content))
     message = message.to(device)
-    dist.broadcast(message, group=group, group_src=source)
+    transport.wait(transport.broadcast(message, source))
     message = message.cpu()
     content = ctypes.string_at(message.data_ptr(), message.nbytes)
     state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.profiler import record_function
 
+from gradwire.compress import Transport
 from gradwire.kernels.segments import upload
 from gradwire.reducer import torch_internals
 
@@ -42,14 +43,15 @@ class UsedMap:
     def __init__(self, n_parameters: int, device: torch.device) -> None:
         self.local = bytearray(n_parameters)
         self._device = device
-        self._exchange: dist.Work | None = None
+        self._exchange: Callable[[], None] | None = None
         self._anywhere: list[int] | None = None
         self.last = torch.zeros(n_parameters, dtype=torch.int32, device=device)
 
-    def exchange(self, group: dist.ProcessGroup) -> None:
+    def exchange(self, transport: Transport) -> None:
         """Start to add up the maps of all ranks. A collective call; `used_anywhere` waits for it."""
         self.last = upload(list(self.local), self._device).to(torch.int32)
-        self._exchange = dist.all_reduce(self.last, group=group, async_op=True)
+        (work,) = transport.start(transport.all_reduce(self.last))
+        self._exchange = partial(transport.wait, work)
         self._anywhere = None
 
     def used_anywhere(self, index: int) -> bool:
@@ -58,14 +60,14 @@ class UsedMap:
             return True
         if self._anywhere is None:
             assert self._exchange is not None
-            self._exchange.wait()
+            self._exchange()
             self._anywhere = self.last.tolist()
         return self._anywhere[index] > 0
 
     def clear(self) -> None:
         """Forget all of it, once an exchange has come to its end."""
         if self._exchange is not None and self._anywhere is None:
-            self._exchange.wait()
+            self._exchange()
         self.local = bytearray(len(self.local))
         self._exchange = self._anywhere = None
 

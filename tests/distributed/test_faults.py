@@ -1,0 +1,214 @@
+"""Faults on some ranks: no schedule of them ends in a hang, or in unequal parameters without an error."""
+
+import random
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_on_all_ranks
+from training import HOOKS, SMALLEST, build, register
+
+import gradwire
+from gradwire.hooks.connections import connections_of
+
+N_STEPS = 8
+CPU = torch.device("cpu")
+
+
+class Fault(Exception):
+    """What the tests make go wrong."""
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Fault
+
+
+def raise_fault(*_, **__):
+    raise Fault
+
+
+@contextmanager
+def fault(ddp, where, at):
+    """Let one step of this rank fail.
+
+    Args:
+        where: the phase: "forward", "backward", "hook", "submitted", "collective" or "finish".
+        at: a number that chooses the layer, the bucket or the collective.
+    """
+    layers = [module for module in ddp.module.modules() if not list(module.children())]
+    layer, index = layers[at % len(layers)], at % len(ddp.reducer.buckets)
+    bucket = ddp.reducer.buckets[index]
+    with ExitStack() as stack:
+        if where == "forward":
+            stack.callback(layer.register_forward_pre_hook(raise_fault).remove)
+        elif where == "backward":
+            fails = layer.register_forward_hook(lambda module, inputs, output: FailsInBackward.apply(output))
+            stack.callback(fails.remove)
+        elif where in ("hook", "submitted"):
+            run = ddp.reducer._run_comm_hook
+
+            def hook(of_bucket):
+                if of_bucket.index() != index:
+                    return run(of_bucket)
+                if where == "submitted":
+                    run(of_bucket)
+                raise Fault
+
+            stack.enter_context(mock.patch.object(ddp.reducer, "_run_comm_hook", hook))
+        elif where == "collective":
+            transport = connections_of(ddp.process_group).executor(CPU).transport
+            start, left = transport.start, iter(range(at % 5, -1, -1))
+
+            def failing_start(*arguments):
+                if next(left, None) == 0:
+                    raise Fault
+                return start(*arguments)
+
+            stack.enter_context(mock.patch.object(transport, "start", failing_start))
+        else:
+            stack.enter_context(mock.patch.object(bucket, "finish", raise_fault))
+        yield
+
+
+PHASES = ["forward", "backward", "hook", "submitted", "collective", "finish"]
+
+
+def schedule_of(seed, world_size):
+    """For each step the faults of each rank; none in the last step, in which ranks see what went wrong before it."""
+    draw = random.Random(seed)
+    schedule = [{} for _ in range(N_STEPS)]
+    for _ in range(draw.randint(1, 3)):
+        rank, where, at = draw.randrange(world_size), draw.choice(PHASES), draw.randrange(40)
+        schedule[draw.randrange(N_STEPS - 1)][rank] = (where, at)
+    return schedule
+
+
+def new_training(hook, model, group):
+    ddp = gradwire.DistributedDataParallel(build(model), process_group=group, bucket_cap_mb=SMALLEST)
+    state = register(ddp, hook, group) if hook != "none" else None
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), state
+
+
+def step_of(ddp, optimizer, generator, planned):
+    """Train on one batch; planned is this rank's fault or None."""
+    batch = ddp.module.batch(generator)
+    optimizer.zero_grad()
+    with fault(ddp, *planned) if planned is not None else ExitStack():
+        ddp(*batch).backward()
+    optimizer.step()
+
+
+def parameters_of(ddp):
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def train_without_recovery(seeds, hook, model):
+    """For each seed the step and text of this rank's errors, and its parameters at the end."""
+    results = []
+    for seed in seeds:
+        group = dist.new_group()
+        ddp, optimizer, _ = new_training(hook, model, group)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        errors = []
+        for step, faults in enumerate(schedule_of(seed, dist.get_world_size())):
+            try:
+                step_of(ddp, optimizer, generator, faults.get(dist.get_rank()))
+            except (Fault, RuntimeError) as error:
+                errors.append((step, type(error).__name__, str(error)))
+        dist.destroy_process_group(group)
+        results.append((errors, parameters_of(ddp)))
+    return results
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
+def test_faults_that_are_skipped_never_end_in_unequal_parameters_without_an_error(worlds, hook, model):
+    seeds = range(6)
+    for ranks in zip(*worlds(3).run(train_without_recovery, seeds=seeds, hook=hook, model=model), strict=True):
+        check_silent(ranks)
+
+
+def check_silent(ranks):
+    (_, first), *others = ranks
+    are_equal = all(all(map(torch.equal, first, parameters)) for _, parameters in others)
+    assert are_equal or all(errors for errors, _ in ranks), [errors for errors, _ in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+@pytest.mark.parametrize("hook", ["none", *HOOKS])
+def test_many_faults_that_are_skipped_never_end_in_unequal_parameters_without_an_error(worlds, hook, model):
+    seeds = range(100, 160)
+    results = worlds(3).run(train_without_recovery, limit=600, seeds=seeds, hook=hook, model=model)
+    for ranks in zip(*results, strict=True):
+        check_silent(ranks)
+
+
+def train_with_recovery(seeds, hook, model):
+    """For each seed this rank's errors, and its parameters and hook state at the end."""
+    results = []
+    group = dist.new_group()
+    for seed in seeds:
+        ddp, optimizer, state = new_training(hook, model, group)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        schedule = schedule_of(seed, dist.get_world_size())
+        step, errors = 0, []
+        while step < N_STEPS:
+            try:
+                step_of(ddp, optimizer, generator, schedule[step].pop(dist.get_rank(), None))
+                step += 1
+            except (Fault, RuntimeError) as error:
+                errors.append(str(error))
+                recover(ddp)
+                step = highest(step + 1)
+        replicated = state.replicated_state() if hasattr(state, "replicated_state") else {}
+        replicated.pop("counters", None)
+        results.append((errors, parameters_of(ddp), replicated))
+    dist.destroy_process_group(group)
+    return results
+
+
+def recover(ddp):
+    """Agree to go on; from rank 1 where some ranks have applied the failed step."""
+    try:
+        ddp.resynchronize()
+    except RuntimeError as error:
+        assert "The parameters differ between the ranks" in str(error)
+        ddp.resynchronize(from_rank=1)
+
+
+def highest(step):
+    """The number of the next step: after an error ranks may be one step apart."""
+    shared = torch.tensor(step)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.item()
+
+
+def check_recovered(ranks):
+    assert_same_on_all_ranks([(parameters, replicated) for _, parameters, replicated in ranks])
+    assert len({bool(errors) for errors, *_ in ranks}) == 1, "an error on one rank reaches all"
+    assert all(parameter.isfinite().all() for _, parameters, _ in ranks for parameter in parameters)
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
+def test_training_resynchronized_after_faults_goes_on_with_equal_ranks(worlds, hook, model):
+    for ranks in zip(*worlds(3).run(train_with_recovery, seeds=range(6), hook=hook, model=model), strict=True):
+        check_recovered(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+@pytest.mark.parametrize("hook", ["none", *HOOKS])
+def test_training_resynchronized_after_many_faults_goes_on_with_equal_ranks(worlds, hook, model):
+    seeds = range(100, 160)
+    for ranks in zip(*worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model), strict=True):
+        check_recovered(ranks)
