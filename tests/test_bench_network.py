@@ -24,7 +24,7 @@ from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, step_tables, summarize
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
-HANG_LIMIT = 240
+HANG_LIMIT = 600
 OBSTACLE = namespaces.obstacle()
 BENCH = [sys.executable, "-m", "gradwire.bench", "bench", "network"]
 
