@@ -8,11 +8,11 @@ import torch.distributed as dist
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from gradwire.bench import pages, plots
+from gradwire.bench import namespaces, pages, plots
 from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.converge import DEFAULT_HOOKS, RACED, race_table, summarize
-from gradwire.bench.tasks import TASKS, Text
+from gradwire.bench.converge import DEFAULT_HOOKS, RACED, Racer, race_table, summarize
+from gradwire.bench.tasks import TASKS, Digits, Text
 
 
 def race(hook, provider, seconds, reached=1, seed=0):
@@ -53,6 +53,31 @@ def test_medians_are_over_seeds_and_one_that_missed_the_target_has_none():
     assert (powersgd["seconds"], powersgd["times_faster"], powersgd["reached"]) == (2.0, 6.0, "3 of 3")
     assert (fp16["reached"], fp16["seconds"], fp16["step_ms"]) == ("2 of 3", None, None)
     assert (powersgd["step_ms"], fp16["times_faster"]) == (200.0, None), "from the first look on"
+
+
+def test_sent_bytes_of_a_race_are_the_sum_over_its_steps_and_both_barriers(world_of_one, monkeypatch):
+    """Whatever the interface sends between steps is not counted."""
+    sent = [0]
+
+    class Quick(Digits):
+        def loss(self, model, batch):
+            sent.append(1000)
+            return super().loss(model, batch)
+
+        def score_of(self, model):
+            return 0.0
+
+    monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
+    monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
+    task = Quick()
+    racer = Racer.make(task, "none", GRADWIRE, seed=0, counts_bytes=True)
+    for step, batch in zip(range(4), task.batches(0), strict=False):
+        racer.step(batch)
+        sent.append(1_000_000)
+        if step in (1, 3):
+            racer.look()
+    found = racer.race(seed=0)
+    assert (found.steps, found.sent_bytes) == ([2, 4], [2040, 4080])
 
 
 def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed):

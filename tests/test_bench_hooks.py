@@ -105,6 +105,24 @@ def test_nothing_is_timed_if_a_check_fails(small_model, monkeypatch):
         hook_cost._round("noop", 1, CPU)
 
 
+def test_each_number_of_ranks_and_each_memory_is_measured_in_processes_of_its_own(small_model, monkeypatch):
+    """The costs, of the ranks asked for; then the peak of every hook and provider, each by a single rank."""
+    asked = []
+
+    def measured_by(module, settings, ranks):
+        asked.append((settings.get("weigh", settings.get("hooks")), ranks))
+        return len(asked) if "weigh" in settings else [{"ranks": ranks}]
+
+    monkeypatch.setattr(hook_cost, "measured_by", measured_by)
+    measured = hook_cost.measure(["fp16"], ranks=[1, 2], steps=3, threads=1)
+    places = [(hook, by) for hook in ("noop", "fp16") for by in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH)]
+    assert asked == [(["fp16"], 1), (["fp16"], 2), *(([hook, by], 1) for hook, by in places)]
+    assert measured["costs"] == [{"ranks": 1}, {"ranks": 2}]
+    assert [measured["peak_memory"][hook][by] for hook, by in places] == [3, 4, 5, 6, 7, 8]
+    assert hook_cost._weigh("fp16", GRADWIRE, CPU) > 2**20
+
+
+@pytest.mark.slow
 def test_ranks_and_memory_are_measured_in_processes_of_their_own(tmp_path):
     """Two real rounds of two ranks, and the memory of two hooks: a process for each contender."""
     path = tmp_path / "hooks.json"

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,13 @@ def test_what_this_process_does_is_no_neighbour():
     assert own > 0.2, "the counters have steps of hundredths"
     assert own < 2 * total, "more neighbours only make the total larger"
     assert elapsed > 0
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_of_a_process_is_bytes(monkeypatch, system, unit):
+    monkeypatch.setattr(measuring.sys, "platform", system)
+    monkeypatch.setattr(measuring.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=50_000))
+    assert measuring.peak_memory(torch.device("cpu")) == 50_000 * unit
 
 
 def test_provenance_says_where_and_when_and_with_what():

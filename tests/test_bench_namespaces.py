@@ -89,6 +89,15 @@ def test_what_is_in_the_way_is_named(monkeypatch, missing, euid, platform, expec
     assert obstacle is None if expected is None else expected in obstacle
 
 
+def test_sent_bytes_are_what_the_interface_has_transmitted(monkeypatch, tmp_path):
+    statistics = tmp_path / "eth0" / "statistics"
+    statistics.mkdir(parents=True)
+    for name, value in {"tx_bytes": 123_456, "rx_bytes": 7_000, "tx_packets": 99}.items():
+        (statistics / name).write_text(f"{value}\n")
+    monkeypatch.setattr(namespaces, "Path", lambda root, *parts: Path(tmp_path, *parts))
+    assert namespaces.sent_bytes() == 123_456
+
+
 def test_a_command_that_fails_says_which_and_why():
     with pytest.raises(NamespaceError, match=r"^ls /no/such/file: .*No such file"):
         namespaces._command("ls", "/no/such/file")

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gradwire.bench import namespaces
+from gradwire.bench import contenders, namespaces, network
 from gradwire.bench.commands import app
 from gradwire.bench.contenders import GRADWIRE, MODEL, PYTORCH
 from gradwire.bench.emulated import LATENCY, wire_seconds
@@ -23,7 +24,7 @@ from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, step_tables, summarize
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
-HANG_LIMIT = 240
+HANG_LIMIT = 600
 OBSTACLE = namespaces.obstacle()
 BENCH = [sys.executable, "-m", "gradwire.bench", "bench", "network"]
 
@@ -52,6 +53,38 @@ def test_steps_are_compared_with_noop_on_the_same_ddp_with_the_same_buckets_and_
 
 def test_bytes_are_unknown_on_loopback():
     assert {step.link_bytes for step in made_up(is_loopback=True)} == {None}
+
+
+def test_link_bytes_are_what_the_interface_sent_in_a_step_and_both_barriers(world_of_one, monkeypatch):
+    for name, value in {"LAYERS": 2, "NARROW": 32, "WIDE": 64}.items():
+        monkeypatch.setattr(contenders, name, value)
+    sent, limits = [0], []
+
+    def step(contender, batch):
+        sent.append({"noop": 0, "fp16": 1000}[contender.hook])
+        return 1e-3
+
+    made = network.make_contenders(["fp16"], torch.device("cpu"))
+    monkeypatch.setattr(contenders.Contender, "step", step)
+    monkeypatch.setattr(contenders.Contender, "check", lambda *_: None)
+    monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
+    monkeypatch.setattr(network, "_probe", lambda *_: sent.append(100_000) or 9.0)
+    monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
+    monkeypatch.setattr(namespaces, "limit", limits.append)
+    rates = [Rate.parse("1gbit"), Rate.parse("unlimited")]
+    steps, reached = network.time_steps(made, rates, steps=3, hosts=2, is_emulated=False)
+    assert limits == rates and reached == {"1gbit": 9.0, "unlimited": 9.0}
+    sizes = (("noop", 20), ("noop", 20), ("fp16", 1020), ("fp16", 1020))
+    found = [(step.rate, step.hook, step.link_bytes) for step in steps]
+    assert found == [(rate.name, *size) for rate in rates for size in sizes]
+
+
+@pytest.mark.parametrize(("hosts", "mbit"), [(2, 1000.0), (4, 1500.0)])
+def test_reached_rate_is_what_each_rank_of_a_ring_sends(world_of_one, monkeypatch, hosts, mbit):
+    """8 MB take 64 ms, the median; of n ranks each sends 2 (n - 1) / n of them."""
+    clock = iter([0.0, 0.05, 1.0, 1.064, 2.0, 2.9])
+    monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert network._probe(hosts, torch.device("cpu")) == pytest.approx(mbit)
 
 
 def measured(rates, hooks, is_loopback=False, is_emulated=False):

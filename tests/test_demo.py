@@ -20,7 +20,7 @@ from gradwire.bench.hooks import HOOKS
 from gradwire.bench.results import Results, Run, Settings, load_results, replacing, save_results
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
-HANG_LIMIT = 240
+HANG_LIMIT = 600
 DEMO = [sys.executable, "-m", "gradwire.bench", "demo"]
 
 

@@ -2,16 +2,18 @@
 
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
+from bits import assert_same_bits, assert_same_on_all_ranks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from training import SMALLEST, register
+from training import HOOKS, SMALLEST, register
 from zoo import Probe
 
 import gradwire
+from gradwire.compress import Transport
 from gradwire.hooks.reduce import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 
@@ -147,3 +149,46 @@ def one_backward_through_two_models():
 
 def test_two_models_in_one_backward(world):
     assert world.run(one_backward_through_two_models) == [[]] * world.size
+
+
+LONG = 200  # steps
+MATRICES = [(9, 7), (3,), (8, 2, 3), (5, 6), (), (7, 7), (12, 11)]  # what low rank is worth the trouble for, and rest
+
+
+def train_long(hook, wrapper, is_delayed):
+    """Parameters after each step of a training in which every rank is late at places of its own."""
+    rank = dist.get_rank()
+    draw = random.Random(rank) if is_delayed else None
+    start = Transport.start
+
+    def late_start(self, *arguments):
+        nap(draw)
+        return start(self, *arguments)
+
+    torch.manual_seed(0)
+    module = Probe(*MATRICES)
+    if is_delayed:
+        for weight in module.weights:
+            weight.register_hook(lambda gradient: nap(draw))
+    ddp = WRAPPERS[wrapper](module)
+    register(ddp, hook)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    steps = []
+    with mock.patch.object(Transport, "start", late_start if is_delayed else start):
+        for _ in range(LONG):
+            optimizer.zero_grad()
+            ddp(*(torch.randn(shape, generator=generator) for shape in MATRICES)).backward()
+            optimizer.step()
+            steps.append([weight.detach().clone() for weight in module.weights])
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["pytorch", "gradwire"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_long_training_under_delays_gives_the_bits_of_one_without(worlds, hook, wrapper):
+    world = worlds(3)
+    punctual, late = (world.run(train_long, hook=hook, wrapper=wrapper, is_delayed=is_delayed) for is_delayed in (0, 1))
+    assert_same_on_all_ranks(late)
+    assert_same_bits(late[0], punctual[0])

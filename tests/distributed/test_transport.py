@@ -1,5 +1,6 @@
 """Transport: which collectives may be under way at once."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,22 @@ def test_one_sparse_all_reduce_is_under_way_at_once(monkeypatch):
     for tensor in [sparse, dense, sparse, dense, sparse]:
         transport.start(transport.all_reduce(tensor))
     assert [work.is_done for work in works] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("way", ["run", "start"])
+def test_payload_is_the_bytes_of_every_tensor_once(monkeypatch, way):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
+    monkeypatch.setattr(dist.distributed_c10d, "_coalescing_manager", lambda *_: nullcontext())
+    transport = Transport(SimpleNamespace(size=lambda: 2))
+    both = torch.ones(3), torch.ones(5, dtype=torch.bfloat16)
+    sizes = []
+    for collective in (transport.all_reduce(both[0]), transport.all_reduce(*both), transport.all_reduce_max(both[1])):
+        before = transport.payload_bytes
+        getattr(transport, way)(collective)
+        sizes.append(transport.payload_bytes - before)
+    assert sizes == [12, 22, 10]
+    transport.start(transport.all_reduce(torch.eye(3).to_sparse()))
+    assert transport.payload_bytes == 44 + 3 * 4 + 2 * 3 * 8, "of a sparse tensor, values and indices"
 
 
 class Tables(nn.Module):
