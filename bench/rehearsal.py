@@ -166,6 +166,10 @@ class _NoStream:
         """Nothing is under way."""
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 def _future_without_devices(devices: object = None) -> Future[Any]:
     return Future()
 
@@ -181,6 +185,8 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "Stream", _NoStream),
             (torch.cuda, "current_stream", _NoStream),
             (torch.cuda, "stream", _NoStream),
+            (torch.cuda, "synchronize", _nothing),
+            (torch.cuda, "set_sync_debug_mode", _nothing),
             (executor, "Future", _future_without_devices),
             (executor, "WorkerExecutor", executor.StreamExecutor),
         ):
