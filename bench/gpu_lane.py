@@ -30,7 +30,7 @@ import torch
 import gradwire
 from gradwire.bench.gpu_hook_cases import HOOK_CASES
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu_worker import CASE_LIMIT, Crew
+from gradwire.bench.gpu_worker import CASE_LIMIT, Case, Crew
 from gradwire.bench.results import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
@@ -39,12 +39,12 @@ RANKS = {"smoke": 1, "ranks": 2}
 IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "rehearsal")
 
 
-def cases_of(stage: str) -> list[str]:
-    """The names of a stage's cases in order: two dtypes on the wire come first."""
+def cases_of(stage: str) -> dict[str, Case]:
+    """A stage's cases by name, in order: two dtypes on the wire come first."""
     if stage == "ranks":
-        return list(HOOK_CASES)
-    first, *hooks = HOOK_CASES
-    return [first, *KERNEL_CASES, *hooks]
+        return HOOK_CASES
+    first = next(iter(HOOK_CASES))
+    return {first: HOOK_CASES[first], **KERNEL_CASES, **HOOK_CASES}
 
 
 def facts(stage: str, rehearsal: bool) -> dict[str, Any]:
@@ -101,7 +101,12 @@ def passed_before(output: Path, identity: dict[str, Any]) -> set[str]:
 
 
 def run_stage(
-    stage: str, *, rehearsal: bool = False, output: Path = OUTPUT, limit: float = CASE_LIMIT, only: str = ""
+    stage: str,
+    *,
+    rehearsal: bool = False,
+    output: Path = OUTPUT,
+    limit: float = CASE_LIMIT,
+    only: Sequence[str] = ("",),
 ) -> list[str]:
     """Run the cases of a stage that have not passed yet; returns the names of those that failed.
 
@@ -110,26 +115,26 @@ def run_stage(
         rehearsal: whether the CPU plays the part of the GPU.
         output: a file of JSON lines. Appended to.
         limit: seconds that a case may take.
-        only: a part of the names of the cases to run.
+        only: parts of names; cases whose name has one of them are run.
     """
     identity = facts(stage, rehearsal)
-    names = [name for name in cases_of(stage) if only in name]
+    cases = {name: case for name, case in cases_of(stage).items() if any(part in name for part in only)}
     passed = passed_before(output, identity)
     what = "REHEARSAL ON THE CPU, NOT ON A GPU" if rehearsal else identity["gpu"]
-    print(f"{stage}: {len(names)} cases, {RANKS[stage]} rank(s), {what}", flush=True)
+    print(f"{stage}: {len(cases)} cases, {RANKS[stage]} rank(s), {what}", flush=True)
     counts = {"passed": 0, "skipped": 0, "failed": 0, "passed before": 0}
     failed = []
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a") as file, Crew(RANKS[stage], rehearsal) as crew:
         if file.tell() and not output.read_text().endswith("\n"):
             file.write("\n")  # after a line of a run that was killed
-        for number, name in enumerate(names, 1):
-            place = f"{'rehearsal ' if rehearsal else ''}{stage} {number}/{len(names)}"
+        for number, (name, case) in enumerate(cases.items(), 1):
+            place = f"{'rehearsal ' if rehearsal else ''}{stage} {number}/{len(cases)}"
             if name in passed:
                 counts["passed before"] += 1
                 print(f"{place} passed before: {name}", flush=True)
                 continue
-            outcome = crew.run(name, limit)
+            outcome = crew.run(case, limit)
             counts[outcome.status] += 1
             record = {"case": name, "status": outcome.status, "seconds": round(outcome.seconds, 2)}
             json.dump({**record, "text": outcome.text, **identity}, file)
@@ -152,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="let the CPU play the part of the GPU")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON lines; default: %(default)s")
     parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds a case; default: %(default)g")
-    parser.add_argument("--only", default="", help="a part of the names of the cases to run")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="run the cases whose name has this; repeatable")
     options = parser.parse_args(arguments)
     if not options.rehearse and not torch.cuda.is_available():
         print("There is no CUDA device here. Use --rehearse to run the same cases on the CPU.", file=sys.stderr)
@@ -160,9 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rehearse:
         os.environ["GRADWIRE_KERNELS"] = "torch"
     failed = []
+    only = options.only or [""]
     for stage in options.stages:
-        common = {"output": options.output, "limit": options.limit, "only": options.only}
-        failed += run_stage(stage, rehearsal=options.rehearse, **common)
+        failed += run_stage(stage, rehearsal=options.rehearse, output=options.output, limit=options.limit, only=only)
     return 1 if failed else 0
 
 

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu_hook_cases import HOOK_CASES
-from gradwire.bench.gpu_kernel_cases import KERNEL_CASES, Skipped
+from gradwire.bench.gpu_kernel_cases import Skipped
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
-CASES = {**HOOK_CASES, **KERNEL_CASES}
+Case = Callable[[torch.device], None]
 
 # Seconds. A cold cache of Triton compiles a few dozen kernels, 0.1 to 2 s each, while two ranks share the CPU.
 CASE_LIMIT = 300.0
@@ -56,7 +55,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         status: "passed", "failed" or "skipped".
-        seconds: until the slowest rank had answered.
+        seconds: until the slowest rank had answered; without the start of the processes.
         text: the reason it was skipped; of a failure the tracebacks, the stacks and the output of every rank.
     """
 
@@ -87,14 +86,15 @@ class Crew:
         self._end()
         self._folder.cleanup()
 
-    def run(self, case: str, limit: float = CASE_LIMIT) -> Outcome:
-        """Run a case of `CASES` on every rank."""
+    def run(self, case: Case, limit: float = CASE_LIMIT) -> Outcome:
+        """Run a case, which must pickle, on every rank."""
         start = time.monotonic()
         if not self._members:
             self._start(limit)
             answers = self._collect(START_LIMIT)
             if any(status != "passed" for status, _ in answers):
                 return self._failure("The start of the processes", answers, time.monotonic() - start)
+            start = time.monotonic()
         for member in self._members:
             with suppress(OSError):  # it has ended, which its missing answer will say
                 member.connection.send(case)
@@ -102,7 +102,7 @@ class Crew:
         seconds = time.monotonic() - start
         statuses = {status for status, _ in answers}
         if "failed" in statuses:
-            return self._failure(case, answers, seconds)
+            return self._failure("The case", answers, seconds)
         if "skipped" in statuses:
             return Outcome("skipped", seconds, next(text for status, text in answers if status == "skipped"))
         return Outcome("passed", seconds, "")
@@ -216,9 +216,9 @@ def _join(stack: ExitStack, rank: int, size: int, rehearsal: bool, limit: float,
     return device
 
 
-def _answer(case: str, device: torch.device) -> tuple[str, str]:
+def _answer(case: Case, device: torch.device) -> tuple[str, str]:
     try:
-        CASES[case](device)
+        case(device)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Skipped as reason:
