@@ -16,6 +16,10 @@ MISSING = [
 collect_ignore_glob = ["test_*.py", "conformance", "distributed", "kernels"] if MISSING else []
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "timeout(seconds): for pytest-timeout, where it is installed")
+
+
 def pytest_report_header():
     return f"not installed: {', '.join(MISSING)}; collecting tests/gpu alone" if MISSING else []
 

@@ -1,51 +1,71 @@
 """The GPU lane without a GPU: its rehearsal, its records, what it does about failures, and how little it imports."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import torch
 
+import gradwire
 from gradwire.bench import gpu_lane, gpu_worker
 from gradwire.bench.gpu_hook_cases import HOOKS
 
 TESTS = Path(__file__).parent
-# A machine with torch, triton and gradwire, and nothing else that the project uses.
-BARE = """
-import importlib.util, sys
-MISSING = {"hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer"}
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in MISSING:
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Missing())
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name in MISSING else find_spec(name, *rest)
-"""
+REQUIREMENT = re.compile(r"[\w.-]+")
 
 
-def run_bare(program, *arguments):
-    command = [sys.executable, "-W", "ignore", "-c", BARE + program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=200)
+def requirements(*names):
+    """Installed distributions of these names and all that they require."""
+    found, wanted = {}, list(names)
+    while wanted:
+        name = wanted.pop()
+        with suppress(PackageNotFoundError):  # for another platform
+            if name not in found:
+                found[name] = distribution(name)
+                required = [line for line in found[name].requires or [] if "extra ==" not in line]
+                wanted += [REQUIREMENT.match(line).group() for line in required]
+    return found.values()
 
 
-def test_lane_imports_nothing_but_torch_and_triton():
-    done = run_bare(
-        "from gradwire.bench import gpu_lane\nassert 'pytest' not in sys.modules\nprint(len(gpu_lane.RANKS))"
-    )
-    assert done.stdout.strip() == "2", done.stderr
+@pytest.fixture
+def run_bare(tmp_path):
+    """Runs ``python arguments`` where nothing is installed but gradwire and some packages."""
+
+    def run(packages, *arguments):
+        folder = tmp_path / "bare"
+        folder.mkdir()
+        places = {
+            top: Path(installed.locate_file(top))
+            for installed in requirements(*packages)
+            for top in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}
+        }
+        for top, place in (places | {"gradwire": Path(gradwire.__path__[0])}).items():
+            (folder / top).symlink_to(place)
+        command = [sys.executable, "-S", "-W", "ignore", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
-def test_gpu_tests_are_collected_on_a_bare_machine():
-    options = ["-m", "gpu", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", "--collect-only", "tests"]
-    done = run_bare("import pytest\nsys.exit(pytest.main(sys.argv[1:]))", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "collecting tests/gpu alone" in done.stdout
-    assert "two dtypes on the wire" in done.stdout
+def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
+    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu_lane", "--help")
+    assert "--rehearse" in printed
+
+
+def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_bare):
+    options = ("-m", "gpu", "-p", "no:cacheprovider", "--collect-only", "tests")
+    printed = run_bare(("torch", "triton", "pytest"), "-m", "pytest", *options)
+    assert "collecting tests/gpu alone" in printed
+    assert "two dtypes on the wire" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
