@@ -54,6 +54,10 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "powersgd, batched": _powersgd(batched_powerSGD_hook),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
+# Before a capture: PyTorch asks for 11, so that nothing is made or timed for the first time in it.
+WARM_UP_STEPS = 11
+# Not the alternating form: each of its steps does something else than the one before.
+CAPTURED = ("allreduce", "fp16", "scaled fp16", "powersgd")
 # Two dtypes on the wire at once where a bucket also holds what is not compressed.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 
@@ -207,6 +211,51 @@ def hook_does_not_wait_on_the_host(name: str, device: torch.device) -> None:
         torch.cuda.set_sync_debug_mode("default")
     if device.type != "cuda":
         raise Skipped("the step ran; only a GPU shows whether the host waits")
+
+
+def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
+    """A step, captured once and replayed on other batches, gives the gradients of a model that is not captured."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [HalfNet.batch(generator).to(device) for _ in range(WARM_UP_STEPS + 3)]
+
+    def model_after_warm_up() -> TorchDDP:
+        torch.manual_seed(0)
+        model = _wrap(OurDDP, HalfNet(), device)
+        _register(model, *HOOKS[name]())
+        for batch in batches[:WARM_UP_STEPS]:
+            model.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+        return model
+
+    eager = model_after_warm_up()
+    stream = torch.cuda.Stream(device)  # a capture takes what was warmed up in a stream that is not the default one
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        captured = model_after_warm_up()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize()
+
+    batch = batches[WARM_UP_STEPS].clone()
+    graph = torch.cuda.CUDAGraph()
+    captured.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured(batch).square().mean().backward()
+    for step, following in enumerate(batches[WARM_UP_STEPS:]):
+        batch.copy_(following)
+        graph.replay()
+        eager.zero_grad(set_to_none=True)
+        eager(following).square().mean().backward()
+        for mine, other in zip(captured.parameters(), eager.parameters(), strict=True):
+            # Not to the bit: a capture may give a matrix product another workspace.
+            torch.testing.assert_close(
+                mine.grad, other.grad, rtol=2**-7, atol=1e-4, msg=lambda text, step=step: f"step {step}: {text}"
+            )
+        if device.type != "cuda":
+            break  # in a rehearsal the step ran as it was captured, and a replay does nothing
+    torch.cuda.synchronize()
+    graph.reset()
+    if device.type != "cuda":
+        raise Skipped("the step ran; only a GPU captures it")
 
 
 def cast_hooks_match_the_mean(device: torch.device) -> None:
@@ -383,6 +432,7 @@ HOOK_CASES: dict[str, HookCase] = {
     "no hook: PyTorch's gradients": no_hook_matches_pytorch,
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},
     **{f"{name}: no host synchronisation": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
+    **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
     **{
         case.__name__.replace("_", " "): case
         for case in (

@@ -166,6 +166,21 @@ class _NoStream:
         """Nothing is under way."""
 
 
+class _NoGraph:
+    """Stands for a CUDA graph that was captured: what it holds has run once, as it was captured."""
+
+    def replay(self) -> None:
+        """Nothing more."""
+
+    reset = replay
+
+
+@contextmanager
+def _run_once(*_: object, **__: object) -> Iterator[None]:
+    """Stands for a capture."""
+    yield
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -185,6 +200,8 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "Stream", _NoStream),
             (torch.cuda, "current_stream", _NoStream),
             (torch.cuda, "stream", _NoStream),
+            (torch.cuda, "CUDAGraph", _NoGraph),
+            (torch.cuda, "graph", _run_once),
             (torch.cuda, "synchronize", _nothing),
             (torch.cuda, "set_sync_debug_mode", _nothing),
             (executor, "Future", _future_without_devices),

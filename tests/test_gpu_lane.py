@@ -95,7 +95,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "two dtypes on the wire",
         "low-rank passes, float16, rank 4,",
         "scaled fp16: equal bits",
-        "kernels for",
+        "powersgd: replays",
     ]
     arguments = ["smoke", "ranks", "--rehearse", "--output", str(output), *(f"--only={part}" for part in only)]
     assert gpu_lane.main(arguments) == 0
