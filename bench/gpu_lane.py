@@ -162,8 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and not torch.cuda.is_available():
         print("There is no CUDA device here. Use --rehearse to run the same cases on the CPU.", file=sys.stderr)
         return 2
-    if options.rehearse:
-        os.environ["GRADWIRE_KERNELS"] = "torch"
     failed = []
     only = options.only or [""]
     for stage in options.stages:

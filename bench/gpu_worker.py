@@ -204,6 +204,7 @@ def _join(stack: ExitStack, rank: int, size: int, rehearsal: bool, limit: float,
         "timeout": timedelta(seconds=limit),
     }
     if rehearsal:
+        os.environ["GRADWIRE_KERNELS"] = "torch"
         torch.set_num_threads(1)
         stack.enter_context(gpu_on_cpu())
         dist.init_process_group(register_backend(), **options)
