@@ -4,7 +4,7 @@ BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -44,6 +44,14 @@ test-triton36: install
 # PyTorch's own DDP tests, against its class and gradwire's, on 2 and 4 ranks: a table of the outcomes.
 conformance: install
 	$(BIN)/python tests/conformance --all
+
+# Kernels and hooks on this machine's GPU; a run that was interrupted goes on where it stopped.
+gpu: install
+	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks --output build/gpu_lane.jsonl
+
+# The same cases with the CPU in the part of the GPU.
+gpu-rehearsal: install
+	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks --rehearse --output build/gpu_rehearsal.jsonl
 
 demo: install
 	$(BIN)/gradwire demo

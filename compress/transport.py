@@ -19,7 +19,7 @@ POLL = 0.5
 class Collective(NamedTuple):
     """What an algorithm awaits: the reduction of tensors over all ranks, in place.
 
-    Several tensors travel together: one wait on the wire, not several.
+    Several tensors, which may differ in dtype, travel one right after another: one wait on the wire, not several.
     """
 
     tensors: tuple[Tensor, ...]
@@ -78,14 +78,13 @@ class Transport:
         return Collective((tensor,), dist.ReduceOp.MAX)
 
     def run(self, collective: Collective) -> None:
-        """Run a collective in the current stream of its CUDA tensors."""
+        """Run a collective in the current stream of its CUDA tensors, one tensor after another.
+
+        Not coalesced: tensors travel together because their dtypes differ, and a coalesced call takes only one dtype.
+        """
         self._count(collective)
-        if len(collective.tensors) == 1:
-            dist.all_reduce(collective.tensors[0], collective.op, group=self.group)
-            return
-        with dist.distributed_c10d._coalescing_manager(self.group, collective.tensors[0].device):
-            for tensor in collective.tensors:
-                dist.all_reduce(tensor, collective.op, group=self.group)
+        for tensor in collective.tensors:
+            dist.all_reduce(tensor, collective.op, group=self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
         """Begin a collective; returns what to wait for. One of a sparse tensor begins when the last such one is done.

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gradwire.compress.workspace import is_capturing
+
 # Of the first iterations, every one is timed.
 WARM_UP = 10
 
@@ -15,7 +17,8 @@ class Statistics:
     """Times of the forward, of the backward and of its communication, in nanoseconds, and their averages.
 
     Every iteration is timed at first, then one in ``sample_rate``. On a GPU the spans are those of the current stream,
-    and a step whose work has not come to its end when it is looked at is left out: nothing waits for it.
+    and a step whose work has not come to its end when it is looked at is left out: nothing waits for it. A step that is
+    captured in a CUDA graph, or a part of it, is left out too.
 
     Attributes:
         sample_rate: iterations from one that is timed to the next.
@@ -42,7 +45,8 @@ class Statistics:
     def begin_forward(self) -> None:
         """A synchronised forward begins; what its predecessor took is known now."""
         self._settle()
-        self._is_timed = self.iterations <= WARM_UP or self.iterations % self.sample_rate == 0
+        is_due = self.iterations <= WARM_UP or self.iterations % self.sample_rate == 0
+        self._is_timed = is_due and not self._clock.is_stopped()
         if self._is_timed:
             self.reported = self.iterations
             self._marks = {}
@@ -56,14 +60,22 @@ class Statistics:
         Events are the start of the forward, ``forward_compute_time_start``, and start and end of the backward and of
         its communication, ``backward_compute_time_start`` to ``backward_comm_time_end``.
         """
-        if self._is_timed and event not in self._marks:
+        if not self._is_timed or event in self._marks:
+            return
+        if self._clock.is_stopped():
+            self._is_timed = False
+            self._marks = {}
+            self._moments = {}
+        else:
             self._marks[event] = self._clock.now()
             self._moments[event] = time.time_ns()
 
     def _settle(self) -> None:
         """Work out the spans of an iteration that has come to its end."""
         marks = self._marks
-        if "backward_comm_time_end" not in marks or not self._clock.has_passed(marks["backward_comm_time_end"]):
+        if "backward_comm_time_end" not in marks or self._clock.is_stopped():
+            return
+        if not self._clock.has_passed(marks["backward_comm_time_end"]):
             return
         spans = {
             "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
@@ -86,6 +98,9 @@ class Statistics:
 
 
 class _HostClock:
+    def is_stopped(self) -> bool:
+        return False
+
     def now(self) -> int:
         return time.perf_counter_ns()
 
@@ -99,6 +114,10 @@ class _HostClock:
 class _StreamClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def is_stopped(self) -> bool:
+        """While a CUDA graph is captured: to record a timing event, or to ask for one, would end the capture."""
+        return is_capturing(self._device)
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,11 +1,27 @@
-"""What the tests of the benches share: made-up provenance, what a terminal shows of tables, a world of one rank."""
+"""What the tests of the benches share: made-up provenance, what a terminal shows of tables, a world of one rank.
+
+On a machine with a GPU and nothing but torch, triton, pytest and gradwire, only `tests/gpu` is collected.
+"""
 
 import io
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
+
+MISSING = [
+    name for name in ("hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer") if find_spec(name) is None
+]
+collect_ignore_glob = ["test_*.py", "conformance", "distributed", "kernels"] if MISSING else []
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "timeout(seconds): for pytest-timeout, where it is installed")
+
+
+def pytest_report_header():
+    return f"not installed: {', '.join(MISSING)}; collecting tests/gpu alone" if MISSING else []
 
 
 @pytest.fixture
@@ -27,6 +43,7 @@ def facts():
 @pytest.fixture
 def printed():
     """What 80 columns show of tables."""
+    from rich.console import Console  # not installed on every machine that runs tests/gpu
 
     def text_of(*tables):
         console = Console(file=io.StringIO(), width=80)

@@ -1,0 +1,211 @@
+"""A GPU's part played by the CPU: what `gradwire.bench.gpu_lane` can check where there is no GPU.
+
+`NcclRules` is gloo that refuses what NCCL refuses. `gpu_on_cpu` makes executors take the path of a GPU, whose streams
+do nothing: on a CPU, work is done in the order in which it is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.futures import Future
+
+from gradwire.hooks import executor
+
+BACKEND = "gradwire_nccl_rules"
+_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+
+
+class NcclRules(dist.ProcessGroup):
+    """A process group of CPU tensors over gloo that raises, on every rank, where NCCL would fail or hang.
+
+    - Tensors are dense and contiguous, and of a dtype that NCCL knows and sums as numbers.
+    - Tensors of one call have one dtype and one device, and there is at least one.
+    - All ranks call the same collectives in the same order, with the same dtypes and sizes.
+
+    NCCL is more lenient in two cases: PyTorch hands it complex tensors as real pairs, and a sum of bools is their
+    logical or. gradwire relies on neither. Messages are PyTorch's where it has one.
+
+    Attributes:
+        calls: name, dtypes and numbers of elements of every collective so far.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        # The stubs give a backend no collectives.
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+        self._name = self._description = ""
+        self.calls: list[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]]] = []
+
+    def getBackendName(self) -> str:  # noqa: D102
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: D102
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: D102
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: D102
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: D102
+        return self._description
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """`allreduce_coalesced` follows, which checks."""
+
+    def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]
+        """It was the call."""
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        """Check, then all-reduce."""
+        if any(tensor.is_sparse for tensor in tensors):
+            raise ValueError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+        self._check("allreduce", tensors)
+        self._refuse_sums_of_bools(tensors, options)
+        return self._gloo.allreduce(tensors, options)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        """Check, then all-reduce; the tensors travel in one call."""
+        self._check("allreduce_coalesced", tensors)
+        self._refuse_sums_of_bools(tensors, options)
+        return self._gloo.allreduce_coalesced(tensors, options)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> Any:  # type: ignore[override]
+        """Check, then gather."""
+        self._check("allgather", inputs)
+        return self._gloo.allgather(outputs, inputs, *options)
+
+    def broadcast(self, tensors: Sequence[Tensor], *options: Any) -> Any:  # type: ignore[override]
+        """Check, then broadcast."""
+        self._check("broadcast", tensors)
+        return self._gloo.broadcast(tensors, *options)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Check, then wait for all ranks."""
+        self._agree("barrier", [])
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if not tensors:
+            raise ValueError("Tensor list must be nonempty")
+        for tensor in tensors:
+            if tensor.is_sparse:
+                raise ValueError("Tensors must be CUDA and dense")
+            if tensor.dtype != tensors[0].dtype:
+                raise TypeError("Tensors must have identical type")
+            if tensor.device != tensors[0].device:
+                raise ValueError("Expected list of tensors on the same device")
+            if not tensor.is_contiguous():
+                raise ValueError("Tensors must be contiguous")
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+        self._agree(name, tensors)
+
+    def _refuse_sums_of_bools(self, tensors: Sequence[Tensor], options: Any) -> None:
+        if tensors[0].dtype == torch.bool and options is not None and options.reduceOp == dist.ReduceOp.SUM:
+            raise TypeError("A sum of bools over NCCL is their logical or; sum integers.")
+
+    def _agree(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Raise, on every rank, unless all of them call the same collective."""
+        call = (name, tuple(tensor.dtype for tensor in tensors), tuple(tensor.numel() for tensor in tensors))
+        self.calls.append(call)
+        text = repr((len(self.calls), call)).encode()
+        digest = torch.frombuffer(bytearray(blake2b(text, digest_size=16).digest()), dtype=torch.uint8)
+        all_digests = [torch.empty_like(digest) for _ in range(self.size())]
+        self._gloo.allgather([all_digests], [digest]).wait()
+        if len({bytes(one.tolist()) for one in all_digests}) > 1:
+            raise RuntimeError(
+                f"Collective {len(self.calls)} differs between ranks; on rank {self.rank()} it is {call}."
+            )
+
+
+@cache
+def register_backend() -> str:
+    """Make `NcclRules` a backend of this process; returns its name."""
+    dist.Backend.register_backend(BACKEND, NcclRules, devices=["cpu"])
+    return BACKEND
+
+
+class _NoStream:
+    """Stands for a CUDA stream."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, _: object) -> None:
+        """Nothing is under way."""
+
+
+class _NoGraph:
+    """Stands for a CUDA graph that was captured: what it holds has run once, as it was captured."""
+
+    def replay(self) -> None:
+        """Nothing more."""
+
+    reset = replay
+
+
+@contextmanager
+def _run_once(*_: object, **__: object) -> Iterator[None]:
+    """Stands for a capture."""
+    yield
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _future_without_devices(devices: object = None) -> Future[Any]:
+    return Future()
+
+
+@contextmanager
+def gpu_on_cpu() -> Iterator[None]:
+    """Within it, gradwire runs bucket algorithms on CPU tensors as on those of a GPU, by its `StreamExecutor`.
+
+    For process groups whose first hook runs within it.
+    """
+    with ExitStack() as patches:
+        for module, name, stand_in in (
+            (torch.cuda, "Stream", _NoStream),
+            (torch.cuda, "current_stream", _NoStream),
+            (torch.cuda, "stream", _NoStream),
+            (torch.cuda, "CUDAGraph", _NoGraph),
+            (torch.cuda, "graph", _run_once),
+            (torch.cuda, "synchronize", _nothing),
+            (torch.cuda, "set_sync_debug_mode", _nothing),
+            (executor, "Future", _future_without_devices),
+            (executor, "WorkerExecutor", executor.StreamExecutor),
+        ):
+            patches.enter_context(mock.patch.object(module, name, stand_in))
+        yield

@@ -1,0 +1,168 @@
+"""While a CUDA graph is captured: no event is asked, and memory that the graph names stays. With doubles on a CPU."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from gradwire.compress import Workspace
+from gradwire.reducer.statistics import Statistics
+
+GPU = torch.device("cuda", 0)
+STREAM, OTHER_STREAM = "a stream", "another stream"
+
+
+class Event:
+    """A CUDA event whose work is done; it may not be used while a capture is under way."""
+
+    capture = None
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def _use(self):
+        assert not self.capture.is_under_way, "operation not permitted when stream is capturing"
+
+    def record(self, stream):
+        self._use()
+
+    def query(self):
+        self._use()
+        return True
+
+    def elapsed_time(self, end):
+        self._use()
+        return 1.0
+
+
+class Capture:
+    """Whether a capture is under way, and which stream is the current one."""
+
+    def __init__(self):
+        self.is_under_way = False
+        self.stream = STREAM
+
+    def __enter__(self):
+        self.is_under_way = True
+
+    def __exit__(self, *_):
+        self.is_under_way = False
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    capture = Capture()
+    monkeypatch.setattr(Event, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: capture.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.is_under_way)
+    return capture
+
+
+BACKWARD = ("backward_compute_time_start", "backward_comm_time_start", "backward_compute_time_end")
+
+
+def step(statistics):
+    statistics.begin_forward()
+    for event in (*BACKWARD, "backward_comm_time_end"):
+        statistics.mark(event)
+
+
+def test_captured_step_is_not_timed_and_the_one_before_still_is(capture):
+    statistics = Statistics(GPU)
+    step(statistics)
+    with capture:
+        step(statistics)
+        assert "forward_compute_time" not in statistics.summary()
+    summary = statistics.summary()
+    assert summary["forward_compute_time"] == 1_000_000
+    assert statistics.iterations == 2
+    assert statistics.reported == 0
+    step(statistics)
+    assert statistics.summary()["avg_forward_compute_time"] == 1_000_000
+    assert statistics.reported == 2
+
+
+def test_step_with_a_captured_part_is_left_out(capture):
+    statistics = Statistics(GPU)
+    statistics.begin_forward()
+    with capture:
+        statistics.mark(BACKWARD[0])
+    for event in (*BACKWARD[1:], "backward_comm_time_end"):
+        statistics.mark(event)
+    assert "forward_compute_time" not in statistics.summary()
+    step(statistics)
+    assert statistics.summary()["forward_compute_time"] == 1_000_000
+
+
+class Buffer(torch.Tensor):
+    """A tensor on the CPU that stands for one on a GPU: the streams that the allocator was told of are noted."""
+
+    def record_stream(self, stream):
+        self.streams = {*getattr(self, "streams", ()), stream}
+
+
+@pytest.fixture
+def workspace(capture):
+    workspace = Workspace(torch.device("cpu"))
+    workspace._device = GPU
+    workspace._buffer = torch.empty(0, dtype=torch.uint8).as_subclass(Buffer)
+    return workspace
+
+
+def steps_with(workspace, numel, steps=Workspace.MEMORY + 1):
+    for _ in range(steps):
+        workspace.start_step()
+        wire = workspace.wire(numel, torch.float32)
+    return wire.data_ptr()
+
+
+def test_captured_buffer_does_not_shrink(capture, workspace):
+    steps_with(workspace, 1000)
+    with capture:
+        captured = steps_with(workspace, 1000, 1)
+    assert steps_with(workspace, 10) == captured
+    assert workspace.nbytes == 4000
+
+
+def test_buffer_does_not_shrink_during_a_capture(capture, workspace):
+    large = steps_with(workspace, 1000)
+    steps_with(workspace, 10, Workspace.MEMORY)
+    with capture:
+        assert steps_with(workspace, 10, 1) == large
+    assert workspace.nbytes == 4000
+
+
+def test_captured_buffer_outlives_the_larger_one_that_takes_its_place(capture, workspace):
+    with capture:
+        steps_with(workspace, 10, 1)
+    captured, wire = weakref.ref(workspace._buffer), workspace.wire(10, torch.float32)
+    steps_with(workspace, 1000)
+    larger = weakref.ref(workspace._buffer)
+    steps_with(workspace, 100)
+    assert workspace.nbytes == 400  # the larger one was in no capture
+    gc.collect()
+    assert larger() is None
+    assert captured() is not None
+    assert captured().data_ptr() == wire.data_ptr()
+
+
+def test_repeated_captures_of_one_buffer_keep_it_once(capture, workspace):
+    steps_with(workspace, 1000)
+    for _ in range(3):
+        with capture:
+            steps_with(workspace, 1000, 1)
+    assert len(workspace._captured) == 1
+
+
+def test_allocator_knows_every_stream_that_uses_a_buffer(capture, workspace):
+    steps_with(workspace, 1000, 1)
+    first = workspace._buffer
+    capture.stream = OTHER_STREAM
+    workspace.wires((10, torch.float16), (20, torch.float32))
+    assert workspace._buffer is first
+    assert first.streams == {STREAM, OTHER_STREAM}
+    workspace.wire(2000, torch.float32)
+    assert workspace._buffer is not first
+    assert workspace._buffer.streams == {OTHER_STREAM}

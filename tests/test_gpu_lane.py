@@ -1,0 +1,161 @@
+"""The GPU lane without a GPU: its rehearsal, its records, what it does about failures, and how little it imports."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.bench import gpu_lane, gpu_worker
+from gradwire.bench.gpu_hook_cases import HOOKS
+
+TESTS = Path(__file__).parent
+REQUIREMENT = re.compile(r"[\w.-]+")
+
+
+def requirements(*names):
+    """Installed distributions of these names and all that they require."""
+    found, wanted = {}, list(names)
+    while wanted:
+        name = wanted.pop()
+        with suppress(PackageNotFoundError):  # for another platform
+            if name not in found:
+                found[name] = distribution(name)
+                required = [line for line in found[name].requires or [] if "extra ==" not in line]
+                wanted += [REQUIREMENT.match(line).group() for line in required]
+    return found.values()
+
+
+@pytest.fixture
+def run_bare(tmp_path):
+    """Runs ``python arguments`` where nothing is installed but gradwire and some packages."""
+
+    def run(packages, *arguments):
+        folder = tmp_path / "bare"
+        folder.mkdir()
+        places = {
+            top: Path(installed.locate_file(top))
+            for installed in requirements(*packages)
+            for top in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}
+        }
+        for top, place in (places | {"gradwire": Path(gradwire.__path__[0])}).items():
+            (folder / top).symlink_to(place)
+        command = [sys.executable, "-S", "-W", "ignore", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
+    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu_lane", "--help")
+    assert "--rehearse" in printed
+
+
+def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_bare):
+    options = ("-m", "gpu", "-p", "no:cacheprovider", "--collect-only", "tests")
+    printed = run_bare(("torch", "triton", "pytest"), "-m", "pytest", *options)
+    assert "collecting tests/gpu alone" in printed
+    assert "two dtypes on the wire" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_lane_without_a_gpu_says_how_to_rehearse(capsys, tmp_path):
+    assert gpu_lane.main(["smoke", "--output", str(tmp_path / "records.jsonl")]) == 2
+    assert "--rehearse" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_hold_every_hook_and_begin_with_two_dtypes_on_the_wire():
+    for stage in gpu_lane.RANKS:
+        names = list(gpu_lane.cases_of(stage))
+        assert names[0] == "two dtypes on the wire"
+        for hook in HOOKS:
+            assert f"{hook}: equal bits on both DDPs" in names
+            assert f"{hook}: no host synchronisation" in names
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_lane, "_source", lambda: "this code")
+    output = tmp_path / "records.jsonl"
+    only = [
+        "two dtypes on the wire",
+        "low-rank passes, float16, rank 4,",
+        "scaled fp16: equal bits",
+        "powersgd: replays",
+    ]
+    arguments = ["smoke", "ranks", "--rehearse", "--output", str(output), *(f"--only={part}" for part in only)]
+    assert gpu_lane.main(arguments) == 0
+    printed = capsys.readouterr().out
+    done = records(output)
+    assert [(r["stage"], r["ranks"], r["status"]) for r in done] == (
+        [("smoke", 1, "passed")] * 4
+        + [("smoke", 1, "skipped")]
+        + [("ranks", 2, "passed")] * 2
+        + [("ranks", 2, "skipped")]
+    )
+    for record in done:
+        assert record["rehearsal"] is True
+        assert record["gpu"] is None
+        assert {"torch", "triton", "gradwire", "commit", "date", "source", "seconds", "text"} <= record.keys()
+    lines = [line for line in printed.splitlines() if " passed in " in line or " skipped in " in line]
+    assert len(lines) == len(done)
+    assert all(line.startswith("rehearsal ") for line in lines)
+    assert printed.count("REHEARSAL ON THE CPU, NOT ON A GPU") == 4
+
+    started = []
+    monkeypatch.setattr(gpu_worker.Crew, "_start", lambda crew, limit: started.append(crew))
+    monkeypatch.setattr(gpu_worker.Crew, "_collect", lambda crew, limit: [("passed", "")] * crew._size)
+    with output.open("a") as file:
+        file.write('{"case": "killed while it was wri')
+    assert gpu_lane.main(arguments) == 0
+    assert capsys.readouterr().out.count("passed before: ") == 6
+    assert len(output.read_text().splitlines()) == len(done) + 1 + 2  # the skipped ones are tried again
+    monkeypatch.setattr(gpu_lane, "_source", lambda: "other code")
+    assert gpu_lane.main(arguments) == 0
+    assert "passed before" not in capsys.readouterr().out
+
+
+def test_failed_case_is_recorded_and_gives_the_exit_status(capsys, tmp_path, monkeypatch):
+    outcomes = iter([gpu_worker.Outcome("failed", 1.0, "what every rank said"), gpu_worker.Outcome("passed", 1.0, "")])
+    monkeypatch.setattr(gpu_worker.Crew, "run", lambda crew, case, limit: next(outcomes))
+    output = tmp_path / "records.jsonl"
+    arguments = ["ranks", "--rehearse", "--output", str(output), "--only=fp16: equal bits"]
+    assert gpu_lane.main(arguments) == 1
+    assert "what every rank said" in capsys.readouterr().out
+    assert [(r["case"], r["status"], r["text"]) for r in records(output)] == [
+        ("fp16: equal bits on both DDPs", "failed", "what every rank said"),
+        ("scaled fp16: equal bits on both DDPs", "passed", ""),
+    ]
+    outcomes = iter([gpu_worker.Outcome("passed", 1.0, "")])
+    assert gpu_lane.main(arguments) == 0  # the failed one alone
+
+
+def test_stuck_rank_shows_its_stack_and_the_next_case_has_new_processes(monkeypatch):
+    monkeypatch.setattr(gpu_worker, "GRACE", 0.5)
+    monkeypatch.syspath_prepend(str(TESTS))  # processes that are spawned get this path
+    import gpu_lane_cases
+
+    with gpu_worker.Crew(2, rehearsal=True) as crew:
+        outcome = crew.run(gpu_lane_cases.one_rank_raises)
+        assert outcome.status == "failed"
+        assert "rank 0 failed gave no answer in time" in outcome.text
+        assert "in one_rank_raises" in outcome.text.partition("output of rank 0")[2]  # the stack
+        assert "ArithmeticError: rank 1 cannot" in outcome.text
+        for rank in range(2):
+            assert f"rank {rank} was here" in outcome.text
+        assert crew.run(gpu_lane_cases.all_pass).status == "passed"
+        assert crew.run(gpu_lane_cases.is_skipped)[::2] == ("skipped", "for a reason")
