@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradwire.hooks import default_hooks
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
-from gradwire.reducer import torch_internals
+from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.agreement import broadcast_coalesced, verify_parameters
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.reducer import Reducer
@@ -237,6 +237,8 @@ class DistributedDataParallel(TorchDDP):
             torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
+        if self._comm_hooks:
+            self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
 

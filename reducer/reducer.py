@@ -16,7 +16,7 @@ from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
 from gradwire.hooks.executor import drain_executors
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
-from gradwire.reducer import torch_internals
+from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.bucket import GradBucket, TakeBack
 from gradwire.reducer.sparse_bucket import SparseBucket
@@ -121,7 +121,7 @@ class Reducer:
             RuntimeError: a hook is registered already.
         """
         if self._has_comm_hook:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+            raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         self._hook, self._hook_state, self._has_comm_hook = hook, state, True
         self._hook_in_place = is_in_place(hook)
         self._take_back = state.take_back if isinstance(state, NamedState) else None
@@ -307,17 +307,14 @@ class Reducer:
         self.statistics.mark("backward_comm_time_start")
         try:
             if torch.is_grad_enabled():
-                warnings.warn(_CREATE_GRAPH, stacklevel=2)
+                warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
                 bucket.divisor = self._divide_factor()
                 unused = [k for k, i in enumerate(members) if not self._used.local[i]] if self._may_leave_out else []
                 bucket.collect(self._reduces_in_place(bucket), unused)
                 future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
-                self._raise(
-                    "The communication hook's callback must return a torch.futures.Future object, but got "
-                    f"{type(future).__name__}."
-                )
+                self._raise(errors.no_future(future))
             bucket.future = future
         except BaseException:
             self._abandon()
@@ -403,66 +400,28 @@ class Reducer:
         self._abandon()
         if not missing:  # all was launched, then the backward failed elsewhere, and its caller has seen that error
             return
-        begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
-        unused = "This error indicates that your module has parameters that were not used in producing loss. "
-        if self.static_graph:
-            cause = (
-                "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
-                "used in first iteration, but then got unused in the second iteration. this is not compatible with "
-                "static_graph set to True."
+        self._raise(
+            errors.unfinished(
+                dist.get_rank(self.process_group),
+                self.names,
+                missing,
+                static_graph=self.static_graph,
+                find_unused=self.find_unused_parameters,
             )
-        elif self.find_unused_parameters:
-            cause = unused + (
-                "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
-                "participate in computing loss. You can fix this by making sure all `forward` function outputs "
-                "participate in calculating loss, and that `forward` returns them where PyTorch finds them: in lists, "
-                "tuples, dictionaries, dataclasses."
-            )
-        else:
-            cause = unused + (
-                "You can enable unused parameter detection by passing the keyword argument "
-                "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by making sure all "
-                "`forward` function outputs participate in calculating loss."
-            )
-        rank = dist.get_rank(self.process_group)
-        which = (
-            f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
-            f"\nParameters which did not receive grad for rank {rank}: {', '.join(self.names[i] for i in missing)}"
         )
-        advice = (
-            "Nothing was reduced for these and for the buckets after theirs, so this step's gradients must not be "
-            "used; the next forward and backward start afresh. To see where ranks part, set the environment variable "
-            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
-        )
-        self._raise(f"{begin}{cause}{which}\n{advice}")
 
     def _raise(self, message: str) -> NoReturn:
         self.error = message
         raise RuntimeError(message)
 
     def _raise_marked_twice(self, index: int) -> None:
-        name = self.names[index]
         self._abandon()
-        self._raise(
-            "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
-            "1) a parameter is used outside the `forward` function of the module, and so receives a gradient twice. "
-            "2) parameters are reused in several reentrant backward passes, for example by several checkpoint "
-            "functions wrapping the same part of the model; `static_graph=True` supports that. 3) the same backward is "
-            "run twice over one forward, or `find_unused_parameters=True` did not find the parameter in the graph of "
-            "the outputs of `forward`, from which the loss must be computed. "
-            f"Parameter {name} at index {index} has been marked ready twice. "
-            "The next forward and backward start afresh."
-        )
+        self._raise(errors.marked_twice(self.names[index], index))
 
     def _raise_graph_changed(self, index: int) -> None:
-        name, calls = self.names[index], self._calls[index]
+        calls = self._calls[index]
         self._abandon()
-        self._raise(
-            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
-            "then got used in the second iteration. this is not compatible with static_graph set to True. "
-            f"Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first "
-            "iteration. The next forward and backward start afresh."
-        )
+        self._raise(errors.graph_changed(self.names[index], index, calls))
 
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward left buckets incomplete."""
@@ -479,10 +438,7 @@ class Reducer:
             RuntimeError: there was a synchronised forward already.
         """
         if self.statistics.iterations > 0:
-            self._raise(
-                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
-                f"constructed; {self.statistics.iterations} iterations have begun already."
-            )
+            self._raise(errors.static_graph_too_late(self.statistics.iterations))
         self.static_graph = self._may_leave_out = self._tracks_usage = True
 
     def _ddp_graph_static(self) -> bool:
@@ -585,9 +541,3 @@ def _wait_quietly(future: Future[Tensor]) -> None:
         future.wait()
     except Exception:  # the first error is the one to report
         return
-
-
-_CREATE_GRAPH = (
-    "Using DistributedDataParallel with create_graph=True is not well-supported: the higher-order gradient is not "
-    "synchronized across ranks, and no gradient flows through the all-reduce."
-)

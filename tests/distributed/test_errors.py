@@ -317,7 +317,7 @@ def test_parameter_marked_twice_raises_pytorchs_error(world):
             assert error[0] == "RuntimeError"
             assert "Expected to mark a variable ready only once." in error[1]
             if wrapper == "gradwire":
-                assert "Parameter layer." in error[1]
+                assert "with name layer." in error[1]
             for ours, reference in after:
                 for name, gradient in reference.items():
                     torch.testing.assert_close(ours[name], gradient)
