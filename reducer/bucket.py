@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -85,7 +85,7 @@ class GradBucket(BucketFacts):
         self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str], as_view: bool
     ) -> None:
         super().__init__(index, is_last, parameters, names)
-        layouts = [gradient_layout(parameter) for parameter in parameters]
+        layouts = [gradient_layout(tensor) for tensor in self._like_gradients()]
         self._table = SegmentTable(layouts)
         self._strides = [layout.stride() for layout in layouts]
         self._buffer: Tensor | None = None
@@ -94,6 +94,10 @@ class GradBucket(BucketFacts):
         self.as_view = as_view
         if as_view:
             self._allocate()
+
+    def _like_gradients(self) -> Iterable[Tensor]:
+        """Tensors in the shapes, strides and dtype of the gradients."""
+        return self._parameters
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor, each in its own memory order; complex ones as real pairs."""

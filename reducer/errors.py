@@ -14,6 +14,18 @@ from gradwire.reducer import torch_internals
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
 BUILTIN_HOOK_REGISTERED_TWICE = "register_builtin_comm_hook or register_comm_hook can only be called once."
 
+HOOK_WITH_MIXED_PRECISION = (
+    f"{HOOK_REGISTERED_TWICE} mixed_precision has a hook of its own, which sums gradients in its reduce_dtype. Leave "
+    "out one of the two; with a hook that compresses, use torch.autocast for the computation."
+)
+JOIN_WITH_MIXED_PRECISION = (
+    "join() does not support mixed_precision. Use torch.autocast in its place, or give all ranks as many inputs."
+)
+COPY_WITH_MIXED_PRECISION = (
+    "A DistributedDataParallel with mixed_precision can be neither copied nor pickled. Copy the module, and wrap the "
+    "copy."
+)
+
 CREATE_GRAPH = (
     "Using DistributedDataParallel with create_graph=True  is not well-supported. The higher-order gradient will  not "
     "be synchronized across ranks, and backpropagation  through all_reduce operations will not occur. If you require  "

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.futures import Future
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
@@ -19,6 +20,7 @@ from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.bucket import GradBucket, TakeBack
+from gradwire.reducer.mixed_precision import LowPrecisionBucket
 from gradwire.reducer.sparse_bucket import SparseBucket
 from gradwire.reducer.statistics import Statistics
 from gradwire.reducer.usage import UsedMap, unreachable
@@ -94,6 +96,7 @@ class Reducer:
         self._has_comm_hook = False
         self._take_back: TakeBack | None = None
         self._runs_optimizers = False
+        self._upcast_stream: torch.Stream | None = None  # with mixed precision
         self._lock = threading.Lock()
         self._expects_hooks = False
         self._requires_finalize = False
@@ -139,6 +142,8 @@ class Reducer:
         if self.sparse[members[0]]:
             return SparseBucket(index, is_last, self.parameters[members[0]], self.names[members[0]])
         parameters, names = [self.parameters[i] for i in members], [self.names[i] for i in members]
+        if self._upcast_stream is not None:
+            return LowPrecisionBucket(index, is_last, parameters, names, self._upcast_stream)
         bucket = GradBucket(index, is_last, parameters, names, self.gradient_as_bucket_view)
         if self.gradient_as_bucket_view:
             bucket.adopt_gradients()
@@ -195,11 +200,17 @@ class Reducer:
         if self.static_graph:
             self._calls_left = list(self._calls)
         elif self.find_unused_parameters:
-            unused = unreachable(outputs, self._arrivals.nodes)
+            unused = unreachable(outputs, self._gradient_nodes())
             if self.statistics.iterations > 1:
                 self._graph_seems_static &= unused == self._unused
             self._unused = unused
         self.statistics.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
+
+    def _gradient_nodes(self) -> list[Node]:
+        """The autograd nodes that take the gradients; with mixed precision, each forward has others."""
+        if self._upcast_stream is not None:
+            return [torch_internals.gradient_node(parameter) for parameter in self.parameters]
+        return self._arrivals.nodes
 
     def _quiet(self) -> bytearray:
         """Whether the arrival of each gradient need only be noted: not of the one that a bucket gets last.
@@ -456,6 +467,18 @@ class Reducer:
     def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
         """Wait for these too at the end of the backward."""
         self._post_backward_futures += futures
+
+    # What follows serves mixed precision.
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Expect gradients in the dtype of the parameters' copies; their hook has been registered."""
+        self._upcast_stream = self._hook_state.upcast_stream
+        self._arrivals.remove()  # PyTorch's class watches the copies
+        self._build_buckets(self.members)
+
+    def gradient_arrived(self, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter's copy."""
+        self._arrivals.arrive(index)
 
     # What follows lets a rank that has run out of inputs take part in the others' collectives; see DDP's `join`.
 
