@@ -18,6 +18,7 @@ from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.agreement import broadcast_coalesced, verify_parameters
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.mixed_precision import check, forget_hooks, restore
+from gradwire.reducer.nesting import refuse_wrapper_around, refuse_wrappers_inside
 from gradwire.reducer.reducer import Reducer
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -63,6 +64,7 @@ class DistributedDataParallel(TorchDDP):
 
     Raises:
         NotImplementedError: an argument asks for what is not supported.
+        ValueError: the module is or contains a wrapper that reduces its parameters already.
         ValueError, RuntimeError: as PyTorch's class does.
     """
 
@@ -92,6 +94,7 @@ class DistributedDataParallel(TorchDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        refuse_wrappers_inside(module)
         if mixed_precision is not None:
             check(mixed_precision)
         if torch_internals.uses_python_reducer():
@@ -295,6 +298,10 @@ class DistributedDataParallel(TorchDDP):
     def _match_unused_params_allreduce(self) -> None:
         """In `join`, take part in the exchange of used parameters with none."""
         self.reducer.match_used_map()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        refuse_wrapper_around(self)
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():

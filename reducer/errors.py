@@ -139,6 +139,37 @@ def static_graph_too_late(iterations: int) -> str:
     )
 
 
+def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
+    """The module to wrap holds a wrapper that reduces parameters of it.
+
+    Args:
+        inside: the name of that wrapper in the module, empty for the module itself.
+        kind: its class.
+        names: of the parameters.
+    """
+    where = f"contains a {kind.__module__}.{kind.__qualname__} ({inside})" if inside else "is a DistributedDataParallel"
+    return (
+        f"module {where}, which averages {_some(names)} already; their gradients would be averaged twice. Wrap the "
+        "bare module once, or give the outer wrapper the names of those parameters as "
+        "module._ddp_params_and_buffers_to_ignore."
+    )
+
+
+def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
+    """The forward of another wrapper calls this one, and both reduce parameters.
+
+    Args:
+        kind: the class of the other one.
+        names: of the parameters.
+    """
+    return (
+        "This gradwire.DistributedDataParallel was wrapped in another wrapper, a "
+        f"{kind.__module__}.{kind.__qualname__}: both average {_some(names)}, and the gradients would be averaged "
+        "twice, once without the hook. Leave the outer wrapper out. With accelerate, pass accelerator.prepare the "
+        "optimizer and the data loader only."
+    )
+
+
 def no_future(result: object) -> str:
     """A hook returned something else than a future."""
     kind = type(result)
@@ -190,6 +221,11 @@ _SCALAR_TYPES = {
     torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble",
 }
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _as_pytorch_names(name: str) -> str:

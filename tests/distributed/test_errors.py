@@ -273,6 +273,31 @@ def test_model_trains_on_after_a_backward_that_failed(world, where, view):
     assert_same_on_all_ranks([after for _, after in results])
 
 
+def static_graph_whose_first_backward_fails(view):
+    """The error, the gradients of later steps, and those of PyTorch's class, for which no backward failed."""
+    options = {"bucket_cap_mb": SMALLEST, "gradient_as_bucket_view": view, "static_graph": True}
+    ddp, reference = DDP(build("mlp"), **options), WRAPPERS["pytorch"](build("mlp"), **options)
+    batch = torch.ones(2, 11) * (1 + dist.get_rank())
+    handle = ddp.module.layers[4].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
+    error = message_of(ddp(batch).backward)
+    handle.remove()
+    after = []
+    for _ in range(4):
+        for model in (ddp, reference):
+            model.zero_grad()
+            model(batch).backward()
+        after.append((gradients(ddp), gradients(reference)))
+    return error, after
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_static_graph_whose_first_backward_failed_counts_its_gradients_anew(worlds, view):
+    for error, after in worlds(2).run(static_graph_whose_first_backward_fails, view=view):
+        assert error == ("Trouble", "from autograd")
+        for ours, reference in after:
+            assert_same_bits(ours, reference)
+
+
 def mean_gradients():
     ddp = WRAPPERS["pytorch"](build("mlp"))
     ddp(torch.ones(2, 11) * (1 + dist.get_rank())).backward()
