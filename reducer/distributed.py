@@ -64,7 +64,7 @@ class DistributedDataParallel(TorchDDP):
 
     Raises:
         NotImplementedError: an argument asks for what is not supported.
-        ValueError: the module is or contains a wrapper that reduces its parameters already.
+        ValueError: the module is or contains a wrapper of the same parameters that has a communication hook.
         ValueError, RuntimeError: as PyTorch's class does.
     """
 

@@ -165,7 +165,7 @@ def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
     return (
         "This gradwire.DistributedDataParallel was wrapped in another wrapper, a "
         f"{kind.__module__}.{kind.__qualname__}: both average {_some(names)}, and the gradients would be averaged "
-        "twice, once without the hook. Leave the outer wrapper out. With accelerate, pass accelerator.prepare the "
+        "twice, once without a hook. Leave the outer wrapper out. With accelerate, pass accelerator.prepare the "
         "optimizer and the data loader only."
     )
 

@@ -1,13 +1,14 @@
-"""Wrappers inside wrappers: refused where a gradient would be averaged twice, and only there."""
+"""Wrappers inside wrappers: a warning where a gradient is averaged twice, an error where that bypasses a hook."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from torch import nn
-from training import SMALL, WRAPPERS, build, gradients
+from training import SMALL, WRAPPERS, build, gradients, register
 
 OURS, THEIRS = WRAPPERS["gradwire"], WRAPPERS["pytorch"]
 
@@ -20,16 +21,21 @@ def message_of(action, *arguments):
     return None
 
 
-def wrap_again(inner):
+def wrap_again(inner, hook):
     """What our constructor says to a wrapper, and to a module that holds one."""
     wrapped = WRAPPERS[inner](build("mlp"))
+    if hook is not None:
+        register(wrapped, hook)
     holder = nn.Sequential(nn.Linear(3, 11), wrapped)
-    return message_of(OURS, wrapped), message_of(OURS, holder), [p.requires_grad for p in holder.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        errors = message_of(OURS, wrapped), message_of(OURS, holder)
+    return errors, [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("inner", WRAPPERS)
-def test_wrapping_a_wrapper_raises_at_construction(worlds, inner):
-    for itself, held, requires_grad in worlds(2).run(wrap_again, inner=inner):
+def test_wrapping_a_wrapper_with_a_hook_raises_at_construction(worlds, inner):
+    for (itself, held), _ in worlds(2).run(wrap_again, inner=inner, hook="allreduce"):
         for kind, text in (itself, held):
             assert kind == "ValueError"
             assert "would be averaged twice" in text
@@ -37,24 +43,42 @@ def test_wrapping_a_wrapper_raises_at_construction(worlds, inner):
             assert "and 5 more" in text
         assert "module is a DistributedDataParallel" in itself[1]
         assert "(1)" in held[1]
-        assert all(requires_grad)
 
 
-def call_through_pytorchs(holds):
-    """The error of the first forward of PyTorch's wrapper around ours, and the gradients that it left."""
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_wrapping_a_wrapper_without_a_hook_warns_at_construction(worlds, inner):
+    for errors, warned in worlds(2).run(wrap_again, inner=inner, hook=None):
+        assert errors == (None, None)
+        assert ["would be averaged twice" in text for text in warned].count(True) == 2
+
+
+def call_through_pytorchs(holds, hook):
+    """What the first two forwards of PyTorch's wrapper around ours said, and the gradients that they left."""
     ours = OURS(build("mlp"))
+    if hook is not None:
+        register(ours, hook)
     outer = THEIRS(nn.Sequential(ours) if holds else ours)
-    return message_of(outer, torch.ones(2, 11)), [p.grad for p in outer.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        errors = [message_of(outer, torch.ones(2, 11)) for _ in range(2)]
+    return errors, [str(warning.message) for warning in caught], [p.grad for p in outer.parameters()]
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["itself", "held"])
-def test_pytorchs_wrapper_around_ours_raises_at_the_first_forward(worlds, holds):
-    for (kind, text), left in worlds(2).run(call_through_pytorchs, holds=holds):
-        assert kind == "RuntimeError"
-        assert "torch.nn.parallel.distributed.DistributedDataParallel" in text
-        assert "averaged twice" in text
-        assert "accelerator.prepare the optimizer and the data loader" in text
+def test_pytorchs_wrapper_around_ours_with_a_hook_raises_at_every_forward(worlds, holds):
+    for errors, _, left in worlds(2).run(call_through_pytorchs, holds=holds, hook="allreduce"):
+        for kind, text in errors:
+            assert kind == "RuntimeError"
+            assert "torch.nn.parallel.distributed.DistributedDataParallel" in text
+            assert "averaged twice" in text
+            assert "accelerator.prepare the optimizer and the data loader" in text
         assert left == [None] * len(left)
+
+
+def test_pytorchs_wrapper_around_ours_without_a_hook_warns_once(worlds):
+    for errors, warned, _ in worlds(2).run(call_through_pytorchs, holds=False, hook=None):
+        assert errors == [None, None]
+        assert ["averaged twice" in text for text in warned].count(True) == 1
 
 
 class WithPart(nn.Module):
