@@ -32,15 +32,18 @@ class Arrivals:
         self._quiet = bytearray(len(parameters))
         # The nodes must not keep the reducer alive: a model may be wrapped anew, and the old reducer then has to go.
         method = weakref.WeakMethod(react)
-        self._handles = [
-            node.register_hook(_hook(index, self._noted, self._quiet, method)) for index, node in enumerate(self.nodes)
-        ]
+        self._hooks = [_hook(index, self._noted, self._quiet, method) for index in range(len(self.nodes))]
+        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
         weakref.finalize(self, _remove_all, self._handles)
 
     def begin(self) -> None:
         """Forget what has arrived. No parameter is quiet."""
         self._noted.clear()
         self._quiet[:] = bytes(len(self._quiet))
+
+    def arrive(self, index: int) -> None:
+        """Take note of a gradient that came by another node than the parameter's first."""
+        self._hooks[index](None, None)
 
     def quieten(self, quiet: bytes | bytearray) -> None:
         """From now on, the parameters that have a 1 in ``quiet`` are quiet, once each."""

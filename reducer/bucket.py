@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from torch.futures import Future
 from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from gradwire.kernels.segments import Fitting, gradient_layout
+from gradwire.reducer import errors
 
 # Of a parameter's name and what was reduced for it, beyond its gradient, but not applied.
 TakeBack = Callable[[str, Tensor], None]
@@ -84,7 +85,7 @@ class GradBucket(BucketFacts):
         self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str], as_view: bool
     ) -> None:
         super().__init__(index, is_last, parameters, names)
-        layouts = [gradient_layout(parameter) for parameter in parameters]
+        layouts = [gradient_layout(tensor) for tensor in self._like_gradients()]
         self._table = SegmentTable(layouts)
         self._strides = [layout.stride() for layout in layouts]
         self._buffer: Tensor | None = None
@@ -93,6 +94,10 @@ class GradBucket(BucketFacts):
         self.as_view = as_view
         if as_view:
             self._allocate()
+
+    def _like_gradients(self) -> Iterable[Tensor]:
+        """Tensors in the shapes, strides and dtype of the gradients."""
+        return self._parameters
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor, each in its own memory order; complex ones as real pairs."""
@@ -184,10 +189,8 @@ class GradBucket(BucketFacts):
         self.in_place = in_place
 
     def _raise_changed(self, i: int, grad: Tensor) -> NoReturn:
-        raise ValueError(
-            f"The gradient of {self._names[i]} is {grad.dtype} {tuple(grad.shape)}; when the model was wrapped, it was "
-            f"{self._table.source_dtype} {tuple(self._table.shapes[i])}. Wrap a model after changing its parameters."
-        )
+        dtype, shape = self._table.source_dtype, self._table.shapes[i]
+        raise ValueError(errors.other_dtype_or_shape(self._names[i], grad, dtype, shape))
 
     def _in_layout(self, i: int, grad: Tensor | None) -> Tensor:
         """A copy of a gradient in its parameter's layout; zeros if it is undefined."""
@@ -195,11 +198,7 @@ class GradBucket(BucketFacts):
         copy = parameter.detach().new_empty_strided(parameter.shape, self._strides[i])
         if grad is None:
             return copy.zero_()
-        warnings.warn(
-            f"The gradient of {self._names[i]} has strides {grad.stride()} where its parameter has {self._strides[i]}, "
-            "and is copied in every step. Let autograd make it, or assign one with the strides of the parameter.",
-            stacklevel=2,
-        )
+        warnings.warn(errors.other_strides(self._names[i], grad, self._strides[i]), stacklevel=2)
         return copy.copy_(grad)
 
     def of_zeros(self, in_place: bool) -> GradBucket:

@@ -15,9 +15,11 @@ from gradwire.compress import Transport
 from gradwire.hooks import default_hooks
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
-from gradwire.reducer import torch_internals
+from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.agreement import broadcast_coalesced, verify_parameters
 from gradwire.reducer.logging import Logger
+from gradwire.reducer.mixed_precision import check, forget_hooks, restore
+from gradwire.reducer.nesting import refuse_wrapper_around, refuse_wrappers_inside
 from gradwire.reducer.reducer import Reducer
 from gradwire.reducer.resynchronization import resynchronize
 
@@ -51,7 +53,10 @@ class DistributedDataParallel(TorchDDP):
         delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets: their gradients are summed
             in one flat fp32 buffer.
         param_to_hook_all_reduce: the parameter whose gradient starts the sum of those.
-        mixed_precision: not supported.
+        mixed_precision: PyTorch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: compute with copies of
+            the parameters in one dtype, sum their gradients in another, and keep parameters and gradients in their own
+            for the optimizer. Needs an accelerator; takes no communication hook, no `join` and no copies of the wrapped
+            model; ``gradient_as_bucket_view`` has no effect then.
         device_mesh: a 1-D mesh in place of ``process_group``.
         skip_all_reduce_unused_params: with ``find_unused_parameters``, whether a bucket of which a rank uses no
             parameter is left out. All ranks must use the same parameters then.
@@ -61,6 +66,7 @@ class DistributedDataParallel(TorchDDP):
 
     Raises:
         NotImplementedError: an argument asks for what is not supported.
+        ValueError: the module is or contains a wrapper of the same parameters that has a communication hook.
         ValueError, RuntimeError: as PyTorch's class does.
     """
 
@@ -90,11 +96,9 @@ class DistributedDataParallel(TorchDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        refuse_wrappers_inside(module)
         if mixed_precision is not None:
-            raise NotImplementedError(
-                "gradwire.DistributedDataParallel does not support mixed_precision, PyTorch's experimental argument. "
-                "Use torch.autocast, or cast the module."
-            )
+            check(mixed_precision)
         if torch_internals.uses_python_reducer():
             raise NotImplementedError(
                 "gradwire.DistributedDataParallel does not support torch._dynamo.config.optimize_ddp='python_reducer', "
@@ -105,6 +109,7 @@ class DistributedDataParallel(TorchDDP):
             "bucket_cap_mb": bucket_cap_mb,
             "delay_all_reduce_named_params": delay_all_reduce_named_params,
             "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            "mixed_precision": mixed_precision,
             "device_mesh": device_mesh,
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "forward_sync_buffers": forward_sync_buffers,
@@ -141,6 +146,9 @@ class DistributedDataParallel(TorchDDP):
             verify_parameters(parameters, [names[parameter] for parameter in parameters], self.process_group)
             with torch.no_grad():
                 broadcast_coalesced(self._module_states(), Transport(self.process_group), self.broadcast_bucket_size)
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`
         caps = list(getattr(self, "bucket_bytes_cap_list", []))
         first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
         rebuilt = caps or [first, self.bucket_bytes_cap]
@@ -153,7 +161,7 @@ class DistributedDataParallel(TorchDDP):
             self.process_group,
             caps or ([sys.maxsize] if is_rebuilt else rebuilt),
             rebuilt,
-            self.gradient_as_bucket_view,
+            self.gradient_as_bucket_view and self.mixed_precision is None,
             self.find_unused_parameters,
             self.skip_all_reduce_unused_params,
         )
@@ -202,6 +210,8 @@ class DistributedDataParallel(TorchDDP):
             ValueError: its annotations are not a hook's.
             RuntimeError: a hook is registered already.
         """
+        if self.mixed_precision is not None and self._comm_hooks:
+            self._log_and_throw(RuntimeError, errors.HOOK_WITH_MIXED_PRECISION)
         self._check_comm_hook(hook)
         self._install_comm_hook(state, hook)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", repr(hook)))
@@ -239,8 +249,35 @@ class DistributedDataParallel(TorchDDP):
             torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
+        if self._comm_hooks:
+            self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
+        self.reducer.gradient_arrived(idx)
+
+    def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Before a module computes with copies of its parameters: wait for them, and watch for their gradients."""
+        if torch.is_grad_enabled():
+            if self._submodule_to_event[module]:
+                forget_hooks(module.parameters(recurse=False))
+            super()._module_wait_for_copy_hook(module, *args, **kwargs)
+            return
+        for event in self._submodule_to_event.pop(module, ()):
+            event.wait(stream=torch.accelerator.current_stream())
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """The hook of `torch.distributed.algorithms.Join`; not with mixed precision."""
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         if self.logger is not None:
@@ -265,6 +302,7 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.match_used_map()
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        refuse_wrapper_around(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.begin_forward()
@@ -303,6 +341,8 @@ class DistributedDataParallel(TorchDDP):
         resynchronize(self.reducer, named, buffers, from_rank, self.broadcast_bucket_size)
 
     def _post_forward(self, output: Any) -> Any:
+        if self.mixed_precision is not None and not torch.is_grad_enabled():
+            restore(self.module.parameters())
         # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
         if self.static_graph and not self.reducer.has_counted_calls:
             self._static_graph_delay_allreduce_enqueued = False

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.futures import Future
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
@@ -18,9 +19,10 @@ from gradwire.hooks.connections import ADVICE, Connections, connections_of
 from gradwire.hooks.executor import let_go_of_locals
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
-from gradwire.reducer import torch_internals
+from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.bucket import GradBucket, TakeBack
+from gradwire.reducer.mixed_precision import LowPrecisionBucket
 from gradwire.reducer.sparse_bucket import SparseBucket
 from gradwire.reducer.statistics import Statistics
 from gradwire.reducer.usage import UsedMap, unreachable
@@ -96,6 +98,7 @@ class Reducer:
         self._has_comm_hook = False
         self._take_back: TakeBack | None = None
         self._runs_optimizers = False
+        self._upcast_stream: torch.Stream | None = None  # with mixed precision
         self._lock = threading.Lock()
         self._expects_hooks = False
         self._requires_finalize = False
@@ -124,7 +127,7 @@ class Reducer:
             RuntimeError: a hook is registered already.
         """
         if self._has_comm_hook:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+            raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         self._hook, self._hook_state, self._has_comm_hook = hook, state, True
         self._hook_in_place = is_in_place(hook)
         self._take_back = state.take_back if isinstance(state, NamedState) else None
@@ -146,6 +149,8 @@ class Reducer:
         if self.sparse[members[0]]:
             return SparseBucket(index, is_last, self.parameters[members[0]], self.names[members[0]])
         parameters, names = [self.parameters[i] for i in members], [self.names[i] for i in members]
+        if self._upcast_stream is not None:
+            return LowPrecisionBucket(index, is_last, parameters, names, self._upcast_stream)
         bucket = GradBucket(index, is_last, parameters, names, self.gradient_as_bucket_view)
         if self.gradient_as_bucket_view:
             bucket.adopt_gradients()
@@ -231,11 +236,17 @@ class Reducer:
         if self.static_graph:
             self._calls_left = list(self._calls)
         elif self.find_unused_parameters:
-            unused = unreachable(outputs, self._arrivals.nodes)
+            unused = unreachable(outputs, self._gradient_nodes())
             if self.statistics.iterations > 1:
                 self._graph_seems_static &= unused == self._unused
             self._unused = unused
         self.statistics.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
+
+    def _gradient_nodes(self) -> list[Node]:
+        """The autograd nodes that take the gradients; with mixed precision, each forward has others."""
+        if self._upcast_stream is not None:
+            return [torch_internals.gradient_node(parameter) for parameter in self.parameters]
+        return self._arrivals.nodes
 
     def _quiet(self) -> bytearray:
         """Whether the arrival of each gradient need only be noted: not of the one that a bucket gets last.
@@ -343,17 +354,14 @@ class Reducer:
         self.statistics.mark("backward_comm_time_start")
         with self.leaving(f"the communication hook of bucket {index}"):
             if torch.is_grad_enabled():
-                warnings.warn(_CREATE_GRAPH, stacklevel=2)
+                warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
                 bucket.divisor = self._divide_factor()
                 unused = [k for k, i in enumerate(members) if not self._used.local[i]] if self._may_leave_out else []
                 bucket.collect(self._reduces_in_place(bucket), unused)
                 future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
-                self._raise(
-                    "The communication hook's callback must return a torch.futures.Future object, but got "
-                    f"{type(future).__name__}."
-                )
+                self._raise(errors.no_future(future))
             bucket.future = future
 
     def _reduces_in_place(self, bucket: Bucket) -> bool:
@@ -466,38 +474,15 @@ class Reducer:
             self._fail("the backward pass raised an exception after all buckets were launched")
             self.connections.check()
             return
-        begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
-        unused = "This error indicates that your module has parameters that were not used in producing loss. "
-        if self.static_graph:
-            cause = (
-                "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
-                "used in first iteration, but then got unused in the second iteration. this is not compatible with "
-                "static_graph set to True."
+        self._fail_and_raise(
+            errors.unfinished(
+                dist.get_rank(self.process_group),
+                self.names,
+                missing,
+                static_graph=self.static_graph,
+                find_unused=self.find_unused_parameters,
             )
-        elif self.find_unused_parameters:
-            cause = unused + (
-                "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
-                "participate in computing loss. You can fix this by making sure all `forward` function outputs "
-                "participate in calculating loss, and that `forward` returns them where PyTorch finds them: in lists, "
-                "tuples, dictionaries, dataclasses."
-            )
-        else:
-            cause = unused + (
-                "You can enable unused parameter detection by passing the keyword argument "
-                "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by making sure all "
-                "`forward` function outputs participate in calculating loss."
-            )
-        rank = dist.get_rank(self.process_group)
-        which = (
-            f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
-            f"\nParameters which did not receive grad for rank {rank}: {', '.join(self.names[i] for i in missing)}"
         )
-        advice = (
-            "Or the backward pass raised an exception. Nothing was reduced for these parameters and for the buckets "
-            "after theirs. To see where ranks part, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
-            "INFO or DETAIL."
-        )
-        self._fail_and_raise(f"{begin}{cause}{which}\n{advice}")
 
     def _raise(self, message: str) -> NoReturn:
         self.error = message
@@ -508,25 +493,10 @@ class Reducer:
         raise RuntimeError(f"{message}\n{ADVICE}")
 
     def _raise_marked_twice(self, index: int) -> None:
-        name = self.names[index]
-        self._fail_and_raise(
-            "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
-            "1) a parameter is used outside the `forward` function of the module, and so receives a gradient twice. "
-            "2) parameters are reused in several reentrant backward passes, for example by several checkpoint "
-            "functions wrapping the same part of the model; `static_graph=True` supports that. 3) the same backward is "
-            "run twice over one forward, or `find_unused_parameters=True` did not find the parameter in the graph of "
-            "the outputs of `forward`, from which the loss must be computed. "
-            f"Parameter {name} at index {index} has been marked ready twice."
-        )
+        self._fail_and_raise(errors.marked_twice(self.names[index], index))
 
     def _raise_graph_changed(self, index: int) -> None:
-        name, calls = self.names[index], self._calls[index]
-        self._fail_and_raise(
-            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
-            "then got used in the second iteration. this is not compatible with static_graph set to True. "
-            f"Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first "
-            "iteration."
-        )
+        self._fail_and_raise(errors.graph_changed(self.names[index], index, self._calls[index]))
 
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward left buckets incomplete."""
@@ -543,10 +513,7 @@ class Reducer:
             RuntimeError: there was a synchronised forward already.
         """
         if self.statistics.iterations > 0:
-            self._raise(
-                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
-                f"constructed; {self.statistics.iterations} iterations have begun already."
-            )
+            self._raise(errors.static_graph_too_late(self.statistics.iterations))
         self.static_graph = self._may_leave_out = self._tracks_usage = True
 
     def _ddp_graph_static(self) -> bool:
@@ -564,6 +531,18 @@ class Reducer:
     def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
         """Wait for these too at the end of the backward."""
         self._post_backward_futures += futures
+
+    # What follows serves mixed precision.
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Expect gradients in the dtype of the parameters' copies; their hook has been registered."""
+        self._upcast_stream = self._hook_state.upcast_stream
+        self._arrivals.remove()  # PyTorch's class watches the copies
+        self._build_buckets(self.members)
+
+    def gradient_arrived(self, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter's copy."""
+        self._arrivals.arrive(index)
 
     # What follows lets a rank that has run out of inputs take part in the others' collectives; see DDP's `join`.
 
@@ -656,9 +635,3 @@ def _run_optimizers(parameters: Sequence[Tensor]) -> None:
             optimizer.step()
         if optimizers:
             parameter.grad = None
-
-
-_CREATE_GRAPH = (
-    "Using DistributedDataParallel with create_graph=True is not well-supported: the higher-order gradient is not "
-    "synchronized across ranks, and no gradient flows through the all-reduce."
-)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.reducer import errors
 from gradwire.reducer.bucket import BucketFacts, TakeBack
 
 
@@ -40,10 +41,7 @@ class SparseBucket(BucketFacts):
         """
         gradient = self._parameter.grad
         if gradient is not None and not gradient.is_sparse:
-            raise RuntimeError(
-                f"The gradient of {self._names[0]} is dense; expected a sparse one, as its module has sparse=True. "
-                "Make the module with sparse=False, or let all of the parameter's gradients be sparse."
-            )
+            raise RuntimeError(errors.dense_gradient(self._names[0]))
         self._gradient = self._empty() if gradient is None else gradient.detach().clone()
         self.stand_ins = list(unused)
 

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import (
         _DEFAULT_FIRST_BUCKET_BYTES,
         BuiltinCommHookType,
+        DebugLevel,
         _compute_bucket_assignment_by_size,
+        get_debug_level,
     )
 else:
     from torch.distributed import (
         _DEFAULT_FIRST_BUCKET_BYTES,
         BuiltinCommHookType,
+        DebugLevel,
         _compute_bucket_assignment_by_size,
+        get_debug_level,
     )
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "BuiltinCommHookType",
     "assign_buckets",
     "gradient_node",
+    "is_debugging",
     "is_future",
     "optimizer_hooks",
     "queue_callback",
@@ -88,3 +93,8 @@ def uses_python_reducer() -> bool:
 def is_future(value: object) -> bool:
     """Whether ``value`` is a future of PyTorch's; ``Future.then`` returns one of the class under the public one."""
     return isinstance(value, torch._C.Future)
+
+
+def is_debugging() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG asks for details."""
+    return get_debug_level() != DebugLevel.OFF

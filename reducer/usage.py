@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.profiler import record_function
 
 from gradwire.compress import Transport
 from gradwire.kernels.segments import upload
-from gradwire.reducer import torch_internals
+from gradwire.reducer import errors, torch_internals
 
 
 def unreachable(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list[int]:
@@ -25,7 +26,15 @@ def unreachable(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list
                 if node is not None and node not in seen:
                     seen.add(node)
                     stack.append(node)
-        return [i for i, accumulator in enumerate(accumulators) if accumulator not in seen]
+        unused = [i for i, accumulator in enumerate(accumulators) if accumulator not in seen]
+    if not unused:
+        _warn_once_that_all_are_used()
+    return unused
+
+
+@cache
+def _warn_once_that_all_are_used() -> None:
+    warnings.warn(errors.NOTHING_UNUSED, stacklevel=3)
 
 
 class UsedMap:

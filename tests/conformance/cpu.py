@@ -9,6 +9,7 @@ import os
 import unittest
 
 import torch
+from no_stream import no_streams
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
@@ -37,24 +38,6 @@ class OnCPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class NoStream:
-    """Stands for a stream or an event: on the CPU, work is done in the order in which it is written down."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def wait(self, *_, **__):
-        pass
-
-    record = synchronize = wait_event = wait_stream = wait
-
-
 def on_cpu(argument):
     """The CPU in place of a GPU, which may be given by index, by name, or as a `torch.device`."""
     is_index = isinstance(argument, int) and not isinstance(argument, bool)
@@ -66,8 +49,7 @@ def pretend():
     """Put the CPU in the place of GPUs, for the rest of this process. To be called before the tests are imported."""
     Tensor.cuda = nn.Module.cuda = lambda self, *_, **__: self
     torch._C._nn._parse_to = _parse_to_cpu(torch._C._nn._parse_to)
-    torch.Stream = torch.Event = NoStream
-    torch.accelerator.current_stream = lambda: NoStream()
+    no_streams()
     torch.cuda.set_device = lambda device: None
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_device = lambda: 0

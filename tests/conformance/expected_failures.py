@@ -4,13 +4,6 @@ The list is kept strictly: a test in it that passes fails the lane, and so does 
 """
 
 ON_PURPOSE = {
-    "mixed_precision, experimental in PyTorch, is not supported": [
-        "test_ddp_native_mixed_precision_ignored_params",
-        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
-        "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
-        "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
-        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
-    ],
     "expects the forward after an error to fail as well; gradwire's starts afresh": [
         "test_invalid_static_graph",
     ],

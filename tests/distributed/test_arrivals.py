@@ -3,7 +3,9 @@
 import sys
 import threading
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -11,6 +13,7 @@ from training import WRAPPERS
 
 from gradwire.reducer.arrivals import Arrivals
 
+PAIRS = 5e-6  # MiB: a bucket for every two numbers
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 
 
@@ -50,6 +53,34 @@ def launches(wrapper, orders, count, caps, mode):
         ddp(torch.ones(1), order).backward()
         steps.append(list(happened))
     return steps
+
+
+# In which the gradients of five numbers come, by rank.
+ORDERS = [[3, 0, 4, 1, 2], [1, 4, 2, 0, 3], [2, 3, 1, 4, 0]]
+
+
+def rebuild_from_own_order(mode):
+    """The buckets after four steps, and the gradients of each; every rank's come in an order of its own."""
+    model = Chain(5)
+    for i, number in enumerate(model.numbers):
+        number.data.fill_(i + 1)
+    ddp = WRAPPERS["gradwire"](model, bucket_cap_mb=PAIRS, static_graph=mode == "static")
+    seen = []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(1) + dist.get_rank(), ORDERS[dist.get_rank()]).backward()
+        seen.append([number.grad.item() for number in model.numbers])
+    return ddp.reducer.has_rebuilt_buckets, ddp.reducer.members, seen
+
+
+@pytest.mark.parametrize("mode", ["plain", "static"])
+def test_ranks_of_other_arrival_orders_rebuild_the_buckets_of_rank_0(world, mode):
+    mean = sum(range(1, world.size + 1)) / world.size
+    for rebuilt, members, seen in world.run(rebuild_from_own_order, mode=mode):
+        assert rebuilt
+        assert members == [[3, 0], [4, 1], [2]]
+        for step in seen:
+            assert step == pytest.approx([mean * 120 / (i + 1) for i in range(5)], rel=1e-6)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import threading
@@ -18,6 +19,8 @@ import gradwire
 from gradwire.hooks import default_hooks
 from gradwire.hooks.connections import executor_for
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.reducer.logging import Logger
+from gradwire.reducer.reducer import Reducer
 
 
 def surface():
@@ -29,6 +32,8 @@ def surface():
     logged = [ddp._get_ddp_logging_data() for ddp in (theirs, ours)]
     return {
         "is PyTorch's": isinstance(ours, torch.nn.parallel.DistributedDataParallel),
+        "is gradwire's": isinstance(ours.reducer, Reducer) and isinstance(ours.logger, Logger),
+        "arguments": tuple(list(inspect.signature(type(ddp)).parameters) for ddp in (theirs, ours)),
         "state": (list(theirs.state_dict()), list(ours.state_dict())),
         "checkpoint": (list(get_model_state_dict(theirs)), list(get_model_state_dict(ours))),
         "rebuilt": (theirs._has_rebuilt_buckets, ours._has_rebuilt_buckets),
@@ -42,6 +47,7 @@ def surface():
 def test_surface_matches_pytorch(world):
     for found in world.run(surface):
         assert found.pop("is PyTorch's")
+        assert found.pop("is gradwire's")
         for name, (theirs, ours) in found.items():
             assert ours == theirs, name
 

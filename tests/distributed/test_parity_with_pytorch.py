@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits, differences
 from torch import nn
-from training import MODELS, SMALL, SMALLEST, WRAPPERS, Record, build, gradients, train
+from training import MODELS, SMALL, SMALLEST, WRAPPERS, Record, build, gradients, register, train
 from zoo import Probe
 
 
@@ -249,9 +249,11 @@ def clipping_and_keeping_gradients(wrapper, view):
     return seen
 
 
-def clearing_some_gradients(wrapper, view):
+def clearing_some_gradients(wrapper, view, hook=None):
     """Some gradients start from None and others from zero, within one bucket."""
     ddp = WRAPPERS[wrapper](build("mlp"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
+    if hook is not None:
+        register(ddp, hook)
     generator = torch.Generator().manual_seed(dist.get_rank())
     seen = []
     for step in range(5):
@@ -284,6 +286,17 @@ def loop_with_both(loop, view):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_law4_unusual_loops_match_pytorch(world, loop, view):
     assert_parity(world.run(loop_with_both, loop=loop, view=view))
+
+
+def clearing_some_gradients_with_both(**options):
+    return clearing_some_gradients("pytorch", **options), clearing_some_gradients("gradwire", **options)
+
+
+# On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "fp16_of_pytorch", "scaled_bf16", "powersgd"])
+def test_law4_gradients_cleared_in_part_match_pytorch_under_a_hook(worlds, hook, view):
+    assert_parity(worlds(2).run(clearing_some_gradients_with_both, hook=hook, view=view))
 
 
 def first_order(view, create_graph):

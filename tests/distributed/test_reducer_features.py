@@ -827,7 +827,7 @@ def create_graph(feature, view):
                 warnings.simplefilter("always")
                 ddp(torch.randn(3, 4, generator=generator), (0, 2)).backward(create_graph=keep)
             seen.append(
-                (gradients(ddp), any("create_graph=True is not well-supported" in str(w.message) for w in caught))
+                (gradients(ddp), any("create_graph=True  is not well-supported" in str(w.message) for w in caught))
             )
     return seen[:3], seen[3:]
 

@@ -1,0 +1,233 @@
+"""The reducer's error messages: PyTorch's own sentences to the letter, then what gradwire adds.
+
+Scripts search logs for PyTorch's sentences, and PyTorch's tests match them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gradwire.reducer import torch_internals
+
+HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
+BUILTIN_HOOK_REGISTERED_TWICE = "register_builtin_comm_hook or register_comm_hook can only be called once."
+
+HOOK_WITH_MIXED_PRECISION = (
+    f"{HOOK_REGISTERED_TWICE} mixed_precision has a hook of its own, which sums gradients in its reduce_dtype. Leave "
+    "out one of the two; with a hook that compresses, use torch.autocast for the computation."
+)
+JOIN_WITH_MIXED_PRECISION = (
+    "join() does not support mixed_precision. Use torch.autocast in its place, or give all ranks as many inputs."
+)
+COPY_WITH_MIXED_PRECISION = (
+    "A DistributedDataParallel with mixed_precision can be neither copied nor pickled. Copy the module, and wrap the "
+    "copy."
+)
+
+CREATE_GRAPH = (
+    "Using DistributedDataParallel with create_graph=True  is not well-supported. The higher-order gradient will  not "
+    "be synchronized across ranks, and backpropagation  through all_reduce operations will not occur. If you require  "
+    "DDP to work with higher-order gradients for your use case,  please ping "
+    "https://github.com/pytorch/pytorch/issues/63929"
+)
+
+NOTHING_UNUSED = (
+    "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the "
+    "forward pass. This flag results in an extra traversal of the autograd graph every iteration,  which can adversely "
+    "affect performance. If your model indeed never has any unused parameters in the forward pass, consider turning "
+    "this flag off. Note that this warning may be a false positive if your model has flow control causing later "
+    "iterations to have unused parameters."
+)
+
+_OUTPUTS = (
+    "making sure all `forward` function outputs participate in calculating loss. \n"
+    "If you already have done the above, then the distributed data parallel module wasn't able to locate the output "
+    "tensors in the return value of your module's `forward` function. Please include the loss function and the "
+    "structure of the return value of `forward` of your module when reporting this issue (e.g. list, dict, iterable)."
+)
+
+
+def unfinished(
+    rank: int, names: Sequence[str], missing: Iterable[int], *, static_graph: bool, find_unused: bool
+) -> str:
+    """The previous backward left parameters without a gradient.
+
+    Args:
+        rank: this process's in its group.
+        names: of all parameters.
+        missing: indices of those without a gradient.
+        static_graph: whether the graph was said to be static.
+        find_unused: whether parameters may be left out.
+    """
+    missing = list(missing)
+    begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
+    unused = "This error indicates that your module has parameters that were not used in producing loss. "
+    if static_graph:
+        cause = (
+            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+            "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "
+            "set to True."
+        )
+    elif find_unused:
+        cause = (
+            f"{unused}Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` "
+            f"outputs participate in computing loss. You can fix this by {_OUTPUTS}"
+        )
+    else:
+        cause = (
+            f"{unused}You can enable unused parameter detection by passing the keyword argument "
+            f"`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by \n{_OUTPUTS}"
+        )
+    indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    without = f"\nParameters which did not receive grad for rank {rank}: "
+    without += ", ".join(_as_pytorch_names(names[index]) for index in missing)
+    if torch_internals.is_debugging():
+        which = without + indices
+    else:
+        which = (
+            f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            "DETAIL to print out information about which particular parameters did not receive gradient on this rank "
+            f"as part of this error{without}"
+        )
+    return (
+        f"{begin}{cause}{which}\nOr the backward raised an exception. Nothing was reduced for these parameters and for "
+        "the buckets after theirs."
+    )
+
+
+def marked_twice(name: str, index: int) -> str:
+    """A parameter's gradient came a second time in one backward."""
+    return (
+        "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of "
+        "a module parameter outside the `forward` function. Please make sure model parameters are not shared across "
+        "multiple concurrent forward-backward passes. or try to use _set_static_graph() as a workaround if this module "
+        "graph does not change during training loop.2) Reused parameters in multiple reentrant backward passes. For "
+        "example, if you use multiple `checkpoint` functions to wrap the same part of your model, it would result in "
+        "the same set of parameters been used by different reentrant backward passes multiple times, and hence marking "
+        "a variable ready multiple times. DDP does not support such use cases in default. You can try to use "
+        "_set_static_graph() as a workaround if your module graph does not change over iterations.\n"
+        f"Parameter at index {index} with name {_as_pytorch_names(name)} has been marked as ready twice. This means "
+        "that multiple autograd engine  hooks have fired for this particular parameter during this iteration.\n"
+        "Another possible reason: `find_unused_parameters=True` did not find the parameter in the graph of the outputs "
+        "of `forward`, from which the loss must be computed."
+    )
+
+
+def graph_changed(name: str, index: int, calls: int) -> str:
+    """A parameter got more gradients than in the first backward of a static graph.
+
+    Args:
+        name: of the parameter.
+        index: of the parameter.
+        calls: gradients in the first backward.
+    """
+    return (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
+        "got used in the second iteration. this is not compatible with static_graph set to True.\n"
+        f"Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first "
+        "iteration."
+    )
+
+
+def static_graph_too_late(iterations: int) -> str:
+    """The graph was said to be static after forwards."""
+    return (
+        "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+        f"constructed. {iterations} iterations have begun already."
+    )
+
+
+def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
+    """The module to wrap holds a wrapper that reduces parameters of it.
+
+    Args:
+        inside: the name of that wrapper in the module, empty for the module itself.
+        kind: its class.
+        names: of the parameters.
+    """
+    where = f"contains a {kind.__module__}.{kind.__qualname__} ({inside})" if inside else "is a DistributedDataParallel"
+    return (
+        f"module {where}, which averages {_some(names)} already; their gradients would be averaged twice. Wrap the "
+        "bare module once, or give the outer wrapper the names of those parameters as "
+        "module._ddp_params_and_buffers_to_ignore."
+    )
+
+
+def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
+    """The forward of another wrapper calls this one, and both reduce parameters.
+
+    Args:
+        kind: the class of the other one.
+        names: of the parameters.
+    """
+    return (
+        "This gradwire.DistributedDataParallel was wrapped in another wrapper, a "
+        f"{kind.__module__}.{kind.__qualname__}: both average {_some(names)}, and the gradients would be averaged "
+        "twice, once without a hook. Leave the outer wrapper out. With accelerate, pass accelerator.prepare the "
+        "optimizer and the data loader only."
+    )
+
+
+def no_future(result: object) -> str:
+    """A hook returned something else than a future."""
+    kind = type(result)
+    return (
+        "DDP communication hook's callback must return a torch.futures.Future object, but got "
+        f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def dense_gradient(name: str) -> str:
+    """A gradient is dense that was said to be sparse."""
+    return (
+        "Expected variable to have sparse gradient.\n"
+        f"The gradient of {name} is dense; expected a sparse one, as its module has sparse=True. Make the module with "
+        "sparse=False, or let all of the parameter's gradients be sparse."
+    )
+
+
+def other_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) -> str:
+    """A gradient lies in memory in another order than its parameter."""
+    sizes = list(gradient.shape)
+    return (
+        "Grad strides do not match bucket view strides. This may indicate grad was not created according to the "
+        "gradient layout contract, or that the param's strides changed since DDP was constructed.  This is not an "
+        "error, but may impair performance.\n"
+        f"grad.sizes() = {sizes}, strides() = {list(gradient.stride())}\n"
+        f"bucket_view.sizes() = {sizes}, strides() = {list(expected)}\n"
+        f"The gradient of {name} is copied in every step. Let autograd make it, or assign one with the strides of the "
+        "parameter."
+    )
+
+
+def other_dtype_or_shape(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A gradient has another dtype or shape than its bucket was made for."""
+    expected, got = (_SCALAR_TYPES.get(each, str(each)) for each in (dtype, gradient.dtype))
+    begin = f"Expected {expected}, got {got}\n" if gradient.dtype != dtype else ""
+    return (
+        f"{begin}The gradient of {name} is {gradient.dtype} {tuple(gradient.shape)}; when the model was wrapped, it "
+        f"was {dtype} {tuple(shape)}. Wrap a model after changing its parameters."
+    )
+
+
+# As C++ prints them.
+_SCALAR_TYPES = {
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _as_pytorch_names(name: str) -> str:
+    """PyTorch's name of a parameter, which begins with a dot where the wrapped module itself owns it."""
+    return name if "." in name else f".{name}"

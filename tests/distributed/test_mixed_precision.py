@@ -1,0 +1,257 @@
+"""PyTorch's native mixed precision: the gradients, the dtypes, and what it does not go with.
+
+It asks for streams, so these cases run with streams that do nothing, as PyTorch's own tests do in `make conformance`.
+"""
+
+import copy
+import pickle
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from torch import nn
+from training import SMALL, WRAPPERS, gradients
+
+from gradwire.hooks import default_hooks
+
+sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+
+from no_stream import NoStream
+
+DDP = WRAPPERS["gradwire"]
+MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
+
+# (param_dtype, reduce_dtype)
+DTYPES = {
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16-in-fp32": (torch.bfloat16, torch.float32),
+    "fp32-in-bf16": (torch.float32, torch.bfloat16),
+}
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+views = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+def no_streams():
+    """A context in which streams and events do nothing."""
+    return mock.patch.multiple(torch, Stream=NoStream, Event=NoStream), mock.patch.object(
+        torch.accelerator, "current_stream", NoStream
+    )
+
+
+class Net(nn.Module):
+    """Layers of which one may be left out, one is used under two names, and one is frozen; with a buffer."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.sometimes = nn.Linear(7, 7)
+        self.other = nn.Linear(7, 7)
+        if tied:
+            self.other.weight = self.first_of_tied = nn.Parameter(self.other.weight.detach().clone())
+            self.sometimes.weight = self.other.weight
+        self.conv = nn.Conv2d(1, 2, 2).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(2 * 6, 2)
+        self.register_buffer("scale", torch.ones(7))
+
+    def forward(self, x, skip=False):
+        x = self.frozen(self.first(x)).tanh()
+        if not skip:
+            x = self.sometimes(x).tanh()
+        x = self.other(x * self.scale)
+        x = self.conv(torch.stack([x, x], 1).unsqueeze(1))
+        return self.last(x.flatten(1)).float().square().sum()
+
+
+def wrap(wrapper, module, dtype, **options):
+    config = MixedPrecision(*DTYPES[dtype], DTYPES[dtype][0])
+    return WRAPPERS[wrapper](module, mixed_precision=config, bucket_cap_mb=SMALL, **options)
+
+
+def steps_of(
+    wrapper, dtype, *, tied=False, accumulate=1, set_to_none=True, skip=False, twice=False, evaluate=False, **options
+):
+    """The gradients of four steps; without a wrapper, this rank's own, of a module in ``param_dtype``.
+
+    The parameters stay what they are, as PyTorch's class averages what lay in memory before in its first steps.
+
+    Args:
+        tied: whether two layers share a weight.
+        skip: whether a layer is left out.
+        twice: whether a backward goes over two forwards.
+        evaluate: whether a forward without a graph comes before each step.
+    """
+    torch.manual_seed(0)
+    module = Net(tied)
+    model = module.to(DTYPES[dtype][0]) if wrapper is None else wrap(wrapper, module, dtype, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(4):
+        model.zero_grad(set_to_none=set_to_none)
+        for micro_batch in range(accumulate):
+            batches = [torch.randn(4, 5, generator=generator) for _ in range(1 + twice)]
+            if wrapper is None:
+                batches = [batch.to(DTYPES[dtype][0]) for batch in batches]
+            elif evaluate:
+                with torch.no_grad():
+                    model(batches[0])
+                assert {p.dtype for p in model.parameters()} == {torch.float32}
+            local = wrapper is not None and micro_batch < accumulate - 1
+            with model.no_sync() if local else nullcontext():
+                sum(model(batch, skip) for batch in batches).backward()
+        seen.append(gradients(module))
+    if wrapper is not None:
+        tensors = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
+        assert {tensor.dtype for tensor in tensors} == {torch.float32}
+        assert module.scale.dtype == DTYPES[dtype][0]
+    return seen
+
+
+def with_both(**options):
+    stream, current = no_streams()
+    with stream, current:
+        return [steps_of(wrapper, **options) for wrapper in WRAPPERS]
+
+
+# PyTorch's class reduces memory that nothing was written to until it has rebuilt its buckets. With views it reduces the
+# first rebuilt buckets' gradients again in every later step.
+@views
+@pytest.mark.parametrize("dtype", ["fp16", "bf16-in-fp32"])
+@pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
+def test_law4_mixed_precision_matches_pytorch_in_rebuilt_buckets(world, dtype, view, static_graph):
+    rebuilt = 2 if static_graph else 1
+    meaningful = slice(rebuilt, rebuilt + 1 if view else None)
+    options = {"dtype": dtype, "gradient_as_bucket_view": view, "static_graph": static_graph}
+    for theirs, ours in world.run(with_both, **options):
+        assert_same_bits(ours[meaningful], theirs[meaningful])
+
+
+def with_ours_and_the_mean(**options):
+    """Our gradients, and what two ranks must have: summed in ``reduce_dtype``, divided there, then cast."""
+    stream, current = no_streams()
+    with stream, current:
+        ours = steps_of("gradwire", **options)
+    plain = {k: v for k, v in options.items() if k not in ("find_unused_parameters", "static_graph", "evaluate")}
+    plain.pop("gradient_as_bucket_view", None)
+    local = steps_of(None, **plain)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    _, reduce_dtype = DTYPES[options["dtype"]]
+    return ours, [
+        {name: mean([rank[name] for rank in ranks], reduce_dtype) for name in ranks[0]}
+        for ranks in zip(*gathered, strict=True)
+    ]
+
+
+def mean(of_ranks, dtype):
+    if all(gradient is None for gradient in of_ranks):
+        return None
+    return sum(gradient.to(dtype) for gradient in of_ranks).div_(len(of_ranks)).float()
+
+
+LOOPS = {
+    "plain": {},
+    "to-zero": {"set_to_none": False},
+    "accumulating": {"accumulate": 3},
+    "unused": {"find_unused_parameters": True, "skip": True},
+    "all-used": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "static-unused": {"static_graph": True, "skip": True},
+    "tied": {"tied": True},
+    "two-forwards": {"twice": True},
+    "evaluating": {"evaluate": True},
+}
+
+
+@views
+@pytest.mark.parametrize(
+    ("loop", "dtype"), [*((loop, "fp16") for loop in LOOPS), *(("plain", dtype) for dtype in DTYPES if dtype != "fp16")]
+)
+def test_gradients_are_the_mean_in_reduce_dtype_from_the_first_step_on(worlds, loop, dtype, view):
+    options = {"dtype": dtype, "gradient_as_bucket_view": view, **LOOPS[loop]}
+    for ours, wanted in worlds(2).run(with_ours_and_the_mean, **options):
+        assert_same_bits(ours, wanted)
+
+
+def trained(dtype):
+    stream, current = no_streams()
+    with stream, current:
+        torch.manual_seed(0)
+        ddp = wrap("gradwire", Net(), dtype)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 5, generator=generator)).backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in ddp.state_dict().items()}
+
+
+@dtypes
+def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(world, dtype):
+    results = world.run(trained, dtype=dtype)
+    assert_same_on_all_ranks(results)
+    assert all(torch.isfinite(value).all() for value in results[0].values())
+
+
+def message_of(action, *arguments, **options):
+    try:
+        action(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def refused():
+    stream, current = no_streams()
+    with stream, current:
+        ddp = wrap("gradwire", Net(), "bf16")
+        return {
+            "hook": message_of(ddp.register_comm_hook, None, default_hooks.fp16_compress_hook),
+            "builtin": message_of(ddp._register_builtin_comm_hook, dist.BuiltinCommHookType.ALLREDUCE),
+            "join": message_of(ddp.join),
+            "copy": message_of(copy.deepcopy, ddp),
+            "pickle": message_of(pickle.dumps, ddp),
+            "param_dtype": message_of(DDP, Net(), mixed_precision=MixedPrecision(torch.int8, torch.float16)),
+            "reduce_dtype": message_of(DDP, Net(), mixed_precision=MixedPrecision(torch.float16)),
+            "config": message_of(DDP, Net(), mixed_precision=torch.float16),
+        }
+
+
+def test_what_does_not_go_with_mixed_precision_raises(worlds):
+    wanted = {
+        "hook": ("RuntimeError", "can only be called once. mixed_precision has a hook of its own"),
+        "builtin": ("RuntimeError", "register_builtin_comm_hook or register_comm_hook can only be called once."),
+        "join": ("NotImplementedError", "torch.autocast"),
+        "copy": ("NotImplementedError", "wrap the copy"),
+        "pickle": ("NotImplementedError", "wrap the copy"),
+        "param_dtype": ("ValueError", "mixed_precision.param_dtype is torch.int8; expected a floating-point dtype"),
+        "reduce_dtype": ("ValueError", "mixed_precision.reduce_dtype is None; expected a floating-point dtype"),
+        "config": ("ValueError", "mixed_precision.param_dtype is None"),
+    }
+    for errors in worlds(2).run(refused):
+        for what, (kind, text) in wanted.items():
+            assert errors[what] is not None, what
+            assert errors[what][0] == kind, errors[what]
+            assert text in errors[what][1], errors[what]
+
+
+def without_an_accelerator():
+    module = Net()
+    error = message_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
+    return error, module.scale.dtype == torch.float32 and not any(hasattr(p, "_mp_param") for p in module.parameters())
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_machine_without_an_accelerator_raises_before_the_module_is_changed(worlds):
+    for error, unchanged in worlds(2).run(without_an_accelerator):
+        assert error is not None
+        assert error[0] == "RuntimeError"
+        assert "mixed_precision needs an accelerator" in error[1]
+        assert unchanged
