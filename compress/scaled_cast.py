@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
 from gradwire.compress.transport import Transport
 from gradwire.compress.workspace import Workspace
@@ -47,9 +48,8 @@ class DelayedScaling:
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; expected torch.float16 or torch.bfloat16.")
         for name, lowest, highest in (("margin", 1, 12), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not lowest <= value <= highest:
-                raise ValueError(f"{name} is {value!r}; expected a whole number of binades, {lowest} to {highest}.")
+            expected = f"a whole number of binades, {lowest} to {highest}"
+            check_whole_number(name, getattr(self, name), expected, lowest, highest)
 
     def limit(self, world_size: int) -> float:
         """The magnitude at which one rank's contribution saturates on the wire, so that no sum overflows."""
