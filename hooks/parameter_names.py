@@ -68,7 +68,10 @@ class ParameterNames:
             ValueError: a parameter is not one of the module's, or appears for the first time after `close`.
         """
         if is_in_place_bucket(bucket):
-            return tuple(bucket.parameter_names())
+            names = tuple(bucket.parameter_names())
+            if not self.is_complete:
+                self._names.update(zip(bucket.parameters(), names, strict=True))
+            return names
         return tuple(self._name(parameter) for parameter in bucket.parameters())
 
     def _name(self, parameter: torch.Tensor) -> str:
@@ -83,6 +86,15 @@ class ParameterNames:
             self._unnamed += 1
         name: str = self._names[parameter]
         return name
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """The parameters that have a name by now, by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the names of all parameters are known: from a module, or because all have been seen."""
+        return self.module is not None or self._is_closed
 
 
 class NamedState:
