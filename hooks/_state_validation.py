@@ -75,15 +75,15 @@ def check_powersgd_shapes(
                 f"errors[{name!r}] is another model's. Load the state of this model, or begin with a new one."
             )
     for name in sorted(q.keys() | p.keys()):
-        matrices = parameters[name].matrices if name in parameters else None
-        if matrices is not None:
-            _check_factors(name, q, p, matrices)
-        elif name in parameters:
-            _check_factors_of(name, q, p, parameters[name].error.numel())
+        expected = parameters.get(name)
+        if expected is not None and expected.matrices is not None:
+            _check_factors(name, q, p, expected.matrices)
+        elif expected is not None:
+            _check_size_of_factors(name, q, p, expected.error.numel(), "its gradient")
         elif name in errors:
-            _check_factors_of(name, q, p, errors[name].numel())
+            _check_size_of_factors(name, q, p, errors[name].numel(), f"errors[{name!r}]")
         elif name in q and name in p:
-            _check_factors_of(name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2])
+            _check_size_of_factors(name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2], f"q[{name!r}]")
 
 
 def check_scaled_cast_state(state: object) -> None:
@@ -169,18 +169,24 @@ def _check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], 
                 )
 
 
-def _check_factors_of(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int) -> None:
+def _check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
     """Raise unless factors are those of matrices of ``numel`` elements altogether, of any rows and columns."""
-    for side, factors, other in (("q", q, p), ("p", p, q)):
+    remedy = "Load the state of this model, or leave these factors out: they begin anew then."
+    for side, factors in (("q", q), ("p", p)):
         if name in factors:
             matrices, rank, length = factors[name].shape
-            opposite = other[name].shape[2] if name in other else numel // (matrices * length)
-            if matrices * length * opposite != numel or not 1 <= rank <= min(length, opposite):
+            if numel % (matrices * length) != 0 or rank > numel // (matrices * length):
                 raise ValueError(
                     f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected matrices x rank x length, of "
-                    f"matrices with {numel} elements together. Load the state of this model, or leave this entry out: "
-                    "its factors begin anew then."
+                    f"matrices with the {numel} elements of {whose}. {remedy}"
                 )
+    if name in q and name in p:
+        sides = [tuple(factors[name].shape) for factors in (q, p)]
+        if sides[0][0] != sides[1][0] or sides[0][0] * sides[0][2] * sides[1][2] != numel:
+            raise ValueError(
+                f"q[{name!r}] and p[{name!r}] have the shapes {sides[0]} and {sides[1]}; expected matrices x rank x "
+                f"columns and matrices x rank x rows, of matrices with the {numel} elements of {whose}. {remedy}"
+            )
 
 
 def _wrong(entry: str, value: object, expected: str) -> ValueError:

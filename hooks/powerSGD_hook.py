@@ -436,8 +436,8 @@ class PowerSGDState(NamedState):
             if self._is_batched:
                 why = "No bucket is large enough: lower matrix_approximation_rank or raise bucket_cap_mb."
             else:
-                layouts = {name: gradient_layout(parameter) for name, parameter in self._names.known().items()}
-                why = _why_none(self.policy, layouts)
+                trained = {name: each for name, each in self._names.known().items() if each.requires_grad}
+                why = _why_none(self.policy, {name: gradient_layout(each) for name, each in trained.items()})
             warnings.warn(
                 f"PowerSGD compresses nothing here: it sends all {numel:,} elements. {why} Otherwise use another hook: "
                 "fp16_compress_hook halves the bytes of any model.",
