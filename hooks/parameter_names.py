@@ -1,6 +1,7 @@
 """Names for the parameters of a bucket, so that a hook's state outlives bucket rebuilds and restarts."""
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -28,6 +29,20 @@ class ParameterNames:
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._is_closed = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the names of all parameters are known: from a module, or because all have been seen."""
+        return self.module is not None or self._is_closed
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """The parameters that have a name by now, by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
+    def note(self, names: Sequence[str], bucket: GradBucket) -> None:
+        """Remember which parameters have these names, as `of` returned them for this bucket, until all are known."""
+        if not self.is_complete:
+            self._names.update(zip(bucket.parameters(), names, strict=True))
 
     def bind(self, module: torch.nn.Module) -> None:
         """Take the names from ``module.named_parameters()``; a wrapping DDP is looked through.
@@ -68,10 +83,7 @@ class ParameterNames:
             ValueError: a parameter is not one of the module's, or appears for the first time after `close`.
         """
         if is_in_place_bucket(bucket):
-            names = tuple(bucket.parameter_names())
-            if not self.is_complete:
-                self._names.update(zip(bucket.parameters(), names, strict=True))
-            return names
+            return tuple(bucket.parameter_names())
         return tuple(self._name(parameter) for parameter in bucket.parameters())
 
     def _name(self, parameter: torch.Tensor) -> str:
@@ -86,15 +98,6 @@ class ParameterNames:
             self._unnamed += 1
         name: str = self._names[parameter]
         return name
-
-    def known(self) -> dict[str, torch.Tensor]:
-        """The parameters that have a name by now, by name."""
-        return {name: parameter for parameter, name in self._names.items()}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the names of all parameters are known: from a module, or because all have been seen."""
-        return self.module is not None or self._is_closed
 
 
 class NamedState:

@@ -290,8 +290,9 @@ class PowerSGDState(NamedState):
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
         self._is_batched = batched
         names = self._names.of(bucket)
-        self._check_patterns()
         compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
+        self._names.note(names, bucket)
+        self._check_patterns()
         plan = self._plan(names, bucket, batched) if compresses else None
         iteration = self.iter
 
