@@ -349,6 +349,7 @@ def load_state_of_other_shapes(wrapper):
     saved = state.state_dict()
     name = next(iter(saved["errors"]))
     saved["errors"][name] = torch.ones(3, 3)
+    del saved["q"][name]  # which would not fit it: loading would raise
     state = PowerSGDState(None, **EARLY)
     state.load_state_dict(saved)
     try:
