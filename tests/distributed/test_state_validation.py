@@ -20,7 +20,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, p
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 
 # Derandomised: a failure in one run is a failure in every run.
-PROPERTY = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 INT64_MAX = 2**63 - 1
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
