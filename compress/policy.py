@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
+
+from gradwire.compress._options import check_number, check_patterns, check_whole_number
 
 
 class MatrixShape(NamedTuple):
@@ -18,6 +20,11 @@ class MatrixShape(NamedTuple):
     rows: int
     columns: int
     rank: int
+
+    @property
+    def rate(self) -> float:
+        """Elements of a matrix for each element of its factors, of a rank above 0."""
+        return self.rows * self.columns / ((self.rows + self.columns) * self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +38,13 @@ class LowRankPolicy:
         rank: r of the factors, clamped to min(n, m). A higher one is more accurate and sends more.
         start_iteration: first step that is compressed. A later one lets training settle first.
         min_compression_rate: a matrix is compressed if (n + m) r times this is below n m. Never if it would not
-            shrink, whatever this is. A higher one leaves more parameters uncompressed.
+            shrink, whatever this is. A higher one leaves more parameters uncompressed. Finite.
         ranks: other ranks by name pattern, as in `fnmatch`; the first that matches counts, and 0 exempts.
         stacks: parameters that are several matrices along their first dimension, by name pattern, and how many: 3
             for a fused query-key-value weight, the number of experts for experts x n x m.
 
     Raises:
-        ValueError: a rank or number of matrices is out of range.
+        ValueError: an attribute is of another type or out of range.
     """
 
     rank: int = 1
@@ -47,14 +54,11 @@ class LowRankPolicy:
     stacks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"The rank is {self.rank!r}; expected at least 1, a whole number.")
-        for pattern, rank in self.ranks.items():
-            if not isinstance(rank, int) or rank < 0:
-                raise ValueError(f"ranks[{pattern!r}] is {rank!r}; expected a rank, or 0 to send it uncompressed.")
-        for pattern, count in self.stacks.items():
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"stacks[{pattern!r}] is {count!r}; expected a number of matrices, at least 1.")
+        check_whole_number("rank", self.rank, "at least 1, a whole number", 1)
+        check_whole_number("start_iteration", self.start_iteration, "a whole number of steps")
+        check_number("min_compression_rate", self.min_compression_rate, "a finite number")
+        check_patterns("ranks", self.ranks, "a rank, or 0 to send it uncompressed", 0)
+        check_patterns("stacks", self.stacks, "a number of matrices, at least 1", 1)
 
     def has_started(self, iteration: int) -> bool:
         """Whether the step ``iteration``, counted from 0, is compressed."""
@@ -70,7 +74,25 @@ class LowRankPolicy:
         Raises:
             ValueError: a pattern asks for more matrices than its first dimension can be cut into.
         """
-        rank = _first_match(self.ranks, name, self.rank)
+        shape = self.as_matrices(name, layout)
+        sent = (shape.rows + shape.columns) * shape.rank * max(self.min_compression_rate, 1)
+        return shape if 0 < sent < shape.rows * shape.columns else None
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern that matches none of the names, as ``ranks['head.*']``; None if all match."""
+        names = list(names)
+        for option, patterns in (("ranks", self.ranks), ("stacks", self.stacks)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    return f"{option}[{pattern!r}]"
+        return None
+
+    def as_matrices(self, name: str, layout: Tensor) -> MatrixShape:
+        """The matrices that ``name`` is, whether or not compressing them pays; of rank 0 if ``ranks`` exempts it.
+
+        Raises:
+            ValueError: a pattern asks for more matrices than its first dimension can be cut into.
+        """
         count = _first_match(self.stacks, name, 1)
         rows, columns = _memory_matrix(layout)
         if count > 1:
@@ -82,9 +104,7 @@ class LowRankPolicy:
             rows //= count
             if rows == 1 and layout.dim() > 2:  # experts x n x m
                 rows, columns = _memory_matrix(layout[0])
-        rank = min(rank, rows, columns)
-        sent = (rows + columns) * rank * max(self.min_compression_rate, 1)
-        return MatrixShape(count, rows, columns, rank) if 0 < sent < rows * columns else None
+        return MatrixShape(count, rows, columns, min(_first_match(self.ranks, name, self.rank), rows, columns))
 
 
 def _first_match(patterns: Mapping[str, int], name: str, default: int) -> int:

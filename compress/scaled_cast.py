@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
 from gradwire.compress.transport import Transport
 from gradwire.compress.workspace import Workspace
@@ -47,9 +48,8 @@ class DelayedScaling:
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; expected torch.float16 or torch.bfloat16.")
         for name, lowest, highest in (("margin", 1, 12), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not lowest <= value <= highest:
-                raise ValueError(f"{name} is {value!r}; expected a whole number of binades, {lowest} to {highest}.")
+            expected = f"a whole number of binades, {lowest} to {highest}"
+            check_whole_number(name, getattr(self, name), expected, lowest, highest)
 
     def limit(self, world_size: int) -> float:
         """The magnitude at which one rank's contribution saturates on the wire, so that no sum overflows."""
@@ -108,17 +108,22 @@ async def scaled_cast_all_reduce(
 
 
 async def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
-    """Give all ranks the smallest exponent that any of them remembers, and the largest |g| of all."""
+    """Give all ranks one exponent and the largest |g| of all.
+
+    The exponent is the smallest that any of them derived from a gradient, and if none did, the smallest of all: without
+    a gradient exponents rise by themselves, and not on a rank that has lost its state.
+    """
     tensors = source.table.real(source.tensors)
     norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
     scale.absmax.copy_(torch.stack([norm.float() for norm in norms]).max())
     exponent, calibrated = scale.exponent.unbind()
-    forgotten = torch.full_like(exponent, -MAX_EXPONENT)
+    lowered = 4 * MAX_EXPONENT * (1 - calibrated)  # below all that are derived from a gradient
     bits = scale.absmax.view(torch.int32)[0]  # the bits of non-negative numbers order as the numbers do, NaN on top
-    message = torch.stack([bits, torch.where(calibrated > 0, -exponent, forgotten), calibrated])
+    message = torch.stack([bits, -exponent - lowered, calibrated])
     await transport.all_reduce_max(message)
     scale.absmax.view(torch.int32).copy_(message[0])
-    scale.exponent.copy_(torch.stack([torch.where(message[2] > 0, -message[1], exponent), message[2]]))
+    lowered = 4 * MAX_EXPONENT * (1 - message[2])
+    scale.exponent.copy_(torch.stack([-message[1] - lowered, message[2]]))
     scale.is_agreed = True
 
 

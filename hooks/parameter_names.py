@@ -1,6 +1,7 @@
 """Names for the parameters of a bucket, so that a hook's state outlives bucket rebuilds and restarts."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,20 @@ class ParameterNames:
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._is_closed = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the names of all parameters are known: from a module, or because all have been seen."""
+        return self.module is not None or self._is_closed
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """The parameters that have a name by now, by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
+    def note(self, names: Sequence[str], bucket: GradBucket) -> None:
+        """Remember which parameters have these names, as `of` returned them for this bucket, until all are known."""
+        if not self.is_complete:
+            self._names.update(zip(bucket.parameters(), names, strict=True))
 
     def bind(self, module: torch.nn.Module) -> None:
         """Take the names from ``module.named_parameters()``; a wrapping DDP is looked through.

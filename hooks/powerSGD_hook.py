@@ -7,6 +7,7 @@ and never on the device, and keeps its error by parameter name, in a state that 
 
 import logging
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,9 @@ from gradwire.compress import (
     cast_all_reduce,
     powersgd_all_reduce,
 )
+from gradwire.compress._options import check_flag, check_number, check_patterns, check_whole_number
 from gradwire.compress.policy import MatrixShape
+from gradwire.hooks._state_validation import Expected, check_powersgd_shapes, check_powersgd_state
 from gradwire.hooks.connections import executor_for
 from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number
@@ -67,7 +70,7 @@ class PowerSGDState(NamedState):
         matrix_approximation_rank: r of the factors. A higher one is more accurate, and sends and computes more.
         start_powerSGD_iter: steps of plain all-reduce before the first compressed one.
         min_compression_rate: a matrix of n rows and m columns is compressed if this times (n + m) r is below n m; one
-            that would not shrink never is.
+            that would not shrink never is. Finite.
         use_error_feedback: whether what compression leaves out is remembered and sent later. Costs memory of the size
             of the compressed gradients in fp32; without it, expect to lose accuracy.
         warm_start: whether the factors begin from the last step's. Off, each step begins from random ones.
@@ -91,7 +94,7 @@ class PowerSGDState(NamedState):
         total_numel_before_compression, total_numel_after_compression: elements of all compressed steps.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is of another type or out of range.
 
     Example::
         >>> state = PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=100)
@@ -116,6 +119,24 @@ class PowerSGDState(NamedState):
         factor_dtype: torch.dtype | None = None,
         alternating: bool = False,
     ) -> None:
+        check_whole_number("matrix_approximation_rank", matrix_approximation_rank, "at least 1, a whole number", 1)
+        check_whole_number("start_powerSGD_iter", start_powerSGD_iter, "a whole number of steps")
+        check_number("min_compression_rate", min_compression_rate, "a finite number")
+        check_number("orthogonalization_epsilon", orthogonalization_epsilon, "a finite number, at least 0", 0)
+        check_whole_number("random_seed", random_seed, "a whole number")
+        check_whole_number(
+            "compression_stats_logging_frequency", compression_stats_logging_frequency, "a whole number of steps"
+        )
+        for name, flag in (
+            ("use_error_feedback", use_error_feedback),
+            ("warm_start", warm_start),
+            ("batch_tensors_with_same_shape", batch_tensors_with_same_shape),
+            ("alternating", alternating),
+        ):
+            check_flag(name, flag)
+        ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
+        check_patterns("ranks", ranks, "a rank, or 0 to send it uncompressed", 0)
+        check_patterns("stacks", stacks, "a number of matrices, at least 1", 1)
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             raise ValueError(
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
@@ -138,11 +159,10 @@ class PowerSGDState(NamedState):
         self.random_seed = random_seed
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.ranks = dict(ranks or {})
-        self.stacks = dict(stacks or {})
+        self.ranks = dict(ranks)
+        self.stacks = dict(stacks)
         self.factor_dtype = factor_dtype
         self.alternating = alternating
-        self.policy  # noqa: B018 - checks the options
         self.iter = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
@@ -152,6 +172,9 @@ class PowerSGDState(NamedState):
         self._factors = Factors()
         self._is_batched = False
         self._is_loaded = False
+        self._is_checked = True  # whether what was loaded fits every parameter
+        self._found_patterns: tuple[dict[str, int], dict[str, int]] = ({}, {})  # ranks and stacks that all match
+        self._has_compressed = False  # whether a compressed step is over
         self._plans: dict[tuple[str, ...], _Plan] = {}
 
     @property
@@ -169,6 +192,16 @@ class PowerSGDState(NamedState):
     def error_memory_bytes(self) -> int:
         """Bytes of the error memory on this rank."""
         return self._memory.nbytes
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Name the parameters after ``module``. See `NamedState.bind`.
+
+        Raises:
+            ValueError: the state was bound to another model, or a pattern in ``ranks`` or ``stacks`` matches none of
+                this one's parameters.
+        """
+        super().bind(module)
+        self._check_patterns()
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step if this is its last bucket."""
@@ -191,6 +224,7 @@ class PowerSGDState(NamedState):
         plan = self._plans.get(names)
         if plan is None or plan.signature != signature:
             self._check_names(names)
+            self._check_loaded_shapes()
             members = set(names)
             self._plans = {key: kept for key, kept in self._plans.items() if members.isdisjoint(key)}
             divide = self._divide_flat if batched else self._divide
@@ -258,6 +292,8 @@ class PowerSGDState(NamedState):
         self._is_batched = batched
         names = self._names.of(bucket)
         compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
+        self._names.note(names, bucket)
+        self._check_patterns()
         plan = self._plan(names, bucket, batched) if compresses else None
         iteration = self.iter
 
@@ -274,6 +310,8 @@ class PowerSGDState(NamedState):
         self.maybe_increase_iter(bucket)
         if plan is not None:
             self._count(bucket, plan, iteration)
+        if self.policy.has_started(iteration) and bucket.is_last():
+            self._warn_if_idle()
         return reduce_bucket(self.process_group, bucket, algorithm)
 
     def _count(self, bucket: GradBucket, plan: "_Plan", iteration: int) -> None:
@@ -345,22 +383,69 @@ class PowerSGDState(NamedState):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, whatever the buckets and the number of ranks are now.
 
+        Parameters that are not known yet are compared with the entries before the first compressed step. Factors of
+        another rank than this state's begin anew, as when the rank changes in training.
+
         Raises:
-            ValueError: an entry is missing or of another kind; nothing is changed then.
+            ValueError: an entry is missing, of another type, dtype or shape, not finite, or out of range. The message
+                names it; nothing is changed then.
         """
-        if not _is_state(state_dict):
-            entries = sorted(state_dict) if isinstance(state_dict, Mapping) else state_dict
-            raise ValueError(
-                f"The state has the entries {entries}; expected iter, errors, q, p and numel, as "
-                "PowerSGDState.state_dict() returns them."
-            )
-        self.iter = int(state_dict["iter"])
-        self.total_numel_before_compression, self.total_numel_after_compression = map(int, state_dict["numel"])
+        check_powersgd_state(state_dict, self._expected())
+        loaded = {
+            key: {name: tensor.detach().clone() for name, tensor in state_dict[key].items()}
+            for key in ("errors", "q", "p")
+        }
+        self.iter = state_dict["iter"]
+        self.total_numel_before_compression, self.total_numel_after_compression = state_dict["numel"]
         self._plans = {}
         self._is_loaded = True
-        self._memory.errors = {name: error.clone() for name, error in state_dict["errors"].items()}
-        self._factors.q = {name: factor.clone() for name, factor in state_dict["q"].items()}
-        self._factors.p = {name: factor.clone() for name, factor in state_dict["p"].items()}
+        self._is_checked = False
+        self._memory.errors, self._factors.q, self._factors.p = loaded["errors"], loaded["q"], loaded["p"]
+
+    def _check_loaded_shapes(self) -> None:
+        """Raise, before anything is sent, if what was loaded does not fit a parameter that is known by now."""
+        if not self._is_checked:
+            check_powersgd_shapes(self._memory.errors, self._factors.q, self._factors.p, self._expected())
+            self._is_checked = self._names.is_complete
+
+    def _check_patterns(self) -> None:
+        """Raise if a pattern matches no parameter, as soon as the names of all are known."""
+        if self._names.is_complete and self._found_patterns != (self.ranks, self.stacks):
+            names = sorted(self._names.known())
+            unmatched = self.policy.unmatched_pattern(names)
+            if unmatched is not None:
+                numbered = all(is_number(name) for name in names)
+                remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
+                raise ValueError(
+                    f"{unmatched} matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
+                    f"{remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
+                )
+            self._found_patterns = (dict(self.ranks), dict(self.stacks))
+
+    def _expected(self) -> dict[str, Expected]:
+        """What errors and factors have to fit, of every parameter that is known by now."""
+        policy = self.policy
+        layouts = {name: gradient_layout(parameter) for name, parameter in self._names.known().items()}
+        return {
+            name: Expected(as_real(layout).shape, policy.matrix_shape(name, layout)) for name, layout in layouts.items()
+        }
+
+    def _warn_if_idle(self) -> None:
+        """At the end of the first compressed step: say why, if nothing was compressed in it."""
+        is_idle = all(plan.bucket is None for plan in self._plans.values())
+        if is_idle and not self._has_compressed:
+            numel = sum(plan.table.numel for plan in self._plans.values())
+            if self._is_batched:
+                why = "No bucket is large enough: lower matrix_approximation_rank or raise bucket_cap_mb."
+            else:
+                trained = {name: each for name, each in self._names.known().items() if each.requires_grad}
+                why = _why_none(self.policy, {name: gradient_layout(each) for name, each in trained.items()})
+            warnings.warn(
+                f"PowerSGD compresses nothing here: it sends all {numel:,} elements. {why} Otherwise use another hook: "
+                "fp16_compress_hook halves the bytes of any model.",
+                stacklevel=2,
+            )
+        self._has_compressed = True
 
     def replicated_state(self) -> dict[str, Any]:
         """Step counts and factors; see `NamedState.replicated_state`."""
@@ -413,21 +498,33 @@ def _in_dtype(layout: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
 
 
-def _is_state(state: object) -> bool:
-    """Whether ``state`` has the entries of `PowerSGDState.state_dict`."""
-    if not isinstance(state, Mapping):
-        return False
-    tensors = [state.get(key) for key in ("errors", "q", "p")]
-    numel = state.get("numel")
+def _why_none(policy: LowRankPolicy, layouts: Mapping[str, torch.Tensor]) -> str:
+    """Why a policy compresses none of these parameters: the largest matrix, its rate, and the argument that decides."""
+    shapes = {name: policy.as_matrices(name, layout) for name, layout in layouts.items()}
+    matrices = {
+        name: shape for name, shape in shapes.items() if min(layouts[name].dim(), shape.rows, shape.columns) > 1
+    }
+    if not matrices:
+        return "No parameter is a matrix, and the rest is sent as it is."
+    compressible = {name: shape for name, shape in matrices.items() if shape.rank > 0}
+    if not compressible:
+        return "ranks exempts every matrix."
+    name = max(compressible, key=lambda name: layouts[name].numel())
+    shape = compressible[name]
+    wanted = max(policy.min_compression_rate, 1)
+    highest = shape._replace(rank=1).rate
+    if shape.rate > 1:
+        remedy = f"min_compression_rate={policy.min_compression_rate} asks for a higher one: lower it"
+        remedy += f", or matrix_approximation_rank: rank 1 has {highest:.2f}." if highest > wanted else "."
+    elif highest > wanted:
+        remedy = f"Lower matrix_approximation_rank: rank 1 has {highest:.2f}."
+    elif highest > 1:
+        remedy = f"Lower matrix_approximation_rank and min_compression_rate: rank 1 has {highest:.2f}."
+    else:
+        remedy = "It is too small for any rank."
     return (
-        isinstance(state.get("iter"), int)
-        and isinstance(numel, list)
-        and [type(number) for number in numel] == [int, int]
-        and all(
-            isinstance(entries, Mapping)
-            and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in entries.items())
-            for entries in tensors
-        )
+        f"The largest matrix, {name}, has {shape.rows} x {shape.columns} elements; its factors of rank {shape.rank} "
+        f"have {(shape.rows + shape.columns) * shape.rank:,}, a rate of {shape.rate:.2f}. {remedy}"
     )
 
 

@@ -1,5 +1,6 @@
 """A 16-bit all-reduce that chooses its own scale: fp16's precision without its narrow range."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from gradwire.compress import (
     Workspace,
     scaled_cast_all_reduce,
 )
+from gradwire.hooks._state_validation import check_scaled_cast_state
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import in_place, reduce_bucket
 from gradwire.hooks.types import GradBucket
-from gradwire.kernels.scale import MAX_EXPONENT
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -33,7 +34,7 @@ class ScaledCastState(NamedState):
         backoff: binades by which a scale falls beyond its target after a step in which a rank may have saturated.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is of another type or out of range.
 
     Example::
         >>> state = ScaledCastState(process_group)
@@ -112,31 +113,18 @@ class ScaledCastState(NamedState):
             "counters": self._counters.cpu().clone(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, whatever the buckets and the number of ranks are now.
 
         Raises:
-            ValueError: the entries do not belong together; nothing is changed then.
+            ValueError: an entry is missing, of another type, dtype or shape, or out of range. The message names it;
+                nothing is changed then.
         """
-        names, exponents, counters = (state_dict.get(key) for key in ("names", "exponents", "counters"))
-        if not (
-            isinstance(names, list)
-            and all(isinstance(name, str) for name in names)
-            and len(set(names)) == len(names)
-            and isinstance(exponents, torch.Tensor)
-            and exponents.shape == (len(names), 2)
-            and not exponents.is_floating_point()
-            and bool((exponents.abs() <= MAX_EXPONENT).all())
-            and isinstance(counters, torch.Tensor)
-            and counters.shape == (4,)
-        ):
-            raise ValueError(
-                f"The state has the entries {sorted(state_dict)}; expected distinct names, exponents (int, two for "
-                f"each name, within {MAX_EXPONENT}) and four counters, as ScaledCastState.state_dict() returns them."
-            )
+        check_scaled_cast_state(state_dict)
+        exponents, counters = state_dict["exponents"].clone(), state_dict["counters"].clone()
         self._buckets = {}
-        self._exponents = dict(zip(names, exponents.to(torch.int32).clone().unbind(), strict=True))
-        self._counters = counters.to(torch.int64).clone()
+        self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
+        self._counters = counters
 
     def replicated_state(self) -> dict[str, Any]:
         """Scales, and the number of skipped steps; see `NamedState.replicated_state`."""

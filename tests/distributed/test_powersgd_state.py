@@ -308,6 +308,23 @@ BAD_STATES = {
 }
 
 
+# Those of whose entries one is wrong, and none is missing.
+WRONG_ENTRIES = {
+    "iter is a string": "iter is '4'; expected a whole number",
+    "iter is none": "iter is None; expected a whole number",
+    "errors are a list": r"errors is \[.*; expected a dictionary",
+    "errors are a tensor": r"errors is a strided Tensor of torch\.float32 of shape \(2, 3\).*; expected a dictionary",
+    "an error is a list": r"errors\['a'\] is \[1\.0\]; expected a dense tensor of torch\.float32 or torch\.float64",
+    "an error has no name": "errors has the name 3; expected a string",
+    "a factor is none": r"q\['a'\] is None; expected a dense tensor",
+    "numel is a number": "numel is 12; expected a list of two",
+    "numel is short": r"numel is \[12\]; expected a list of two",
+    "numel is long": r"numel is \[12, 10, 8\]; expected a list of two",
+    "numel is not of numbers": r"numel\[1\] is 'ten'; expected a whole number",
+    "numel has nothing": r"numel\[1\] is None; expected a whole number",
+}
+
+
 def load_bad(bad):
     state = PowerSGDState(None)
     state.load_state_dict(a_state())
@@ -323,7 +340,8 @@ def load_bad(bad):
 def test_a_wrong_state_raises_and_changes_nothing(worlds, bad):
     ((raised, after),) = worlds(1).run(load_bad, bad=bad)
     assert_same_bits(after, a_state())
-    assert re.match("ValueError: .*expected iter, errors, q, p and numel", str(raised))
+    entries = "expected iter, errors, q, p and numel, as PowerSGDState"
+    assert re.match(f"ValueError: {WRONG_ENTRIES.get(bad, f'The state .*{entries}')}", str(raised))
 
 
 def load_state_of_other_shapes(wrapper):
@@ -331,6 +349,7 @@ def load_state_of_other_shapes(wrapper):
     saved = state.state_dict()
     name = next(iter(saved["errors"]))
     saved["errors"][name] = torch.ones(3, 3)
+    del saved["q"][name]  # which would not fit it: loading would raise
     state = PowerSGDState(None, **EARLY)
     state.load_state_dict(saved)
     try:
@@ -377,17 +396,17 @@ def pickled(wrapper):
         "compression_stats_logging_frequency": 7,
         "batch_tensors_with_same_shape": True,
         "ranks": {"*.0.*": 1},
-        "stacks": {"none": 2},
+        "stacks": {"layers.4.weight": 1},
         "factor_dtype": torch.bfloat16,
         "alternating": True,
     }
     state = PowerSGDState(dist.group.WORLD, **options)
-    trained(wrapper, state=state)
+    trained(wrapper, state=state, bind=True)
     found = []
     for other in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
         changed = {name: getattr(other, name) for name in options if getattr(other, name) != options[name]}
         found.append((changed, other.process_group, other.compression_stats(), copy.deepcopy(own_memory(other))))
-        trained(wrapper, state=other, steps=1)
+        trained(wrapper, state=other, bind=True, steps=1)
     return found, (state.compression_stats(), own_memory(state))
 
 

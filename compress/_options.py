@@ -1,0 +1,42 @@
+"""Checks of options and counters: each raises a ValueError that has the name, the value and the expectation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def check_whole_number(
+    name: str, value: object, expected: str, lowest: int | None = None, highest: int | None = None
+) -> None:
+    """Raise if ``value`` is no int, which True and False are not, or not in lowest..highest."""
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or (lowest is not None and value < lowest)
+        or (highest is not None and value > highest)
+    ):
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_number(name: str, value: object, expected: str, lowest: float = -math.inf) -> None:
+    """Raise if ``value`` is no int or float, inf, NaN, or below ``lowest``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -math.inf < value < math.inf or value < lowest:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise if ``value`` is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected True or False.")
+
+
+def check_patterns(name: str, value: object, expected: str, lowest: int) -> None:
+    """Raise if ``value`` is no dictionary from strings to whole numbers of at least ``lowest``."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r}; expected a dictionary from name patterns to numbers.")
+    for pattern, number in value.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"{name} has the pattern {pattern!r}; expected a string.")
+        check_whole_number(f"{name}[{pattern!r}]", number, expected, lowest)

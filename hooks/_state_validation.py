@@ -1,0 +1,201 @@
+"""Validation of loaded hook states: every entry is checked before any is replaced.
+
+Each function raises a ValueError that has the entry, what it is, and what was expected of it.
+"""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.compress._options import check_whole_number
+from gradwire.compress.policy import MatrixShape
+from gradwire.kernels.scale import MAX_EXPONENT
+
+MAX_COUNT = 2**62  # half of int64's range: a counter that is loaded has room to count on
+MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, but for rounding
+ARITHMETIC_DTYPES = (torch.float32, torch.float64)
+
+
+class Expected(NamedTuple):
+    """What the state of one parameter has to fit.
+
+    Attributes:
+        error: shape of its gradient, complex numbers as real pairs.
+        matrices: how it is compressed, or None.
+    """
+
+    error: torch.Size
+    matrices: MatrixShape | None
+
+
+def check_powersgd_state(state: object, parameters: Mapping[str, Expected]) -> None:
+    """Raise unless ``state`` is what `PowerSGDState.state_dict` returns for a model with these parameters.
+
+    Args:
+        state: what was passed to ``load_state_dict``.
+        parameters: those that are known, by name; the shapes of others are checked against each other.
+    """
+    state = _entries(state, "PowerSGDState", ("iter", "errors", "q", "p", "numel"))
+    _check_count("iter", state["iter"])
+    numel = state["numel"]
+    if not isinstance(numel, list) or len(numel) != 2:
+        raise _wrong("numel", numel, "a list of two whole numbers")
+    for i, count in enumerate(numel):
+        _check_count(f"numel[{i}]", count)
+    for key in ("errors", "q", "p"):
+        if not isinstance(state[key], Mapping):
+            raise _wrong(key, state[key], "a dictionary from parameter names to tensors")
+        for name, tensor in state[key].items():
+            if not isinstance(name, str):
+                raise ValueError(f"{key} has the name {reprlib.repr(name)}; expected a string.")
+            entry = f"{key}[{name!r}]"
+            _check_tensor(entry, tensor, ARITHMETIC_DTYPES)
+            if key == "errors":
+                _check_elements(entry, tensor, tensor.isfinite(), "a finite number")
+            else:
+                _check_factor(entry, tensor)
+    check_powersgd_shapes(state["errors"], state["q"], state["p"], parameters)
+
+
+def check_powersgd_shapes(
+    errors: Mapping[str, Tensor], q: Mapping[str, Tensor], p: Mapping[str, Tensor], parameters: Mapping[str, Expected]
+) -> None:
+    """Raise unless errors and factors fit the parameters, and each other where a parameter is not known.
+
+    The rank of factors may be another one: they begin anew then, as when the rank changes in training.
+    """
+    for name, error in errors.items():
+        expected = parameters.get(name)
+        if expected is not None and error.shape != expected.error:
+            raise ValueError(
+                f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(expected.error)}: "
+                f"errors[{name!r}] is another model's. Load the state of this model, or begin with a new one."
+            )
+    for name in sorted(q.keys() | p.keys()):
+        expected = parameters.get(name)
+        if expected is not None and expected.matrices is not None:
+            _check_factors(name, q, p, expected.matrices)
+        elif expected is not None:
+            _check_size_of_factors(name, q, p, expected.error.numel(), "its gradient")
+        elif name in errors:
+            _check_size_of_factors(name, q, p, errors[name].numel(), f"errors[{name!r}]")
+        elif name in q and name in p:
+            _check_size_of_factors(name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2], f"q[{name!r}]")
+
+
+def check_scaled_cast_state(state: object) -> None:
+    """Raise unless ``state`` is what `ScaledCastState.state_dict` returns."""
+    state = _entries(state, "ScaledCastState", ("names", "exponents", "counters"))
+    names, exponents, counters = state["names"], state["exponents"], state["counters"]
+    if not isinstance(names, list):
+        raise _wrong("names", names, "a list of parameter names")
+    seen: set[str] = set()
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or name in seen:
+            raise _wrong(f"names[{i}]", name, "strings, each of them once")
+        seen.add(name)
+    _check_tensor("exponents", exponents, (torch.int32,), (len(names), 2))
+    exponent, is_calibrated = exponents.unbind(1)
+    in_range = (exponent >= -MAX_EXPONENT) & (exponent <= MAX_EXPONENT)
+    is_flag = (is_calibrated == 0) | (is_calibrated == 1)
+    expected = f"an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, then 0 or 1"
+    _check_elements("exponents", exponents, torch.stack([in_range, is_flag], 1), expected)
+    _check_tensor("counters", counters, (torch.int64,), (4,))
+    _check_elements("counters", counters, (counters >= 0) & (counters <= MAX_COUNT), "0 to 2**62")
+    if int(counters[3]) > 1:
+        raise _wrong("counters[3]", int(counters[3]), "0 or 1")
+
+
+def _entries(state: object, owner: str, names: Sequence[str]) -> Mapping[str, Any]:
+    expected = f"{', '.join(names[:-1])} and {names[-1]}, as {owner}.state_dict() returns them"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"The state is {_describe(state)}; expected {expected}.")
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ValueError(f"The state has the entries {list(state)} and no {missing[0]!r}; expected {expected}.")
+    return state
+
+
+def _check_count(entry: str, value: object) -> None:
+    check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
+
+
+def _check_tensor(
+    entry: str, value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...] | None = None
+) -> None:
+    """Raise unless ``value`` is a plain dense tensor, with memory, of one of the dtypes and of that shape."""
+    expected = f"a dense tensor of {' or '.join(map(str, dtypes))}"
+    if shape is not None:
+        expected += f" and shape {shape}"
+    if (
+        not isinstance(value, Tensor)
+        or value.layout != torch.strided
+        or value.is_nested
+        or value.is_meta
+        or value.dtype not in dtypes  # no quantised one is
+        or type(value.detach()) is not Tensor  # a subclass, such as DTensor; Parameter gives a plain one
+        or (shape is not None and value.shape != shape)
+    ):
+        raise _wrong(entry, value, expected)
+
+
+def _check_elements(entry: str, tensor: Tensor, is_good: Tensor, expected: str) -> None:
+    """Raise if an element of ``is_good`` is False, and show that of ``tensor``."""
+    if not bool(is_good.all()):
+        place = (~is_good).nonzero()[0].tolist()
+        raise _wrong(f"{entry}{place}" if place else entry, tensor[tuple(place)].item(), expected)
+
+
+def _check_factor(entry: str, factor: Tensor) -> None:
+    """Raise unless ``factor`` is matrices x rank x length, with columns of unit length."""
+    if factor.dim() != 3 or factor.shape[0] < 1 or not 1 <= factor.shape[1] <= factor.shape[2]:
+        raise _wrong(entry, factor, "matrices x rank x length, with a rank from 1 to that length")
+    _check_elements(entry, factor, factor.abs() <= MAX_FACTOR, "-1 to 1: a column has length 1")
+
+
+def _check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], shape: MatrixShape) -> None:
+    for side, factors, length in (("q", q, shape.columns), ("p", p, shape.rows)):
+        if name in factors:
+            matrices, rank, found = factors[name].shape
+            highest = min(shape.rows, shape.columns)
+            if (matrices, found) != (shape.matrices, length) or not 1 <= rank <= highest:
+                raise ValueError(
+                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected ({shape.matrices}, rank, "
+                    f"{length}) with a rank of 1 to {highest}. Load the state of this model and its stacks, or leave "
+                    "this entry out: its factors begin anew then."
+                )
+
+
+def _check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
+    """Raise unless factors are those of matrices of ``numel`` elements altogether, of any rows and columns."""
+    remedy = "Load the state of this model, or leave these factors out: they begin anew then."
+    for side, factors in (("q", q), ("p", p)):
+        if name in factors:
+            matrices, rank, length = factors[name].shape
+            if numel % (matrices * length) != 0 or rank > numel // (matrices * length):
+                raise ValueError(
+                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected matrices x rank x length, of "
+                    f"matrices with the {numel} elements of {whose}. {remedy}"
+                )
+    if name in q and name in p:
+        sides = [tuple(factors[name].shape) for factors in (q, p)]
+        if sides[0][0] != sides[1][0] or sides[0][0] * sides[0][2] * sides[1][2] != numel:
+            raise ValueError(
+                f"q[{name!r}] and p[{name!r}] have the shapes {sides[0]} and {sides[1]}; expected matrices x rank x "
+                f"columns and matrices x rank x rows, of matrices with the {numel} elements of {whose}. {remedy}"
+            )
+
+
+def _wrong(entry: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{entry} is {_describe(value)}; expected {expected}.")
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+    return f"a {kind} {type(value).__name__} of {value.dtype}{shape} on {value.device}"

@@ -1,0 +1,39 @@
+"""Several ranks in one process: their algorithms run side by side, collective by collective."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from gradwire.compress import Transport
+
+
+def transport_of(world_size):
+    """A transport of a group that nothing is sent over."""
+    return Transport(SimpleNamespace(size=lambda: world_size))
+
+
+def run_in_lockstep(algorithms, watch=None):
+    """Run one algorithm for each rank to its end; each collective reduces what all of them await.
+
+    Args:
+        algorithms: the coroutines, by rank.
+        watch: called with the list of every rank's tensors before each collective.
+    """
+    while True:
+        awaited = []
+        for algorithm in algorithms:
+            try:
+                awaited.append(algorithm.send(None))
+            except StopIteration:
+                continue
+        if not awaited:
+            return
+        assert len(awaited) == len(algorithms), "some ranks have ended"
+        if watch is not None:
+            watch([collective.tensors for collective in awaited])
+        for tensors in zip(*(collective.tensors for collective in awaited), strict=True):
+            stacked = torch.stack(tensors)
+            reduced = stacked.amax(0) if awaited[0].op == dist.ReduceOp.MAX else stacked.sum(0, dtype=tensors[0].dtype)
+            for tensor in tensors:
+                tensor.copy_(reduced)

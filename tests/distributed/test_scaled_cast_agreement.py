@@ -1,0 +1,169 @@
+"""Scales that ranks agree on when they remember different ones, and the limit that keeps sums from overflow."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_on_all_ranks
+from lockstep import run_in_lockstep, transport_of
+from training import SMALLEST, WRAPPERS, gradients, register
+from zoo import Probe
+
+from gradwire.compress import BucketScale, DelayedScaling, Gradients, Workspace, scaled_cast_all_reduce
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.kernels import SegmentTable
+
+CPU = torch.device("cpu")
+
+
+def step(scales, values, scaling=None, watch=None):
+    """One step of a bucket: rank r holds ``scales[r]`` and the gradient ``values[r]``, which becomes the mean."""
+    transport = transport_of(len(scales))
+    algorithms = []
+    for scale, value in zip(scales, values, strict=True):
+        bucket = Gradients([value], SegmentTable([value]))
+        counters = torch.zeros(4, dtype=torch.int64)
+        rest = (scaling or DelayedScaling(), scale, counters, True, transport, Workspace(CPU))
+        algorithms.append(scaled_cast_all_reduce(bucket, bucket, *rest))
+    run_in_lockstep(algorithms, watch)
+
+
+def remembered(*ranks):
+    """A bucket's scale on each rank, from (exponent, whether it was derived from a gradient)."""
+    return [BucketScale(torch.tensor(pair, dtype=torch.int32)) for pair in ranks]
+
+
+# What the ranks remember, and what they agree on: the smallest exponent that any of them derived from a gradient, and
+# if none did, the smallest of all.
+AGREEMENTS = {
+    "the first is smaller": ([(-7, 1), (3, 1)], [-7, 1]),
+    "the second is smaller": ([(3, 1), (-7, 1)], [-7, 1]),
+    "both are positive": ([(40, 1), (20, 1), (30, 1)], [20, 1]),
+    "both are negative": ([(-40, 1), (-20, 1), (-30, 1)], [-40, 1]),
+    "the ends of the range": ([(100, 1), (-100, 1)], [-100, 1]),
+    "equal": ([(12, 1)] * 3, [12, 1]),
+    "one has lost its state": ([(5, 1), (0, 0)], [5, 1]),
+    "one has lost its state, at the end of the range": ([(0, 0), (100, 1)], [100, 1]),
+    "two have lost their state": ([(0, 0), (-20, 1), (0, 0)], [-20, 1]),
+    "a smaller one is not derived from a gradient": ([(5, 1), (-20, 0), (9, 1)], [5, 1]),
+    "none remembers": ([(0, 0), (0, 0)], [0, 0]),
+    "one has risen without a gradient": ([(0, 0), (17, 0)], [0, 0]),
+    "both have risen without a gradient": ([(32, 0), (17, 0), (20, 0)], [17, 0]),
+}
+
+
+@pytest.mark.parametrize("case", AGREEMENTS)
+def test_ranks_with_different_scales_agree_on_the_smallest(case):
+    # A step whose gradient is not finite leaves the scale as agreed.
+    ranks, agreed = AGREEMENTS[case]
+    scales = remembered(*ranks)
+    step(scales, [torch.full((3,), torch.inf) for _ in ranks])
+    assert [scale.exponent.tolist() for scale in scales] == [agreed] * len(ranks)
+
+
+@pytest.mark.parametrize("case", AGREEMENTS)
+def test_ranks_with_different_scales_send_at_the_agreed_one(case):
+    ranks, _ = AGREEMENTS[case]
+    scales = remembered(*ranks)
+    scaling = DelayedScaling(growth=200)
+    values = [torch.tensor([1.0, -3.0, 0.5]) * 2.0**rank for rank in range(len(ranks))]
+    for _ in range(3):
+        reduced = [value.clone() for value in values]
+        step(scales, reduced, scaling)
+        assert_same_on_all_ranks(reduced)
+        assert_same_on_all_ranks([scale.exponent for scale in scales])
+    # Each contribution and each sum rounds to half an ulp of fp16, 2^-11, once the scale follows the gradient.
+    error = (reduced[0] - sum(values) / len(values)).abs()
+    assert (error <= len(ranks) * 2.0**-11 * sum(value.abs() for value in values)).all()
+
+
+MEMBERS = {
+    "the first is smaller": ([[-4, 1], [3, 1]], [-4, 1]),
+    "the last is smaller": ([[3, 1], [7, 1], [-4, 1]], [-4, 1]),
+    "both are negative": ([[-4, 1], [-30, 1]], [-30, 1]),
+    "one": ([[9, 1]], [9, 1]),
+}
+
+
+@pytest.mark.parametrize("case", MEMBERS)
+def test_new_bucket_starts_from_the_smallest_scale_of_its_members(case):
+    exponents, smallest = MEMBERS[case]
+    names = [f"parameter.{i}" for i in range(len(exponents))]
+    state = ScaledCastState()
+    exponents = torch.tensor(exponents, dtype=torch.int32)
+    state.load_state_dict({"names": names, "exponents": exponents, "counters": torch.zeros(4, dtype=torch.int64)})
+    scale = state.bucket_scale((*names, "a new parameter"), CPU)
+    assert scale.exponent.tolist() == smallest
+    assert state.exponents() == dict.fromkeys([*names, "a new parameter"], smallest[0])
+    assert not scale.is_agreed
+
+
+def one_step_from_loaded_states(exponents, wrapper):
+    """The exponents after a step that is not finite, on a state of two parameters in one bucket or in two."""
+    found = []
+    for cap in (25, SMALLEST):
+        state = ScaledCastState()
+        mine = torch.tensor([[exponents[dist.get_rank()], 1], [exponents[dist.get_rank()] + 1, 1]], dtype=torch.int32)
+        names = ["weights.0", "weights.1"]
+        state.load_state_dict({"names": names, "exponents": mine, "counters": torch.zeros(4, dtype=torch.int64)})
+        module = Probe((3,), (5,))
+        state.bind(module)
+        ddp = WRAPPERS[wrapper](module, bucket_cap_mb=cap)
+        register(ddp, (state, scaled_cast_hook))
+        steps = []
+        for factor in (torch.inf, 1.0):
+            ddp.zero_grad()
+            ddp(torch.full((3,), factor), torch.full((5,), factor)).backward()
+            steps.append((state.exponents(), gradients(ddp)))
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_ranks_that_loaded_different_states_agree_on_the_smallest(world, wrapper):
+    exponents = [9, -2, 5][: world.size]
+    results = world.run(one_step_from_loaded_states, exponents=exponents, wrapper=wrapper)
+    assert_same_on_all_ranks(results)
+    (one_bucket, _), _ = results[0]
+    assert one_bucket[0] == {"weights.0": -2, "weights.1": -2}
+    for _, (_, reduced) in results[0]:
+        assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in reduced.values())
+
+
+def binades(count):
+    """The smallest k with 2^k >= count."""
+    k = 0
+    while 2**k < count:
+        k += 1
+    return k
+
+
+LARGEST = {torch.float16: (2**11 - 1) * 2**5, torch.bfloat16: (2**8 - 1) * 2**120}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 100, 128, 129, 1000, 1024, 1025, 2**17])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_wire_limit_is_the_largest_value_over_two_to_the_binades_of_ranks_and_one(dtype, world_size):
+    limit = Fraction(DelayedScaling(dtype=dtype).limit(world_size))
+    assert limit == Fraction(LARGEST[dtype], 2 ** (binades(world_size) + 1))
+    assert limit * world_size * 2 <= LARGEST[dtype], "half the range is left for the rounding of partial sums"
+    assert limit * world_size * 4 > LARGEST[dtype], "and no more than a binade is given away"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_contributions_saturate_at_the_wire_limit_and_their_sum_is_finite(dtype, world_size):
+    wires = []
+
+    def watch(ranks):
+        wires.extend(tensors[0].clone() for tensors in ranks if tensors[0].dtype == dtype)
+
+    scales = remembered(*[(0, 0)] * world_size)
+    scaling = DelayedScaling(dtype=dtype)
+    step(scales, [torch.full((3,), 2.0**-60) for _ in range(world_size)], scaling)
+    values = [torch.tensor([3e38, -3e38, 0.0]) for _ in range(world_size)]
+    step(scales, values, scaling, watch)
+    limit = scaling.limit(world_size)
+    assert [wire.tolist() for wire in wires] == [[limit, -limit, 0.0]] * world_size
+    assert all(value.isfinite().all() for value in values)

@@ -1,0 +1,695 @@
+"""What hook states refuse: options, loaded states and name patterns that cannot be right, before anything changes."""
+
+import copy
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from bits import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from training import SMALLEST, WRAPPERS, register
+
+from gradwire.compress import DelayedScaling
+from gradwire.hooks.executor import executor_for
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+
+# Derandomised: a failure in one run is a failure in every run.
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+
+INT64_MAX = 2**63 - 1
+EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
+
+
+def refusal(function, *arguments, **options):
+    """The message of the ValueError or TypeError that the call raises."""
+    with pytest.raises((ValueError, TypeError)) as raised:
+        function(*arguments, **options)
+    return str(raised.value)
+
+
+# --- options
+
+NO_NUMBER = [None, "2", [2], torch.tensor(2), 1 + 0j]
+NO_WHOLE_NUMBER = [*NO_NUMBER, 2.5, 2.0, math.nan, math.inf, True, False]
+NO_FINITE_NUMBER = [*NO_NUMBER, math.nan, math.inf, -math.inf, True, False]
+NO_FLAG = [None, 0, 1, 1.0, "yes", torch.tensor(True)]
+BAD_OPTIONS = {
+    "matrix_approximation_rank": [*NO_WHOLE_NUMBER, 0, -1],
+    "start_powerSGD_iter": NO_WHOLE_NUMBER,
+    "min_compression_rate": NO_FINITE_NUMBER,
+    "use_error_feedback": NO_FLAG,
+    "warm_start": NO_FLAG,
+    "orthogonalization_epsilon": [*NO_FINITE_NUMBER, -1e-8],
+    "random_seed": [*NO_WHOLE_NUMBER, "x"],
+    "compression_stats_logging_frequency": NO_WHOLE_NUMBER,
+    "batch_tensors_with_same_shape": NO_FLAG,
+    "ranks": ["*", ["*"], [("*", 1)], 3, {"*": True}, {"*": 2.5}, {"*": -1}, {"*": math.nan}, {3: 1}, {None: 1}],
+    "stacks": ["*", ["*"], [("*", 1)], 3, {"*": True}, {"*": 2.5}, {"*": 0}, {"*": None}, {3: 1}],
+    "factor_dtype": ["bfloat16", torch.float16, torch.int8, 16, True],
+    "alternating": NO_FLAG,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD_OPTIONS.items() for value in values], ids=repr
+)
+def test_powersgd_option_out_of_range_is_refused_by_name(name, value):
+    message = refusal(PowerSGDState, None, **{name: value})
+    assert name in message
+    assert "expected" in message
+    shown = next(iter(value)) if isinstance(value, dict) and not isinstance(next(iter(value)), str) else value
+    assert str(next(iter(shown.values())) if isinstance(shown, dict) else shown).strip("[]") in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"matrix_approximation_rank": 2**40},
+        {"start_powerSGD_iter": 2**70},
+        {"start_powerSGD_iter": -3, "use_error_feedback": False, "warm_start": False},
+        {"min_compression_rate": 0.5},
+        {"min_compression_rate": 10**400},
+        {"orthogonalization_epsilon": 1e-8},
+        {"random_seed": -(2**80)},
+        {"compression_stats_logging_frequency": 0},
+        {"ranks": {"*": 0}, "stacks": {"*": 1}},
+        {"ranks": None, "stacks": None},
+    ],
+    ids=str,
+)
+def test_powersgd_option_in_range_is_kept(options):
+    state = PowerSGDState(None, **options)
+    for name, value in options.items():
+        if name != "compression_stats_logging_frequency":
+            assert getattr(state, name) == ({} if value is None else value)
+
+
+@pytest.mark.parametrize("value", [*NO_WHOLE_NUMBER, -1, 1000], ids=repr)
+@pytest.mark.parametrize("name", ["margin", "growth", "backoff"])
+@pytest.mark.parametrize("owner", [DelayedScaling, ScaledCastState])
+def test_scaled_cast_option_out_of_range_is_refused_by_name(owner, name, value):
+    message = refusal(owner, **{name: value})
+    assert re.match(rf"{name} is {re.escape(repr(value))}; expected a whole number of binades", message)
+
+
+@pytest.mark.parametrize("value", ["float16", None, torch.float32, 16, True], ids=repr)
+@pytest.mark.parametrize("owner", [DelayedScaling, ScaledCastState])
+def test_scaled_cast_dtype_of_the_wire_is_16_bit_floating_point(owner, value):
+    assert refusal(owner, dtype=value) == f"dtype is {value}; expected torch.float16 or torch.bfloat16."
+
+
+# --- loaded states
+
+
+class Model(nn.Module):
+    """Two matrices, one of them three fused, and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 18)
+        self.head = nn.Linear(18, 7, bias=False)
+
+    def forward(self, x):
+        return self.head(self.qkv(x)).square().mean()
+
+
+OPTIONS = EARLY | {"matrix_approximation_rank": 2, "stacks": {"qkv.weight": 3}, "alternating": True}
+
+
+def powersgd_state():
+    """What a step of `Model` leaves under `OPTIONS`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def columns(*shape):
+        return nn.functional.normalize(drawn(*shape), dim=2)
+
+    return {
+        "iter": 4,
+        "errors": {"qkv.weight": drawn(18, 8), "head.weight": drawn(7, 18)},
+        "q": {"qkv.weight": columns(3, 2, 8), "head.weight": columns(1, 2, 18)},
+        "p": {"qkv.weight": columns(3, 2, 6), "head.weight": columns(1, 2, 7)},
+        "numel": [1000, 500],
+    }
+
+
+def scaled_cast_state():
+    return {
+        "names": ["head.weight", "qkv.bias", "qkv.weight"],
+        "exponents": torch.tensor([[3, 1], [-100, 1], [0, 0]], dtype=torch.int32),
+        "counters": torch.tensor([1, 2, 3, 0]),
+    }
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def with_element(tensor, value, place=0):
+    changed = tensor.clone()
+    changed.view(-1)[place] = value
+    return changed
+
+
+# Of a tensor; all are refused, whatever the entry.
+TENSOR_DAMAGES = {
+    "None": lambda tensor: None,
+    "list": lambda tensor: tensor.tolist(),
+    "number": lambda tensor: 1,
+    "NumPy array": lambda tensor: tensor.numpy(),
+    "bool": lambda tensor: tensor.bool(),
+    "int8": lambda tensor: tensor.to(torch.int8),
+    "fp16": lambda tensor: tensor.half(),
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "sparse CSR": lambda tensor: tensor.view(tensor.shape[0], -1).to_sparse_csr(),
+    "quantised": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+    "meta": lambda tensor: tensor.to("meta"),
+    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor.float()]),
+    "subclass": lambda tensor: tensor.as_subclass(Subclass),
+    "flat": lambda tensor: tensor.reshape(-1)[: tensor.numel() - 1],
+    "one dimension and element more": lambda tensor: torch.cat([tensor.view(-1), tensor.view(-1)[:1]]).unsqueeze(0),
+    "0-d": lambda tensor: tensor.view(-1)[0],
+    "last column gone": lambda tensor: tensor[..., :-1],
+    "twice as long": lambda tensor: torch.cat([tensor, tensor], -1),
+    "nothing left": lambda tensor: tensor[:0],
+}
+FLOAT_DAMAGES = {
+    "nan": lambda tensor: with_element(tensor, torch.nan),
+    "last is nan": lambda tensor: with_element(tensor, torch.nan, -1),
+    "inf": lambda tensor: with_element(tensor, torch.inf),
+    "-inf": lambda tensor: with_element(tensor, -torch.inf),
+}
+FACTOR_DAMAGES = {
+    "a column of length 2": lambda tensor: with_element(tensor, 2.0),
+    "a rank above the length": lambda tensor: tensor[:, :1].expand(-1, 20, -1),
+    "no rank": lambda tensor: tensor[:, :0],
+    "one matrix more": lambda tensor: torch.cat([tensor, tensor[:1]]),
+}
+BAD_COUNTS = {
+    "-3": -3,
+    "-1": -1,
+    "True": True,
+    "False": False,
+    "2**80": 2**80,
+    "int64's largest": INT64_MAX,
+    "4.0": 4.0,
+    "nan": math.nan,
+    "None": None,
+    "'4'": "4",
+    "a tensor": torch.tensor(4),
+}
+
+
+def changed(state, key, value, inner=None):
+    """A copy of a state, one entry of which is another."""
+    state = copy.deepcopy(state)
+    if inner is None:
+        state[key] = value
+    else:
+        state[key][inner] = value
+    return state
+
+
+def damaged_powersgd_states():
+    """(id, damaged state, the entry that the message has to name)."""
+    good = powersgd_state()
+    for label, value in BAD_COUNTS.items():
+        yield f"iter is {label}", changed(good, "iter", value), "iter"
+        for i in range(2):
+            yield f"numel[{i}] is {label}", changed(good, "numel", value, i), f"numel[{i}]"
+    for label, value in {"None": None, "a number": 4, "a tensor": torch.tensor([1, 2]), "three": [1, 2, 3]}.items():
+        yield f"numel is {label}", changed(good, "numel", value), "numel"
+    for key in ("errors", "q", "p"):
+        for label, value in {"None": None, "a list": [torch.ones(2)], "a tensor": torch.ones(2)}.items():
+            yield f"{key} is {label}", changed(good, key, value), key
+        yield f"{key} has a number for a name", changed(good, key, torch.ones(1, 1, 1), 3), key
+        damages = TENSOR_DAMAGES | FLOAT_DAMAGES | (FACTOR_DAMAGES if key != "errors" else {})
+        for label, damage in damages.items():
+            for name in ("qkv.weight", "head.weight"):
+                value = damage(good[key][name])
+                yield f"{key}[{name}]: {label}", changed(good, key, value, name), f"{key}['{name}']"
+    for key in good:
+        yield f"no {key}", {other: value for other, value in good.items() if other != key}, f"'{key}'"
+    for label, value in {"None": None, "a list": [good], "a tensor": torch.ones(3), "empty": {}}.items():
+        yield label, value, "iter, errors, q, p and numel"
+
+
+def damaged_scaled_cast_states():
+    """(id, damaged state, the entry that the message has to name)."""
+    good = scaled_cast_state()
+    for key in ("exponents", "counters"):
+        for label, damage in TENSOR_DAMAGES.items():
+            yield f"{key}: {label}", changed(good, key, damage(good[key])), key
+        for label, number in {"nan": math.nan, "inf": math.inf, "0.5": 0.5}.items():
+            yield f"{key}: {label}", changed(good, key, with_element(good[key].float(), number)), key
+    smallest = torch.iinfo(torch.int32).min
+    for number in (smallest, -smallest - 1, -101, 101, -128):
+        yield f"an exponent of {number}", changed(good, "exponents", with_element(good["exponents"], number)), "[0, 0]"
+    for number in (-1, 2, smallest):
+        value = with_element(good["exponents"], number, -1)
+        yield f"a flag of {number}", changed(good, "exponents", value), "exponents[2, 1]"
+    int8 = torch.tensor([[-128, 1], [0, 1], [0, 0]], dtype=torch.int8)
+    yield "an int8 exponent of -128", changed(good, "exponents", int8), "exponents"
+    for i, number in [*((i, number) for i in range(4) for number in (-1, -(2**63), INT64_MAX)), (3, 2)]:
+        value = with_element(good["counters"], number, i)
+        yield f"counters[{i}] is {number}", changed(good, "counters", value), f"counters[{i}]"
+    names = good["names"]
+    for label, value, entry in (
+        ("None", None, "names"),
+        ("a tuple", tuple(names), "names"),
+        ("a string", "abc", "names"),
+        ("a name is a number", [*names[:2], 3], "names[2]"),
+        ("a name is a list", [*names[:2], []], "names[2]"),
+        ("a name comes twice", [*names[:2], names[0]], "names[2]"),
+        ("one name is missing", names[:2], "exponents"),
+        ("one name more", [*names, "d"], "exponents"),
+    ):
+        yield f"names: {label}", changed(good, "names", value), entry
+    for key in good:
+        yield f"no {key}", {other: value for other, value in good.items() if other != key}, f"'{key}'"
+    for label, value in {"None": None, "a list": [good], "a tensor": torch.ones(3), "empty": {}}.items():
+        yield label, value, "names, exponents and counters"
+
+
+def cases(damaged):
+    return [pytest.param(state, entry, id=label) for label, state, entry in damaged]
+
+
+def loaded_powersgd(bound):
+    state = PowerSGDState(None, **OPTIONS)
+    if bound:
+        state.model = Model()  # a state holds it weakly
+        state.bind(state.model)
+    state.load_state_dict(powersgd_state())
+    return state
+
+
+def memory(state):
+    """What a state remembers, as it is."""
+    if isinstance(state, ScaledCastState):
+        return copy.deepcopy(state.state_dict())
+    return copy.deepcopy(state.__getstate__()["memory"])
+
+
+def assert_refuses(state, damaged, entry):
+    """Loading raises and names the entry, what it is and what was expected; the state stays as it was."""
+    before = memory(state)
+    message = refusal(state.load_state_dict, damaged)
+    assert entry in message
+    assert re.search("expected|its gradient", message)
+    assert_same_bits(memory(state), before)
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+@pytest.mark.parametrize(("damaged", "entry"), cases(damaged_powersgd_states()))
+def test_damaged_powersgd_state_is_refused_and_changes_nothing(damaged, entry, bound):
+    assert_refuses(loaded_powersgd(bound), damaged, entry)
+
+
+@pytest.mark.parametrize(("damaged", "entry"), cases(damaged_scaled_cast_states()))
+def test_damaged_scaled_cast_state_is_refused_and_changes_nothing(damaged, entry):
+    state = ScaledCastState()
+    state.load_state_dict(scaled_cast_state())
+    assert_refuses(state, damaged, entry)
+
+
+@pytest.mark.parametrize("name", ["qkv.weight", "head.weight"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda error: error.t(),
+        lambda error: error.reshape(-1),
+        lambda error: error.view(2, -1),
+        lambda error: error.unsqueeze(-1),
+    ],
+    ids=["transposed", "flat", "reshaped", "one dimension more"],
+)
+def test_error_of_the_right_size_and_another_shape_is_refused_by_a_bound_state(name, change):
+    good = powersgd_state()
+    damaged = changed(good, "errors", change(good["errors"][name]), name)
+    assert_refuses(loaded_powersgd(bound=True), damaged, f"errors['{name}']")
+
+
+@pytest.mark.parametrize("side", ["q", "p"])
+def test_factor_of_one_matrix_for_a_stack_of_three_is_refused_by_a_bound_state(side):
+    factor = torch.full((1, 2, 8 if side == "q" else 18), 0.1)
+    damaged = changed(powersgd_state(), side, factor, "qkv.weight")
+    message = refusal(loaded_powersgd(bound=True).load_state_dict, damaged)
+    assert (
+        f"{side}['qkv.weight'] has shape {tuple(factor.shape)}; expected (3, rank, {8 if side == 'q' else 6})"
+        in message
+    )
+
+
+def test_factor_of_a_bucket_is_compared_with_the_other_side():
+    good = powersgd_state() | {"errors": {}}
+    for names in (good["q"], good["p"]):
+        names["a ... b, 2 parameters"] = torch.full((1, 2, 9), 0.1)
+    state = PowerSGDState(None)
+    state.load_state_dict(good)
+    good["p"]["a ... b, 2 parameters"] = torch.full((2, 2, 9), 0.1)
+    assert_refuses(state, good, "p['a ... b, 2 parameters']")
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5, 6])
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+def test_factors_of_another_rank_load(bound, rank):
+    state = powersgd_state()
+    for side in ("q", "p"):
+        state[side]["qkv.weight"] = torch.full((3, rank, {"q": 8, "p": 6}[side]), 0.1)
+    loaded = loaded_powersgd(bound)
+    loaded.load_state_dict(state)
+    assert_same_bits(memory(loaded), state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"errors": {}},
+        {"q": {}},
+        {"p": {}},
+        {"errors": {}, "q": {}, "p": {}},
+        {"iter": 0, "numel": [0, 0]},
+        {"iter": 2**62, "numel": [2**62, 2**62]},
+        {"an entry of a later version": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+def test_whole_powersgd_state_loads(bound, change):
+    state = powersgd_state() | change
+    loaded = loaded_powersgd(bound)
+    loaded.load_state_dict(state)
+    assert_same_bits(memory(loaded), {key: state[key] for key in powersgd_state()})
+
+
+def test_loaded_errors_are_plain_tensors_without_a_graph():
+    state = powersgd_state()
+    state["errors"]["head.weight"] = nn.Parameter(state["errors"]["head.weight"])
+    loaded = PowerSGDState(None)
+    loaded.load_state_dict(state)
+    error = memory(loaded)["errors"]["head.weight"]
+    assert type(error) is torch.Tensor
+    assert not error.requires_grad
+
+
+def test_errors_in_double_precision_and_of_any_shape_load():
+    errors = {"a": torch.ones(4, 3, dtype=torch.float64), "b": torch.ones(()), "c": torch.ones(0, 3)}
+    state = powersgd_state() | {"errors": errors, "q": {}, "p": {}}
+    loaded = PowerSGDState(None)
+    loaded.load_state_dict(state)
+    assert_same_bits(memory(loaded), state)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.text(max_size=3),
+    st.integers(max_value=-1),
+    st.integers(min_value=2**62 + 1),
+    st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    st.sampled_from([torch.float32, torch.int64, torch.bool]).map(lambda dtype: torch.ones(3, dtype=dtype)),
+)
+
+
+@st.composite
+def damaged_tensors(draw, tensor, damages):
+    """``tensor`` with one of the damages, or with one or more elements that are not finite or far out of range."""
+    damage = draw(st.sampled_from([*damages.values(), None]))
+    if damage is not None:
+        return damage(tensor)
+    places = draw(st.lists(st.integers(0, tensor.numel() - 1), min_size=1, max_size=4))
+    if tensor.is_floating_point():
+        bad = st.sampled_from([torch.nan, torch.inf, -torch.inf])
+    else:
+        bad = st.integers(torch.iinfo(tensor.dtype).min, -101)
+    for place in places:
+        tensor = with_element(tensor, draw(bad), place)
+    return tensor
+
+
+@st.composite
+def randomly_damaged_powersgd_states(draw):
+    """A state of `Model` one entry of which is damaged, and that entry."""
+    good = powersgd_state()
+    key = draw(st.sampled_from(sorted(good)))
+    if key in ("errors", "q", "p") and draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(good[key])))
+        damages = TENSOR_DAMAGES | FLOAT_DAMAGES | (FACTOR_DAMAGES if key != "errors" else {})
+        value = draw(st.one_of(JUNK, damaged_tensors(good[key][name], damages)))
+        return changed(good, key, value, name), f"{key}['{name}']"
+    if key == "numel" and draw(st.booleans()):
+        i = draw(st.integers(0, 1))
+        return changed(good, key, draw(JUNK), i), f"numel[{i}]"
+    # An empty dictionary of errors or factors is no damage, nor is a list of two numbers for numel.
+    value = draw(JUNK.filter(lambda value: value != {} if isinstance(value, dict) else not isinstance(value, list)))
+    return changed(good, key, value), key
+
+
+@st.composite
+def randomly_damaged_scaled_cast_states(draw):
+    good = scaled_cast_state()
+    key = draw(st.sampled_from(sorted(good)))
+    if key == "names":
+        return changed(good, key, draw(JUNK)), "names"
+    return changed(good, key, draw(st.one_of(JUNK, damaged_tensors(good[key], TENSOR_DAMAGES)))), key
+
+
+@PROPERTY
+@given(damaged=randomly_damaged_powersgd_states())
+def test_randomly_damaged_powersgd_state_is_refused_and_changes_nothing(damaged):
+    assert_refuses(loaded_powersgd(bound=True), *damaged)
+
+
+@PROPERTY
+@given(damaged=randomly_damaged_scaled_cast_states())
+def test_randomly_damaged_scaled_cast_state_is_refused_and_changes_nothing(damaged):
+    state = ScaledCastState()
+    state.load_state_dict(scaled_cast_state())
+    state_of, entry = damaged
+    if entry == "names" and state_of["names"] == []:
+        entry = "exponents"
+    assert_refuses(state, state_of, entry)
+
+
+# --- shapes that only the first step can compare
+
+
+def sent_bytes():
+    return executor_for(None, torch.device("cpu")).transport.payload_bytes
+
+
+WRONG_SHAPES = {
+    "errors['qkv.weight']": ("errors", "qkv.weight", torch.ones(8, 18)),
+    "errors['head.weight']": ("errors", "head.weight", torch.ones(18, 7)),
+    "q['qkv.weight']": ("q", "qkv.weight", torch.full((3, 2, 9), 0.1)),
+    "p['qkv.weight']": ("p", "qkv.weight", torch.full((2, 2, 9), 0.1)),
+    "q['head.weight']": ("q", "head.weight", torch.full((1, 2, 14), 0.1)),
+}
+
+
+@pytest.mark.parametrize("when", ["bound later", "after plain steps"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("entry", WRONG_SHAPES)
+def test_wrong_shape_is_refused_before_the_first_compressed_step_changes_anything(world_of_one, wrapper, entry, when):
+    key, name, value = WRONG_SHAPES[entry]
+    damaged = changed(powersgd_state(), key, value, name)
+    others = {"errors": ("q", "p"), "q": ("errors", "p"), "p": ("errors", "q")}[key]
+    for other in others:  # or it is found by comparing the entries with each other
+        del damaged[other][name]
+    state = PowerSGDState(None, **OPTIONS)
+    model = Model()
+    ddp = WRAPPERS[wrapper](model, bucket_cap_mb=SMALLEST)
+    inputs = torch.ones(3, 8)
+    if when == "after plain steps":
+        state.bind(model)
+        register(ddp, (state, powerSGD_hook))
+        ddp(inputs).backward()
+        assert_refuses(state, damaged, entry)
+        return
+    state.load_state_dict(damaged)
+    before, sent = memory(state), sent_bytes()
+    state.bind(model)
+    register(ddp, (state, powerSGD_hook))
+    loss = ddp(inputs)
+    message = refusal(loss.backward)
+    assert entry in message
+    assert "Load the state of this model" in message
+    assert sent_bytes() == sent
+    assert_same_bits(memory(state), before)
+
+
+# --- name patterns
+
+
+def step(ddp):
+    ddp.zero_grad()
+    ddp(torch.ones(3, 8)).backward()
+
+
+UNMATCHED = {
+    "ranks": ({"head.*": 1, "embedding.*": 0}, "ranks['embedding.*']"),
+    "stacks": ({"*.weight": 1, "*.qkv": 3}, "stacks['*.qkv']"),
+    "a part of a name": ({"qkv": 1}, "stacks['qkv']"),
+    "the name behind a wrapper": ({"module.head.weight": 1}, "stacks['module.head.weight']"),
+}
+
+
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_pattern_that_matches_no_parameter_raises_when_the_model_is_bound(case):
+    patterns, named = UNMATCHED[case]
+    state = PowerSGDState(None, **{"ranks" if case == "ranks" else "stacks": patterns})
+    message = refusal(state.bind, Model())
+    assert message.startswith(f"{named} matches none of the model's 3 parameters, head.weight, qkv.bias, qkv.weight")
+    assert "Correct or remove it" in message
+
+
+def test_pattern_that_matches_no_parameter_raises_at_registration(world_of_one):
+    ddp = WRAPPERS["gradwire"](Model())
+    message = refusal(register, ddp, (PowerSGDState(None, ranks={"tail.*": 1}), powerSGD_hook))
+    assert "ranks['tail.*'] matches none" in message
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_pattern_that_matches_no_parameter_raises_without_a_bound_model(world_of_one, wrapper):
+    state = PowerSGDState(None, ranks={"tail.*": 1})
+    ddp = WRAPPERS[wrapper](Model(), bucket_cap_mb=SMALLEST)
+    register(ddp, (None, lambda _, bucket: powerSGD_hook(state, bucket)))
+
+    def two_steps():
+        step(ddp)
+        step(ddp)
+
+    assert "ranks['tail.*'] matches none" in refusal(two_steps)
+    assert state.iter <= 1
+
+
+def test_pattern_set_in_training_that_matches_no_parameter_raises(world_of_one):
+    state = PowerSGDState(None, ranks={"head.*": 1})
+    ddp = WRAPPERS["gradwire"](Model())
+    register(ddp, (state, powerSGD_hook))
+    step(ddp)
+    state.ranks = {"tail.*": 1}
+    assert "ranks['tail.*'] matches none" in refusal(step, ddp)
+
+
+def test_patterns_that_match_are_no_error(world_of_one):
+    state = PowerSGDState(None, ranks={"head.*": 0, "*": 2}, stacks={"qkv.*t": 3}, **EARLY)
+    ddp = WRAPPERS["gradwire"](Model())
+    register(ddp, (state, powerSGD_hook))
+    for _ in range(4):
+        step(ddp)
+
+
+# --- nothing to compress
+
+
+class Adapters(nn.Module):
+    """Low-rank adapters of a frozen matrix."""
+
+    def __init__(self, rank=4, width=640):
+        super().__init__()
+        self.frozen = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.lora_a = nn.Linear(width, rank, bias=False)
+        self.lora_b = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        return (self.frozen(x) + self.lora_b(self.lora_a(x))).square().mean()
+
+
+class Summed(nn.Module):
+    """The sum of what a module returns."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x):
+        return self.inner(x).sum()
+
+
+def warned(model, inputs, hook=powerSGD_hook, wrapper="gradwire", steps=5, **options):
+    """After which steps there was a warning, and its message."""
+    state = PowerSGDState(None, start_powerSGD_iter=2, **options)
+    ddp = WRAPPERS[wrapper](model)
+    state.bind(model)
+    register(ddp, (state, hook))
+    found = []
+    for i in range(steps):
+        ddp.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp(inputs).backward()
+        found += [(i + 1, str(each.message)) for each in caught if "PowerSGD" in str(each.message)]
+    return found
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"matrix_approximation_rank": 4},
+            "4 x 640 elements; its factors of rank 4 have 2,576, a rate of 0.99. "
+            "Lower matrix_approximation_rank: rank 1 has 3.98.",
+        ),
+        (
+            {"matrix_approximation_rank": 2, "min_compression_rate": 2},
+            "4 x 640 elements; its factors of rank 2 have 1,288, a rate of 1.99. min_compression_rate=2 asks for a "
+            "higher one: lower it, or matrix_approximation_rank: rank 1 has 3.98.",
+        ),
+        (
+            {"matrix_approximation_rank": 1, "min_compression_rate": 5},
+            "4 x 640 elements; its factors of rank 1 have 644, a rate of 3.98. min_compression_rate=5 asks for a "
+            "higher one: lower it.",
+        ),
+        (
+            {"matrix_approximation_rank": 4, "min_compression_rate": 5},
+            "4 x 640 elements; its factors of rank 4 have 2,576, a rate of 0.99. Lower matrix_approximation_rank and "
+            "min_compression_rate: rank 1 has 3.98.",
+        ),
+        ({"ranks": {"*": 0}}, "ranks exempts every matrix."),
+    ],
+    ids=["rank", "rate or rank", "rate", "rate and rank", "exempt"],
+)
+def test_powersgd_on_adapters_that_it_does_not_compress_warns_once_and_says_why(world_of_one, wrapper, options, reason):
+    ((when, message),) = warned(Adapters(), torch.ones(2, 640), wrapper=wrapper, **options)
+    assert when == 3, "the first compressed step"
+    assert message.startswith("PowerSGD compresses nothing here: it sends all 5,120 elements. ")
+    assert reason in message
+    if "rank 4" in reason:
+        assert "The largest matrix, lora_" in message
+
+
+def test_powersgd_on_vectors_warns_that_there_is_no_matrix(world_of_one):
+    ((_, message),) = warned(Summed(nn.LayerNorm(8)), torch.ones(2, 8))
+    assert "No parameter is a matrix" in message
+
+
+def test_powersgd_on_a_tiny_matrix_warns_that_no_rank_is_low_enough(world_of_one):
+    ((_, message),) = warned(Summed(nn.Linear(2, 2)), torch.ones(2, 2))
+    assert "too small for any rank" in message
+
+
+def test_batched_powersgd_on_a_tiny_bucket_warns(world_of_one):
+    options = {"hook": batched_powerSGD_hook, "matrix_approximation_rank": 64}
+    ((_, message),) = warned(Adapters(), torch.ones(2, 640), **options)
+    assert "No bucket is large enough" in message
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_powersgd_that_compresses_does_not_warn(world_of_one, hook):
+    assert warned(Adapters(), torch.ones(2, 640), hook=hook, matrix_approximation_rank=1) == []
