@@ -56,8 +56,9 @@ _OPTIONS = (
     "alternating",
 )
 _FACTOR_DTYPES = (None, torch.float32, torch.bfloat16)
-# How long `state_dict` waits for the other ranks; most who wait longer called it on one rank only.
+# How long a rank waits for the others. One that waits in `state_dict` was probably the only one to call it.
 STATE_DICT_TIMEOUT = timedelta(seconds=10)
+PREPARE_TIMEOUT = timedelta(minutes=2)
 
 
 class PowerSGDState(NamedState):
@@ -314,7 +315,7 @@ class PowerSGDState(NamedState):
         """
         self._prepared = None
         self._check_names_are_known()
-        meet(self._group, "PowerSGDState.prepare_checkpoint()")
+        meet(self._group, "PowerSGDState.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
         self._prepared = self._averaged()
 
     def state_dict(self) -> dict[str, Any]:

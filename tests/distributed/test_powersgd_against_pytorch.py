@@ -187,7 +187,7 @@ def assert_nothing_lost(run, values, index, skipped=()):
             given = torch.stack([tensors[index].double() for tensors in ranks])
             largest = max(largest, (left + given).abs().max().item())
             left = left + given - run.gradients[i][index].double()
-    known = run.seen.get(f"parameter.{index}", torch.zeros(()))
+    known = run.seen.get(f"weights.{index}", torch.zeros(()))
     assert (left.mean(0) - known).abs().max() <= (2 * len(values) + 2) * U * largest
 
 
@@ -714,7 +714,7 @@ def conservation(library, values):
     for ((tensor,),) in values:
         left = left + tensor.double() - step(ddp, [tensor])[0].double()
         size = max(size, left.abs().max().item())
-    error = state.error_dict[0].view_as(left) if library == "pytorchs" else state.state_dict()["errors"]["parameter.0"]
+    error = state.error_dict[0].view_as(left) if library == "pytorchs" else state.state_dict()["errors"]["weights.0"]
     return ((left - error).abs().max() / size).item(), error.dtype
 
 
