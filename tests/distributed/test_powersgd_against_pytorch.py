@@ -355,6 +355,8 @@ def group_after_loading(library):
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     state = MODULES[library].PowerSGDState(group)
     if library == "ours":
+        model = torch.nn.Linear(2, 2)
+        state.bind(model)
         saved = state.state_dict()
         state = ours.PowerSGDState(group)
         state.load_state_dict(saved)
