@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-StateCheck = Callable[[str, object], None]  # takes the name of the hook and the state it was registered with
+StateCheck = Callable[[str, object], None]  # of the hook's name and its state
 
 
 def described(value: object) -> str:
@@ -50,7 +50,7 @@ def needs_nothing(_: str, __: object) -> None:
 
 
 def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
-    """Let a hook raise TypeError, before it does anything, if its state or its bucket is not what it needs."""
+    """Let a hook raise TypeError, before it does anything, for a wrong state or bucket."""
 
     def decorate(hook: Hook) -> Hook:
         first = next(iter(inspect.signature(hook).parameters))

@@ -52,9 +52,10 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
 def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
-    Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so that a gradient scaler
-    sees them. A sum beyond 65504 is inf. Magnitudes below 6e-8 times the world size become 0: where gradients may be
-    that small, use `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`, or bf16.
+    Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so
+    that a gradient scaler sees them. A sum beyond 65504 is inf. Magnitudes below 6e-8 times the
+    world size become 0: where gradients may be that small, use
+    `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`, or bf16.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -71,9 +72,10 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
 def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
 
-    The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to bf16 first, which is
-    0.2 % off at 3 ranks. Runs on every backend that sums bf16, gloo too. PyTorch's DDP refuses a hook of this name on a
-    build of PyTorch without NCCL (or XCCL), as its CPU builds are; gradwire's never does.
+    The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to
+    bf16 first, which is 0.2 % off at 3 ranks. Runs on every backend that sums bf16, gloo too.
+    PyTorch's DDP refuses a hook of this name on a build of PyTorch without NCCL (or XCCL), as its
+    CPU builds are; gradwire's never does.
 
     Args:
         process_group: the ranks to average over; None for the default group.

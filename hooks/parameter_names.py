@@ -15,7 +15,7 @@ from gradwire.hooks.reduce import is_in_place_bucket
 from gradwire.hooks.types import GradBucket
 
 NUMBERED = "parameter."
-# Submodules that torch.compile, activation checkpointing and FSDP put between a module and its parameters.
+# Submodules that torch.compile, activation checkpointing and FSDP put around a module.
 _WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
 
@@ -26,7 +26,7 @@ def is_number(name: str) -> bool:
 
 @functools.cache
 def plain_name(name: str) -> str:
-    """A parameter's name without the components that PyTorch's wrappers of modules add, as in ``_orig_mod.``."""
+    """A parameter's name without the components that wrappers of modules add, as ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
@@ -58,13 +58,14 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
-    """The model whose DDP calls a hook with ``state`` and these parameters; None if that is not certain.
+    """The model whose DDP calls a hook with ``state`` and these parameters; None unless it is one.
 
-    PyTorch's DDP keeps the (hook, state) pairs that it was given. So the model is that of the live DDP which holds
-    ``state`` and has the parameters. If none holds it, because a hook of the user's own hands it on, it is that of the
-    only live DDP with a hook that has the parameters. Objects that ``gc.freeze()`` has hidden are not found.
+    PyTorch's DDP keeps the (hook, state) pairs that were registered, so the right one is the live
+    DDP that holds ``state`` and has the parameters. If no DDP holds the state, because a hook of
+    the user's own passes it on, the only live DDP with a hook and these parameters is taken. A DDP
+    that ``gc.freeze()`` has hidden is not found.
 
-    A search costs one pass over all objects that Python's garbage collector knows: 50 ms for a million.
+    A search is one pass over all objects of Python's garbage collector: 50 ms for a million.
     """
     wanted = {id(parameter) for parameter in parameters}
     hooked = [ddp for ddp in _live_ddps() if wanted <= {id(parameter) for parameter in ddp.module.parameters()}]
@@ -87,11 +88,12 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 
 
 class ParameterNames:
-    """Finds each parameter's name: that of the model which `bind` was given, or which `registered_module` finds.
+    """The name of each parameter, from the model that `bind` was given or `registered_module` finds.
 
-    PyTorch's buckets carry no names. Where the model is not certain either, names are places in the order of first
-    appearance, ``parameter.0``, ``parameter.1``, ...: PyTorch's first backward presents parameters in an order that
-    depends only on the model. That is enough to train, but not for what a user or a checkpoint says by name.
+    PyTorch's buckets carry no names. If no model is found either, parameters are numbered in the
+    order of first appearance: ``parameter.0``, ``parameter.1``, ... The order of PyTorch's first
+    backward depends only on the model, so numbers are equal on all ranks and good enough to train,
+    but not for options by name and for checkpoints.
 
     Args:
         state: that the hook is registered with.
@@ -105,10 +107,11 @@ class ParameterNames:
         self._is_closed = False
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Take the names from ``module.named_parameters()``, without what wrappers of modules add to them.
+        """Take the names from ``module.named_parameters()``, as `plain_name` has them.
 
         Raises:
-            ValueError: names were taken from another module before, or parameters have been numbered.
+            ValueError: names were taken from another module before, or parameters have been
+                numbered.
         """
         module = unwrapped(module)
         bound = self.module
@@ -147,7 +150,7 @@ class ParameterNames:
         self._is_closed = True
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
-        """Bind the model that a DDP was registered for with this state, if none is bound and it is certain."""
+        """Bind the model that `registered_module` finds, unless the parameters have names or numbers."""
         if self.module is None and not self.are_numbers:
             module = registered_module(self._state(), parameters)
             if module is not None:
@@ -167,7 +170,8 @@ class ParameterNames:
 
         Raises:
             RuntimeError: ``needed_by`` is given, and the names are not known.
-            ValueError: a parameter is not one of the module's, or appears for the first time after `close`.
+            ValueError: a parameter is not one of the module's, or appears for the first time after
+                `close`.
         """
         if is_in_place_bucket(bucket):
             return tuple(map(plain_name, bucket.parameter_names()))
@@ -191,9 +195,9 @@ class ParameterNames:
 
     def _unknown(self, needed_by: str) -> RuntimeError:
         return RuntimeError(
-            f"{needed_by} needs the names of parameters. PyTorch's DistributedDataParallel does not tell them to "
-            "hooks, and its model was not found, or several may be it. Call state.bind(model) before the first step, "
-            "on every rank."
+            f"{needed_by} needs the names of parameters. PyTorch's DistributedDataParallel does not pass them to "
+            "hooks, and no model, or more than one, was found for this state. Call state.bind(model) before the first "
+            "step, on every rank."
         )
 
 
@@ -219,10 +223,11 @@ class NamedState:
     def bind(self, module: torch.nn.Module) -> None:
         """Name the parameters after ``module``.
 
-        Seldom needed: gradwire's DDP does it at registration, and behind PyTorch's the model is found at the first
-        step or checkpoint. It is not found where models share parameters and a hook of your own hands the state on, or
-        where ``gc.freeze()`` has hidden the DDP. Training goes on then, with random columns by the order of parameters
-        in the first backward; options and checkpoints that need names raise.
+        Seldom needed: gradwire's DDP binds the state at registration, and the model behind
+        PyTorch's DDP is found at the first step or checkpoint. There are two exceptions: models
+        share parameters and a hook of your own passes the state on, or ``gc.freeze()`` has hidden
+        the DDP. Parameters are numbered then: training works, with random columns that follow the
+        numbers; options by name and checkpoints raise.
 
         Args:
             module: the model, wrapped or not.
@@ -235,8 +240,9 @@ class NamedState:
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
         """Remember for the next step what a reduction had for a parameter but was not applied.
 
-        Called by gradwire's DistributedDataParallel for a parameter that no rank uses in a step: its ``.grad`` stays as
-        it is, whatever the hook's memory of earlier steps would have added. Does nothing by default.
+        Called by gradwire's DistributedDataParallel for a parameter that no rank uses in a step:
+        its ``.grad`` stays as it is, whatever the hook's memory of earlier steps would have added.
+        Does nothing by default.
 
         Args:
             name: of the parameter.

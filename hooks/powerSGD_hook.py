@@ -29,7 +29,7 @@ from gradwire.compress import (
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks.arguments import ddp_hook, needs_state
 from gradwire.hooks.executor import executor_for, meet
-from gradwire.hooks.parameter_names import NamedState, is_number, plain_name
+from gradwire.hooks.parameter_names import NamedState, is_number, parameter_names, plain_name
 from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
@@ -301,8 +301,8 @@ class PowerSGDState(NamedState):
     def prepare_checkpoint(self) -> None:
         """Average the errors over the ranks, and keep the copy that `state_dict` returns until the next step.
 
-        A collective call: every rank must make it, between two steps. After it, any rank may call `state_dict` by
-        itself, as trainers do that save on rank 0::
+        A collective call: every rank must make it, between two steps. After it, any rank may call
+        `state_dict` by itself, as trainers do that save on rank 0::
 
             >>> state.prepare_checkpoint()
             >>> if dist.get_rank() == 0:
@@ -311,7 +311,8 @@ class PowerSGDState(NamedState):
         The copy takes CPU memory of the size of `state_dict` on every rank.
 
         Raises:
-            RuntimeError: the parameters' names are not known, or some ranks have not called it within two minutes.
+            RuntimeError: the parameters' names are not known, or some ranks have not called it
+                within two minutes.
         """
         self._prepared = None
         self._check_names_are_known()
@@ -321,18 +322,20 @@ class PowerSGDState(NamedState):
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs, as plain tensors on the CPU, which ``torch.load(weights_only=True)`` takes.
 
-        The copy that `prepare_checkpoint` has made, if no step came after it: that needs no other rank, and two calls
-        share its tensors. Else every rank must call it, between two steps; all get the same.
+        The copy that `prepare_checkpoint` has made, if no step came after it: that needs no other
+        rank, and two calls share its tensors. Else every rank must call it, between two steps; all
+        get the same.
 
-        The errors are averaged over the ranks. PowerSGD depends on their mean only, so any number of ranks can go on
-        from it, as the uninterrupted run would but for rounding. There is an entry for every parameter that is
-        compressed, also before the first step, so that ``torch.distributed.checkpoint`` finds where to load: register
-        the hook before loading, or `bind` the state to the model. (With `batched_powerSGD_hook` that needs a first
-        step, and loads no factors, which belong to buckets.)
+        The errors are averaged over the ranks. PowerSGD depends on their mean only, so any number
+        of ranks can go on from it, as the uninterrupted run would but for rounding. There is an
+        entry for every parameter that is compressed, also before the first step, so that
+        ``torch.distributed.checkpoint`` finds where to load: register the hook before loading, or
+        `bind` the state to the model. (With `batched_powerSGD_hook` that needs a first step, and
+        loads no factors, which belong to buckets.)
 
         Raises:
-            RuntimeError: the parameters' names are not known, or some ranks have not called it within ten seconds. A
-                later call on all ranks works.
+            RuntimeError: the parameters' names are not known, or some ranks have not called it
+                within ten seconds. A later call on all ranks works.
         """
         if self._prepared is not None:
             return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
@@ -372,7 +375,7 @@ class PowerSGDState(NamedState):
         known = self._memory.errors if self.use_error_feedback else self._factors.q
         if module is None or known:
             return
-        for name, parameter in module.named_parameters():
+        for parameter, name in parameter_names(module).items():
             if parameter.requires_grad and self._is_batched:  # its factors belong to buckets, which are not known yet
                 self._memory.of(name, as_real(gradient_layout(parameter)), compute_dtype(parameter.dtype.to_real()))
             elif parameter.requires_grad:

@@ -468,7 +468,19 @@ def shared_between_users_hooks():
 def test_names_that_two_models_dispute_are_not_taken(worlds):
     for are_numbers, message in worlds(1).run(shared_between_users_hooks):
         assert are_numbers
-        assert "several may be it" in message
+        assert "no model, or more than one, was found" in message
+
+
+def new_state_of_a_compiled_part(wrapper):
+    ddp = WRAPPERS[wrapper](compiled_part())
+    state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
+    return sorted(state.state_dict()["errors"])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_entries_of_a_new_state_are_without_the_components_of_wrappers(worlds, wrapper):
+    (names,) = worlds(1).run(new_state_of_a_compiled_part, wrapper=wrapper)
+    assert names == ["layers.0.weight", "layers.1.weight"]
 
 
 def new_state():
