@@ -1,7 +1,7 @@
 """Names that users are told of: modules that are listed, and dotted names in docstrings and documentation."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
