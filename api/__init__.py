@@ -1,6 +1,7 @@
 """gradwire: gradient compression for PyTorch data-parallel training."""
 
+from gradwire import hooks
 from gradwire._version import __version__
 from gradwire.reducer import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel", "__version__"]
+__all__ = ["DistributedDataParallel", "__version__", "hooks"]

@@ -92,8 +92,6 @@ class Contender:
         if registration is None:
             return None
         state, hook = registration
-        if isinstance(state, PowerSGDState):
-            state.bind(self.ddp)
         self.ddp.register_comm_hook(state, hook if self.provider == GRADWIRE else self._plainly_named(hook))
         return state
 

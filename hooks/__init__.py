@@ -2,3 +2,7 @@
 
 Each is a plain function for ``model.register_comm_hook(state, hook)``, on PyTorch's DDP and on gradwire's.
 """
+
+from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks
+
+__all__ = ["debugging_hooks", "default_hooks", "powerSGD_hook", "scaled_cast_hooks"]

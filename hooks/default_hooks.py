@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
+from gradwire.hooks.arguments import ddp_hook, needs_nothing, needs_process_group
 from gradwire.hooks.executor import Tables
 from gradwire.hooks.reduce import bucket_work, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import CommHook, GradBucket
@@ -32,6 +33,7 @@ def _cast_hook(
 
 
 @in_place
+@ddp_hook(needs_process_group)
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in their own dtype.
 
@@ -46,12 +48,14 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
 
 
 @in_place
+@ddp_hook(needs_process_group)
 def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
-    Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so that a gradient scaler
-    sees them. A sum beyond 65504 is inf. Magnitudes below 6e-8 times the world size become 0: where gradients may be
-    that small, use `gradwire.hooks.scaled_cast_hook`, or bf16.
+    Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so
+    that a gradient scaler sees them. A sum beyond 65504 is inf. Magnitudes below 6e-8 times the
+    world size become 0: where gradients may be that small, use
+    `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`, or bf16.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -64,12 +68,14 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
 
 
 @in_place
+@ddp_hook(needs_process_group)
 def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
 
-    The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to bf16 first, which is
-    0.2 % off at 3 ranks. Runs on gloo too, on gradwire's DistributedDataParallel; PyTorch's refuses a hook of this
-    name unless it finds NCCL.
+    The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to
+    bf16 first, which is 0.2 % off at 3 ranks. Runs on every backend that sums bf16, gloo too.
+    PyTorch's DDP refuses a hook of this name on a build of PyTorch without NCCL (or XCCL), as its
+    CPU builds are; gradwire's never does.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -87,6 +93,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
     tables: Tables = {}
 
     @in_place
+    @ddp_hook(needs_nothing)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         if is_sparse(bucket):
             return hook(hook_state, bucket)

@@ -9,6 +9,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,10 @@ from gradwire.compress import (
 from gradwire.compress._options import check_flag, check_number, check_patterns, check_whole_number
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks._state_validation import Expected, check_powersgd_shapes, check_powersgd_state
+from gradwire.hooks.arguments import ddp_hook, needs_state
 from gradwire.hooks.connections import executor_for
 from gradwire.hooks.meeting import meet
-from gradwire.hooks.parameter_names import NamedState, is_number
+from gradwire.hooks.parameter_names import NamedState, is_number, parameter_names, plain_name
 from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
@@ -58,6 +60,9 @@ _OPTIONS = (
     "alternating",
 )
 _FACTOR_DTYPES = (None, torch.float32, torch.bfloat16)
+# How long a rank waits for the others. One that waits in `state_dict` was probably the only one to call it.
+STATE_DICT_TIMEOUT = timedelta(seconds=10)
+PREPARE_TIMEOUT = timedelta(minutes=2)
 
 
 class PowerSGDState(NamedState):
@@ -176,6 +181,7 @@ class PowerSGDState(NamedState):
         self._found_patterns: tuple[dict[str, int], dict[str, int]] = ({}, {})  # ranks and stacks that all match
         self._has_compressed = False  # whether a compressed step is over
         self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
 
     @property
     def policy(self) -> LowRankPolicy:
@@ -290,7 +296,9 @@ class PowerSGDState(NamedState):
     def _run(self, bucket: GradBucket, batched: bool) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
         self._is_batched = batched
-        names = self._names.of(bucket)
+        self._prepared = None
+        has_patterns = not batched and bool(self.ranks or self.stacks)
+        names = self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
         compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
         self._names.note(names, bucket)
         self._check_patterns()
@@ -325,24 +333,67 @@ class PowerSGDState(NamedState):
 
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
         """Add to the error of a parameter what was reduced for it and not applied. See `NamedState.take_back`."""
-        error = self._memory.errors.get(name)
+        error = self._memory.errors.get(plain_name(name))
         if error is not None:
             error.add_(as_real(gradient))
+
+    def prepare_checkpoint(self) -> None:
+        """Average the errors over the ranks, and keep the copy that `state_dict` returns until the next step.
+
+        A collective call: every rank must make it, between two steps. After it, any rank may call
+        `state_dict` by itself, as trainers do that save on rank 0::
+
+            >>> state.prepare_checkpoint()
+            >>> if dist.get_rank() == 0:
+            >>>     torch.save({"model": model.state_dict(), "powersgd": state.state_dict()}, path)
+
+        The copy takes CPU memory of the size of `state_dict` on every rank.
+
+        Raises:
+            RuntimeError: the parameters' names are not known, or some ranks have not called it
+                within two minutes.
+        """
+        self._prepared = None
+        self._check_names_are_known()
+        meet(self._group, "PowerSGDState.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
+        self._prepared = self._averaged()
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs, as plain tensors on the CPU, which ``torch.load(weights_only=True)`` takes.
 
-        Every rank must call it, between two steps; all get the same. The errors are averaged over the ranks, which is
-        exact: PowerSGD depends on their mean only, so any number of ranks can go on from it. Once the state is bound
-        to a model, there is an entry for every parameter that is compressed, also before the first step, so that
-        ``torch.distributed.checkpoint`` finds where to load. (With `batched_powerSGD_hook` that needs a first step, and
+        The copy that `prepare_checkpoint` has made, if no step came after it: that needs no other
+        rank, and two calls share its tensors. Else every rank must call it, between two steps; all
+        get the same.
+
+        The errors are averaged over the ranks. PowerSGD depends on their mean only, so any number
+        of ranks can go on from it, as the uninterrupted run would but for rounding. There is an
+        entry for every parameter that is compressed, also before the first step, so that
+        ``torch.distributed.checkpoint`` finds where to load: register the hook before loading, or
+        `bind` the state to the model. (With `batched_powerSGD_hook` that needs a first step, and
         loads no factors, which belong to buckets.)
 
         Raises:
-            RuntimeError: some ranks have not called it within two minutes.
+            RuntimeError: the parameters' names are not known, or some ranks have not called it
+                within ten seconds. A later call on all ranks works.
         """
-        group = self.process_group or dist.distributed_c10d._get_default_group()
-        meet(group, "PowerSGDState.state_dict()")
+        if self._prepared is not None:
+            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
+        self._check_names_are_known()
+        try:
+            meet(self._group, "PowerSGDState.state_dict()", timeout=STATE_DICT_TIMEOUT)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
+                "state.state_dict() where you save."
+            ) from error
+        return self._averaged()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.process_group or dist.distributed_c10d._get_default_group()
+
+    def _averaged(self) -> dict[str, Any]:
+        """The entries of `state_dict`. A collective call."""
         self._fill_in()
         devices = [tensor.device for tensor in (*self._names.parameters(), *self._memory.errors.values())]
         errors = {}
@@ -363,11 +414,22 @@ class PowerSGDState(NamedState):
         known = self._memory.errors if self.use_error_feedback else self._factors.q
         if module is None or known:
             return
-        for name, parameter in module.named_parameters():
+        for parameter, name in parameter_names(module).items():
             if parameter.requires_grad and self._is_batched:  # its factors belong to buckets, which are not known yet
                 self._memory.of(name, as_real(gradient_layout(parameter)), compute_dtype(parameter.dtype.to_real()))
             elif parameter.requires_grad:
                 self._divide([name], [parameter], parameter.dtype.to_real())
+
+    def _check_names_are_known(self) -> None:
+        """Raise if a checkpoint would have numbers for names, or no entries because the model is not known yet."""
+        self._names.search()
+        self._names.require("A checkpoint of a PowerSGDState")
+        if self._names.module is None and self.iter == 0 and not self._is_loaded:
+            raise RuntimeError(
+                "This PowerSGDState belongs to no model yet, so the entries of its checkpoint are not known. Register "
+                "it with model.register_comm_hook(state, powerSGD_hook), or call state.bind(model), before it is saved "
+                "or loaded."
+            )
 
     def _check_names(self, names: Sequence[str]) -> None:
         """Raise if the loaded state names parameters and this bucket numbers them, or the other way round."""
@@ -376,8 +438,8 @@ class PowerSGDState(NamedState):
             numbered = [all(is_number(name) for name in some) for some in (known, names)]
             if numbered[0] != numbered[1]:
                 raise ValueError(
-                    f"The loaded state remembers {min(known)!r}, this bucket has {names[0]!r}: one was bound to its "
-                    "model, the other was not. Call state.bind(model) in both runs, or in neither."
+                    f"The loaded state remembers {min(known)!r}, this bucket has {names[0]!r}: the names of parameters "
+                    "were known in one of the runs only. Call state.bind(model) before the first step, in both."
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -398,6 +460,7 @@ class PowerSGDState(NamedState):
         self.iter = state_dict["iter"]
         self.total_numel_before_compression, self.total_numel_after_compression = state_dict["numel"]
         self._plans = {}
+        self._prepared = None
         self._is_loaded = True
         self._is_checked = False
         self._memory.errors, self._factors.q, self._factors.p = loaded["errors"], loaded["q"], loaded["p"]
@@ -462,7 +525,10 @@ class PowerSGDState(NamedState):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's own memory. The process group stays behind, as in PyTorch's state."""
-        logger.warning("The process group of a PowerSGDState is not pickled; set state.process_group after loading.")
+        if self.process_group is not None:
+            logger.warning(
+                "The process group of a PowerSGDState is not pickled; set state.process_group after loading."
+            )
         memory = {
             "iter": self.iter,
             "errors": dict(self._memory.errors),
@@ -529,6 +595,7 @@ def _why_none(policy: LowRankPolicy, layouts: Mapping[str, torch.Tensor]) -> str
 
 
 @in_place
+@ddp_hook(needs_state(PowerSGDState))
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients, each matrix among them approximated to rank r with error feedback.
 
@@ -547,6 +614,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     return state._run(bucket, batched=False)
 
 
+@ddp_hook(needs_state(PowerSGDState))
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """`powerSGD_hook` on the whole bucket as one nearly square matrix of its flat elements.
 

@@ -15,6 +15,7 @@ from gradwire.compress import (
     scaled_cast_all_reduce,
 )
 from gradwire.hooks._state_validation import check_scaled_cast_state
+from gradwire.hooks.arguments import ddp_hook, needs_state
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import in_place, reduce_bucket
 from gradwire.hooks.types import GradBucket
@@ -104,7 +105,14 @@ class ScaledCastState(NamedState):
         """Scales and counters as plain tensors, which ``torch.load(weights_only=True)`` takes.
 
         The scales are equal on all ranks and fit any number of them; the counts of elements are this rank's.
+
+        Raises:
+            RuntimeError: the parameters' names are not known.
         """
+        self._names.require("A checkpoint of a ScaledCastState")
+        return self._entries()
+
+    def _entries(self) -> dict[str, Any]:
         names = sorted(self._exponents)
         exponents = [self._exponents[name].cpu() for name in names]
         return {
@@ -138,7 +146,7 @@ class ScaledCastState(NamedState):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`. The process group stays behind, as in PyTorch's hook states."""
-        return {"scaling": self.scaling, "state": self.state_dict()}
+        return {"scaling": self.scaling, "state": self._entries()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -147,6 +155,7 @@ class ScaledCastState(NamedState):
 
 
 @in_place
+@ddp_hook(needs_state(ScaledCastState))
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bit, scaled by a power of two that each step chooses for the next.
 

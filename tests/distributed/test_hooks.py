@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -222,7 +224,18 @@ def test_futures_hold_the_dtype_of_the_gradients(world, hook, wrapper):
         assert all(has_size for _, has_size in seen)
 
 
-def registering_bf16():
+def build_of_pytorch(with_nccl):
+    """Lets PyTorch look like a build with or without CUDA and NCCL."""
+    patches = ExitStack()
+    patches.enter_context(mock.patch.object(torch.version, "cuda", "12.8" if with_nccl else None))
+    patches.enter_context(mock.patch.object(torch.version, "hip", None))
+    patches.enter_context(mock.patch.object(dist, "is_nccl_available", lambda: with_nccl))
+    patches.enter_context(mock.patch.object(dist, "is_xccl_available", lambda: False))
+    patches.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3)))
+    return patches
+
+
+def registering_bf16(with_nccl):
     outcomes = {}
     hooks = {
         "hook": default_hooks.bf16_compress_hook,
@@ -230,19 +243,28 @@ def registering_bf16():
     }
     for name, hook in hooks.items():
         for wrapper, ddp_class in WRAPPERS.items():
-            try:
-                ddp_class(build("mlp")).register_comm_hook(None, hook)
-                outcomes[wrapper, name] = "accepted"
-            except TypeError as error:
-                outcomes[wrapper, name] = str(error)
+            ddp = ddp_class(build("mlp"))
+            with build_of_pytorch(with_nccl):
+                try:
+                    ddp.register_comm_hook(None, hook)
+                except TypeError as error:
+                    outcomes[wrapper, name] = str(error)
+                    continue
+            ddp(*ddp.module.batch(torch.Generator())).backward()
+            outcomes[wrapper, name] = "trains"
     return outcomes
 
 
-def test_bf16_hooks_are_accepted_by_name(world):
-    for outcomes in world.run(registering_bf16):
+@pytest.mark.parametrize("with_nccl", [False, True], ids=["build-without-nccl", "build-with-nccl"])
+def test_bf16_hooks_are_refused_by_pytorchs_build_and_never_by_gradwire(world, with_nccl):
+    # The group is one of gloo in all cases, and sums bf16.
+    for outcomes in world.run(registering_bf16, with_nccl=with_nccl):
         for name in ("hook", "wrapper"):
-            assert outcomes["gradwire", name] == "accepted"
-            assert "BF16 all reduce communication hook required" in outcomes["pytorch", name]
+            assert outcomes["gradwire", name] == "trains"
+            if with_nccl:
+                assert outcomes["pytorch", name] == "trains"
+            else:
+                assert "BF16 all reduce communication hook required" in outcomes["pytorch", name]
 
 
 class CallableHook:

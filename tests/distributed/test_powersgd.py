@@ -91,7 +91,6 @@ def run_steps(
     mine = [ranks[dist.get_rank()] for ranks in values]
     ddp = WRAPPERS[wrapper](Fed(mine[0]), **ddp_options)
     state = register(ddp, (new_state(**(options or {})), HOOKS[hook]()))
-    state.bind(ddp)
     if load is not None:
         state.load_state_dict(load)
     steps = []
@@ -415,12 +414,9 @@ def test_law3_what_is_not_compressed_is_the_plain_mean(worlds):
 
 
 def on_both(model, hook, options, **arguments):
-    """Records of both DDPs, the state of each bound to its model."""
-    records = []
-    for wrapper in WRAPPERS:
-        state = new_state(**options)
-        records.append(train(wrapper, model, hook=(state, HOOKS[hook]()), prepare=state.bind, **arguments))
-    return records
+    """Records of both DDPs."""
+    states = {wrapper: new_state(**options) for wrapper in WRAPPERS}
+    return [train(wrapper, model, hook=(state, HOOKS[hook]()), **arguments) for wrapper, state in states.items()]
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])

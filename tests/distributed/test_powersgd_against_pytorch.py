@@ -186,7 +186,7 @@ def assert_nothing_lost(run, values, index, skipped=()):
             given = torch.stack([tensors[index].double() for tensors in ranks])
             largest = max(largest, (left + given).abs().max().item())
             left = left + given - run.gradients[i][index].double()
-    known = run.seen.get(f"parameter.{index}", torch.zeros(()))
+    known = run.seen.get(f"weights.{index}", torch.zeros(()))
     assert (left.mean(0) - known).abs().max() <= (2 * len(values) + 2) * U * largest
 
 
@@ -354,6 +354,8 @@ def group_after_loading(library):
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     state = MODULES[library].PowerSGDState(group)
     if library == "ours":
+        model = torch.nn.Linear(2, 2)
+        state.bind(model)
         saved = state.state_dict()
         state = ours.PowerSGDState(group)
         state.load_state_dict(saved)
@@ -698,7 +700,7 @@ def conservation(library, values):
     for ((tensor,),) in values:
         left = left + tensor.double() - step(ddp, [tensor])[0].double()
         size = max(size, left.abs().max().item())
-    error = state.error_dict[0].view_as(left) if library == "pytorchs" else state.state_dict()["errors"]["parameter.0"]
+    error = state.error_dict[0].view_as(left) if library == "pytorchs" else state.state_dict()["errors"]["weights.0"]
     return ((left - error).abs().max() / size).item(), error.dtype
 
 

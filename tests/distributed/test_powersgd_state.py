@@ -8,9 +8,7 @@ import io
 import logging
 import pickle
 import re
-from datetime import timedelta
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from zoo import Probe
 from gradwire.compress import Factors, LowRankBucket, Workspace
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
-from gradwire.hooks import executor
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -199,12 +196,10 @@ def test_statistics_of_alternating_count_the_side_that_is_sent(worlds):
 # --- checkpoints
 
 
-def trained(wrapper, model="mlp", *, state=None, bind=False, steps=5, hook=powerSGD_hook, options=None, **ddp_options):
+def trained(wrapper, model="mlp", *, state=None, steps=5, hook=powerSGD_hook, options=None, **ddp_options):
     """A state after some steps, on this rank's own batches."""
     module = build(model)
     state = PowerSGDState(None, **(EARLY | (options or {}))) if state is None else state
-    if bind:
-        state.bind(module)
     train(wrapper, module, hook=(state, hook), steps=steps, **ddp_options)
     return state, module
 
@@ -345,7 +340,7 @@ def test_a_wrong_state_raises_and_changes_nothing(worlds, bad):
 
 
 def load_state_of_other_shapes(wrapper):
-    state, _ = trained(wrapper, bind=True)
+    state, _ = trained(wrapper)
     saved = state.state_dict()
     name = next(iter(saved["errors"]))
     saved["errors"][name] = torch.ones(3, 3)
@@ -353,7 +348,7 @@ def load_state_of_other_shapes(wrapper):
     state = PowerSGDState(None, **EARLY)
     state.load_state_dict(saved)
     try:
-        trained(wrapper, state=state, bind=True, steps=1)
+        trained(wrapper, state=state, steps=1)
     except ValueError as error:
         return name, str(error)
     return name, "trains"
@@ -365,21 +360,18 @@ def test_the_state_of_another_model_raises_at_the_first_step(worlds, wrapper):
         assert re.match(rf"The error memory of {name} has shape \(3, 3\), its gradient .*Load the state of", message)
 
 
-def state_dict_of_a_new_state(bind):
+def state_dict_of_a_new_state():
     state = PowerSGDState(None, **EARLY)
     module = build("mlp")
-    if bind:
-        state.bind(module)
+    state.bind(module)
     saved = state.state_dict()
     loaded = PowerSGDState(None, **EARLY)
     loaded.load_state_dict(save_and_load(saved))
     return saved, loaded.state_dict()
 
 
-def test_a_new_state_is_empty_and_a_bound_one_has_zeros(worlds):
-    for saved, loaded in worlds(2).run(state_dict_of_a_new_state, bind=False):
-        assert saved == loaded == {"iter": 0, "errors": {}, "q": {}, "p": {}, "numel": [0, 0]}
-    for saved, loaded in worlds(2).run(state_dict_of_a_new_state, bind=True):
+def test_a_new_state_that_is_bound_has_zeros(worlds):
+    for saved, loaded in worlds(2).run(state_dict_of_a_new_state):
         assert_same_bits(loaded, saved)
         weights = sorted(name for name, parameter in build("mlp").named_parameters() if parameter.dim() == 2)
         assert sorted(saved["errors"]) == sorted(saved["q"]) == weights
@@ -448,7 +440,7 @@ def test_a_pickled_ddp_trains_on_with_its_errors(worlds):
 
 
 def save_distributed(path, wrapper, model, options, hook):
-    state, _ = trained(wrapper, model, bind=True, hook=getattr(ours, hook), options=options, bucket_cap_mb=SMALL)
+    state, _ = trained(wrapper, model, hook=getattr(ours, hook), options=options, bucket_cap_mb=SMALL)
     dcp.save({"powersgd": state}, checkpoint_id=path)
     return state.state_dict()
 
@@ -518,17 +510,15 @@ def names(wrapper, bind, cap):
         ddp.zero_grad()
         ddp(*module.batch(torch.Generator())).backward()
     weights = [name for name, parameter in module.named_parameters() if parameter.dim() == 2]
-    places = [i for i, parameter in enumerate(module.parameters()) if parameter.dim() == 2]
-    return sorted(own_memory(state)["errors"]), sorted(weights), sorted(f"parameter.{place}" for place in places)
+    return sorted(own_memory(state)["errors"]), sorted(weights)
 
 
 @pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
 def test_law7_state_is_keyed_by_parameter_name(worlds, cap):
-    for wrapper, bind in (("gradwire", None), ("gradwire", "ddp"), ("pytorch", "module"), ("pytorch", "ddp")):
-        ((found, weights, _),) = worlds(1).run(names, wrapper=wrapper, bind=bind, cap=cap)
-        assert found == weights
-    ((found, _, places),) = worlds(1).run(names, wrapper="pytorch", bind=None, cap=cap)
-    assert found == places
+    for wrapper in WRAPPERS:
+        for bind in (None, "module", "ddp"):
+            ((found, weights),) = worlds(1).run(names, wrapper=wrapper, bind=bind, cap=cap)
+            assert found == weights
 
 
 @pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
@@ -585,59 +575,6 @@ def test_pytorchs_ddp_meets_the_state_of_another_model_at_the_first_backward(wor
         assert re.match(r"A parameter of shape \(.*\) belongs to another model.*Make a new state for each", message)
 
 
-# --- a collective call
-
-
-def given_up(callers):
-    """Within it, ranks that meet wait no longer than until those have come who will; whatever the clock says."""
-
-    class Impatient(dist.PrefixStore):
-        def wait(self, keys, timeout):
-            super().wait([keys[rank] for rank in callers], timeout)
-            super().wait(keys, timedelta(milliseconds=1))
-
-    return mock.patch.object(executor, "PrefixStore", Impatient)
-
-
-def save_on_some_ranks(callers, wrapper):
-    state, _ = trained(wrapper)
-    message = None
-    if dist.get_rank() in callers:
-        with given_up(callers):
-            try:
-                state.state_dict()
-            except RuntimeError as error:
-                message = str(error)
-    dist.barrier()
-    return message
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_saving_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
-    message, nothing = worlds(2).run(save_on_some_ranks, callers=[0], wrapper=wrapper)
-    assert nothing is None
-    assert re.match(
-        r"PowerSGDState\.state_dict\(\) is a collective call: ranks \[1\] have not .*on every rank", message
-    )
-    messages = worlds(3).run(save_on_some_ranks, callers=[1], wrapper=wrapper)
-    assert "ranks [0, 2] have not" in messages[1]
-    messages = worlds(3).run(save_on_some_ranks, callers=[0, 2], wrapper=wrapper)
-    assert all("ranks [1] have not" in messages[rank] for rank in (0, 2))
-
-
-def save_after_a_failure():
-    state, _ = trained("gradwire")
-    if dist.get_rank() == 0:
-        with given_up(callers=[0]), pytest.raises(RuntimeError):
-            state.state_dict()
-    dist.barrier()
-    return state.state_dict()
-
-
-def test_saving_works_after_a_call_that_not_all_ranks_made(worlds):
-    assert_same_on_all_ranks(worlds(2).run(save_after_a_failure))
-
-
 # --- resuming
 
 
@@ -658,7 +595,6 @@ def run(state, wrapper, steps, dtype, checkpoint=None, other_steps=(), **ddp_opt
     """
     module = build("mlp").to(dtype)
     ddp = WRAPPERS[wrapper](module, **ddp_options)
-    state.bind(module)
     register(ddp, (state, powerSGD_hook))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
@@ -825,7 +761,6 @@ def wrap_anew(wraps, steps_each):
     """One module, optimizer and state, behind one DDP after another; the gradients of each step."""
     module = build("mlp")
     state = PowerSGDState(None, **EARLY)
-    state.bind(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(dist.get_rank())
     seen = []
@@ -857,7 +792,6 @@ def cast_in_the_middle(dtype, through_checkpoint):
     shape = (24, 20)
     module = Probe(shape)
     state = PowerSGDState(None, **EARLY)
-    state.bind(module)
     generator = torch.Generator().manual_seed(dist.get_rank())
     left, largest, errors = torch.zeros(shape, dtype=torch.float64), 0.0, []
     for model_dtype in (torch.float32, dtype):
@@ -866,7 +800,6 @@ def cast_in_the_middle(dtype, through_checkpoint):
             saved = save_and_load(state.state_dict())
             state = PowerSGDState(None, **EARLY)
             state.load_state_dict(saved)
-            state.bind(module)
         ddp = WRAPPERS["gradwire"](module)
         register(ddp, (state, powerSGD_hook))
         for _ in range(6):
@@ -912,7 +845,6 @@ def restart(hook, before, after, restarted):
     left, largest = [torch.zeros_like(tensor, dtype=torch.complex128) for tensor in draw()], 0.0
     state = PowerSGDState(None, **EARLY)
     for (wrapper, cap), steps in ((before, 6), (after, 6)):
-        state.bind(module)
         ddp = WRAPPERS[wrapper](module, bucket_cap_mb=cap)
         register(ddp, (state, getattr(ours, hook)))
         for _ in range(steps):
@@ -953,7 +885,6 @@ def memory(wrapper, model, hook, options):
     module = build(model)
     state = PowerSGDState(None, **(EARLY | options))
     ddp = WRAPPERS[wrapper](module, bucket_cap_mb=SMALL)
-    state.bind(module)
     register(ddp, (state, getattr(ours, hook)))
     generator = torch.Generator().manual_seed(0)
     held = []

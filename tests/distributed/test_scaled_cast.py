@@ -281,30 +281,25 @@ def test_state_dict_does_not_change_with_the_training(world):
 
 def names_of(model):
     bound, _ = trained_state("pytorch", model, bind=True, bucket_cap_mb=SMALL)
-    unbound, _ = trained_state("pytorch", model, bucket_cap_mb=SMALL)
-    again, _ = trained_state("pytorch", model, bucket_cap_mb=SMALL)
+    theirs, _ = trained_state("pytorch", model, bucket_cap_mb=SMALL)
     ours, _ = trained_state("gradwire", model, bucket_cap_mb=SMALL)
-    keys = [sorted(state.exponents()) for state in (bound, unbound, again, ours)]
+    keys = [sorted(state.exponents()) for state in (bound, theirs, ours)]
     trainable = sorted(name for name, parameter in build(model).named_parameters() if parameter.requires_grad)
     return keys, trainable
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "frozen", "odd"])
 def test_law7_state_is_keyed_by_parameter_name(world, model):
-    for (bound, unbound, again, ours), trainable in world.run(names_of, model=model):
-        assert bound == trainable
-        assert ours == trainable
-        assert unbound == again == sorted(f"parameter.{i}" for i in range(len(trainable)))
+    for keys, trainable in world.run(names_of, model=model):
+        assert keys == [trainable] * 3
 
 
-def resume(values, first, second, bind, cut):
+def resume(values, first, second, cut):
     """Gradients and exponents of the steps after ``cut``, with and without a restart behind other options."""
     mine = [ranks[dist.get_rank()] for ranks in values]
 
     def steps(state, wrapper, tensors, **ddp_options):
         module = Probe(*(tensor.shape for tensor in mine[0]))
-        if bind:
-            state.bind(module)
         ddp = WRAPPERS[wrapper](module, **ddp_options)
         register(ddp, (state, scaled_cast_hook))
         seen = []
@@ -326,13 +321,13 @@ def resume(values, first, second, bind, cut):
 
 
 RESUMPTIONS = {
-    "same": (("gradwire", {"bucket_cap_mb": SMALLEST}), ("gradwire", {"bucket_cap_mb": SMALLEST}), False),
-    "larger_buckets": (("gradwire", {"bucket_cap_mb": SMALLEST}), ("gradwire", {"bucket_cap_mb": 1}), False),
-    "smaller_buckets": (("gradwire", {"bucket_cap_mb": 1}), ("gradwire", {"bucket_cap_mb": SMALLEST}), False),
-    "views": (("gradwire", {}), ("gradwire", {"gradient_as_bucket_view": True}), False),
-    "from_pytorch": (("pytorch", {"bucket_cap_mb": SMALLEST}), ("gradwire", {"bucket_cap_mb": SMALL}), True),
-    "to_pytorch": (("gradwire", {"bucket_cap_mb": SMALLEST}), ("pytorch", {"bucket_cap_mb": SMALL}), True),
-    "on_pytorch": (("pytorch", {"bucket_cap_mb": SMALLEST}), ("pytorch", {"bucket_cap_mb": SMALLEST}), False),
+    "same": (("gradwire", {"bucket_cap_mb": SMALLEST}), ("gradwire", {"bucket_cap_mb": SMALLEST})),
+    "larger_buckets": (("gradwire", {"bucket_cap_mb": SMALLEST}), ("gradwire", {"bucket_cap_mb": 1})),
+    "smaller_buckets": (("gradwire", {"bucket_cap_mb": 1}), ("gradwire", {"bucket_cap_mb": SMALLEST})),
+    "views": (("gradwire", {}), ("gradwire", {"gradient_as_bucket_view": True})),
+    "from_pytorch": (("pytorch", {"bucket_cap_mb": SMALLEST}), ("gradwire", {"bucket_cap_mb": SMALL})),
+    "to_pytorch": (("gradwire", {"bucket_cap_mb": SMALLEST}), ("pytorch", {"bucket_cap_mb": SMALL})),
+    "on_pytorch": (("pytorch", {"bucket_cap_mb": SMALLEST}), ("pytorch", {"bucket_cap_mb": SMALLEST})),
 }
 
 
@@ -340,10 +335,10 @@ RESUMPTIONS = {
 def test_law7_resumed_training_gives_the_bits_of_the_uninterrupted_one(worlds, resumption):
     # Scales are powers of two, so any scale that keeps a gradient normal on the wire gives the same bits; on two ranks,
     # where it does not matter to the sum in which order of buckets an element lies.
-    first, second, bind = RESUMPTIONS[resumption]
+    first, second = RESUMPTIONS[resumption]
     shapes = ((13,), (3, 5), (7,), (2, 2, 2))
     values = [scaled(random_gradients(worlds(2), seed, shapes, binades=2), 1e-7) for seed in range(10)]
-    results = worlds(2).run(resume, values=values, first=first, second=second, bind=bind, cut=5)
+    results = worlds(2).run(resume, values=values, first=first, second=second, cut=5)
     for uninterrupted, resumed, loaded, exponents in results:
         assert_same_bits(resumed, uninterrupted)
         assert exponents.keys() == loaded.keys()
@@ -354,11 +349,11 @@ def test_law7_resumed_training_gives_the_bits_of_the_uninterrupted_one(worlds, r
 def test_law7_resumed_training_starts_with_the_saved_scale(world, resumption):
     # The first gradient after the restart is far below the saved scale's, as a step of an idle branch may be: a state
     # that forgot its scale would follow that gradient at once, instead of by `growth` a step.
-    first, second, bind = RESUMPTIONS[resumption]
+    first, second = RESUMPTIONS[resumption]
     shapes = ((13,), (3, 5), (7,), (2, 2, 2))
     values = [random_gradients(world, seed, shapes, binades=2) for seed in range(5)]
     values += [scaled(values[0], 2.0**-20)]
-    results = world.run(resume, values=values, first=first, second=second, bind=bind, cut=5)
+    results = world.run(resume, values=values, first=first, second=second, cut=5)
     for *_, loaded, exponents in results:
         assert all(abs(exponents[name] - loaded[name]) <= 2 for name in loaded)
     assert_same_on_all_ranks([exponents for *_, exponents in results])

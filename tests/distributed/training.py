@@ -11,7 +11,6 @@ from zoo import MODELS
 
 import gradwire
 from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks
-from gradwire.hooks.parameter_names import NamedState
 
 WRAPPERS = {"pytorch": torch.nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
 
@@ -77,8 +76,6 @@ def plainly_named(hook):
 def register(model, hook, group=None):
     """Register the hook of that name in `HOOKS`, or a pair of state and hook; returns the state."""
     state, function = (HOOKS | NOOP)[hook](group) if isinstance(hook, str) else hook
-    if isinstance(hook, str) and isinstance(state, NamedState):
-        state.bind(model)  # random numbers depend on names, which PyTorch's buckets have not
     if isinstance(model, gradwire.DistributedDataParallel):
         model.register_comm_hook(state, function)
     else:

@@ -1,0 +1,69 @@
+"""Names that users are told of: modules that are listed, and dotted names in docstrings and documentation."""
+
+import ast
+import importlib.util
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).parent.parent
+DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
+
+
+def docstrings():
+    """(place, text) of every docstring of the package and every page of documentation."""
+    for module in pkgutil.walk_packages(gradwire.__path__, "gradwire."):
+        path = Path(importlib.util.find_spec(module.name).origin)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{module.name}, line {getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        if path.name != "log.md":  # which speaks of names of its day
+            yield path.name, path.read_text()
+
+
+def resolves(name):
+    """Whether a dotted name is a module or an attribute of one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_dotted_names_in_docstrings_and_documentation_resolve():
+    named = [(place, name) for place, text in docstrings() for name in DOTTED.findall(text)]
+    assert len(named) > 5
+    assert [(place, name) for place, name in named if not resolves(name)] == []
+
+
+def test_names_that_do_not_exist_do_not_resolve():
+    assert not resolves("gradwire.hooks.scaled_cast_hook")
+    assert not resolves("gradwire.hooks.scaled_cast_hooks.no_hook")
+
+
+@pytest.mark.parametrize("name", ["debugging_hooks", "default_hooks", "powerSGD_hook", "scaled_cast_hooks"])
+def test_public_hook_modules_are_reachable_after_import_gradwire(name):
+    program = f"import gradwire; print(gradwire.hooks.{name}.__name__)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == f"gradwire.hooks.{name}"
+
+
+def test_hooks_list_the_public_modules():
+    assert gradwire.hooks.__all__ == ["debugging_hooks", "default_hooks", "powerSGD_hook", "scaled_cast_hooks"]
+    assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
+    assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "hooks"]
