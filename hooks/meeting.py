@@ -5,12 +5,37 @@ A meeting works while collectives are stuck, and a rank that waits for the other
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 TIMEOUT = timedelta(minutes=2)
+# How long a rank waits before it says in the log whom it is waiting for.
+PATIENCE = timedelta(seconds=20)
+
+logger = logging.getLogger(__name__)
+
+
+class RanksMissing(RuntimeError):
+    """Some ranks have not come to a meeting.
+
+    Attributes:
+        which: they, in words.
+    """
+
+    def __init__(self, purpose: str, which: str, timeout: timedelta) -> None:
+        super().__init__(
+            f"{purpose} is a collective call: {which} did not make it within {timeout}. Call it on every rank."
+        )
+        self.which = which
+
+
+def describe(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -31,7 +56,7 @@ def gather(group: dist.ProcessGroup, purpose: str, value: str, timeout: timedelt
         timeout: how long to wait for the other ranks.
 
     Raises:
-        RuntimeError: some ranks did not call within ``timeout``; names them.
+        RanksMissing: some ranks did not call within ``timeout``; names them.
     """
     store = PrefixStore("meet", store_of(group))
     meeting = ""
@@ -39,15 +64,26 @@ def gather(group: dist.ProcessGroup, purpose: str, value: str, timeout: timedelt
         meeting = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
     keys = [f"{meeting}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], value)
+    missing = _missing(group, store, keys, min(timeout, PATIENCE))
+    if missing and timeout > PATIENCE:
+        logger.warning("%s: waiting for %s, which have not come within %s.", purpose, missing, PATIENCE)
+        missing = _missing(group, store, keys, timeout - PATIENCE)
+    if missing:
+        store.set(f"{meeting}/failed", "")
+        raise RanksMissing(purpose, missing, timeout)
+    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return [each.decode() for each in values]
+
+
+def _missing(group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta) -> str:
+    """The ranks that have not come after ``timeout``, in words; empty as soon as all have."""
     try:
         store.wait(keys, timeout)
-    except RuntimeError as error:
-        store.set(f"{meeting}/failed", "")
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
-            f"{purpose} is a collective call: ranks {missing} have not made it within {timeout}. Call it on every rank."
-        ) from error
-    return [store.get(key).decode() for key in keys]
+    except RuntimeError:
+        ranks = zip(dist.get_process_group_ranks(group), keys, strict=True)
+        absent = [rank for rank, key in ranks if not store.check([key])]
+        return describe(absent) if absent else ""
+    return ""
 
 
 def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = TIMEOUT) -> None:

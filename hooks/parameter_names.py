@@ -5,6 +5,7 @@ import weakref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradwire.hooks.handshake import HookSettings
 from gradwire.hooks.reduce import is_in_place_bucket
 from gradwire.hooks.types import GradBucket
 
@@ -85,10 +86,11 @@ class ParameterNames:
         return name
 
 
-class NamedState:
+class NamedState(HookSettings):
     """A hook's state that remembers by parameter name."""
 
     def __init__(self) -> None:
+        super().__init__(type(self).__name__)
         self._names = ParameterNames()
 
     def bind(self, module: torch.nn.Module) -> None:
@@ -103,6 +105,9 @@ class NamedState:
             ValueError: the state was bound to another model.
         """
         self._names.bind(module)
+
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:  # noqa: D102
+        return self._names.of(bucket)
 
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
         """Remember for the next step what a reduction had for a parameter but was not applied.

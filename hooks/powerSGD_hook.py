@@ -27,9 +27,10 @@ from gradwire.compress import (
 )
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks.executor import executor_for
+from gradwire.hooks.handshake import digest
 from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number
-from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
+from gradwire.hooks.reduce import agree, bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 from gradwire.kernels.flattening import compute_dtype
@@ -54,6 +55,7 @@ _OPTIONS = (
     "factor_dtype",
     "alternating",
 )
+_REPLICATED = tuple(name for name in _OPTIONS if name != "compression_stats_logging_frequency")
 _FACTOR_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
@@ -165,6 +167,21 @@ class PowerSGDState(NamedState):
             stacks=dict(self.stacks),
         )
 
+    def settings(self) -> dict[str, object]:
+        """What all ranks must share: every option but how often the log is written."""
+        hook = "batched_powerSGD_hook" if self._is_batched else "powerSGD_hook"
+        options = {name: getattr(self, name) for name in _REPLICATED}
+        return {"hook": hook, **options, "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
+
+    def replicated(self) -> dict[str, object]:
+        """The count of steps; after a load, also the factors, which `alternating` does not send every step."""
+        facts: dict[str, object] = {"iter": self.iter}
+        if self._is_loaded_anew:
+            for side, factors in (("p", self._factors.p), ("q", self._factors.q)):
+                facts[f"loaded factors {side}"] = f"{len(factors)}, digest {digest(factors)}"
+            facts["loaded errors"] = len(self._memory.errors)
+        return facts
+
     @property
     def error_memory_bytes(self) -> int:
         """Bytes of the error memory on this rank."""
@@ -256,6 +273,7 @@ class PowerSGDState(NamedState):
     def _run(self, bucket: GradBucket, batched: bool) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
         self._is_batched = batched
+        agree(self, self.process_group, bucket)
         names = self._names.of(bucket)
         compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
         plan = self._plan(names, bucket, batched) if compresses else None
@@ -361,6 +379,7 @@ class PowerSGDState(NamedState):
         self._memory.errors = {name: error.clone() for name, error in state_dict["errors"].items()}
         self._factors.q = {name: factor.clone() for name, factor in state_dict["q"].items()}
         self._factors.p = {name: factor.clone() for name, factor in state_dict["p"].items()}
+        self.expect_handshake()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's own memory. The process group stays behind, as in PyTorch's state."""
