@@ -16,7 +16,7 @@ timeout.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
@@ -25,14 +25,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire._version import __version__
-from gradwire.hooks.meeting import TIMEOUT, RanksMissing, describe, gather
+from gradwire.hooks.meeting import TIMEOUT, RanksMissing, differences, gather
 from gradwire.hooks.types import GradBucket
 
 # For the other ranks to shake hands again: those that do not come wait in a collective already. The first time, when
 # ranks may still be loading data, they have the process group's timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
-# Lines of differences that an error shows.
-SHOWN = 12
 
 _PURPOSE = "The handshake of communication hooks"
 _REMEDY = (
@@ -131,20 +129,8 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     if len(set(digests)) == 1:
         return
     everybodys = [json.loads(each) for each in gather(group, f"{_PURPOSE}, after a mismatch", text)]
-    lines = list(_differences(everybodys, dist.get_process_group_ranks(group)))
-    if len(lines) > SHOWN:
-        lines[SHOWN:] = [f"and {len(lines) - SHOWN} differences more"]
-    raise RuntimeError("\n  ".join(["Communication hooks differ between ranks:", *lines]) + f"\n{_UNCHANGED} {_REMEDY}")
-
-
-def _differences(everybodys: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> Iterator[str]:
-    """A line for each fact that is not the same for all: every value, and the ranks that have it."""
-    for name in dict.fromkeys(name for facts in everybodys for name in facts):
-        holders: dict[str, list[int]] = {}
-        for rank, facts in zip(ranks, everybodys, strict=True):
-            holders.setdefault(facts.get(name, "nothing"), []).append(rank)
-        if len(holders) > 1:
-            yield f"{name}: " + "; ".join(f"{value} on {describe(of)}" for value, of in holders.items())
+    lines = differences(everybodys, dist.get_process_group_ranks(group))
+    raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -6,7 +6,7 @@ A meeting works while collectives are stuck, and a rank that waits for the other
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 TIMEOUT = timedelta(minutes=2)
 # How long a rank waits before it says in the log whom it is waiting for.
 PATIENCE = timedelta(seconds=20)
+# Differences between ranks that an error shows.
+SHOWN = 12
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ def gather(group: dist.ProcessGroup, purpose: str, value: str, timeout: timedelt
     if missing:
         store.set(f"{meeting}/failed", "")
         raise RanksMissing(purpose, missing, timeout)
-    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
     return [each.decode() for each in values]
 
 
@@ -89,3 +91,22 @@ def _missing(group: dist.ProcessGroup, store: Store, keys: list[str], timeout: t
 def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = TIMEOUT) -> None:
     """Return when every rank has called it for the same purpose as often as this one; see `gather`."""
     gather(group, purpose, "here", timeout)
+
+
+def differences(everybodys: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """A line for each fact that is not the same on all ranks: every value, and the ranks that have it.
+
+    Args:
+        everybodys: the facts of each rank, by name.
+        ranks: the numbers of these ranks.
+    """
+    lines = []
+    for name in dict.fromkeys(name for facts in everybodys for name in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in zip(ranks, everybodys, strict=True):
+            holders.setdefault(facts.get(name, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {describe(of)}" for value, of in holders.items()))
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = [f"and {len(lines) - SHOWN} differences more"]
+    return "".join(f"\n  {line}" for line in lines)
