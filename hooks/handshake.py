@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire._version import __version__
-from gradwire.hooks.meeting import TIMEOUT, RanksMissing, differences, gather
+from gradwire.hooks.meeting import TIMEOUT, RanksMissing, describe, differences, gather
 from gradwire.hooks.types import GradBucket
 
 # For the other ranks to shake hands again: those that do not come wait in a collective already. The first time, when
@@ -87,16 +87,17 @@ class HookSettings:
         settings = self.settings()
         if self._agreed.get(group) == settings:
             return
+        again = group in self._agreed
         names = self.parameter_names(bucket)
         facts = {
             "gradwire": __version__,
             **settings,
-            "loaded since the last handshake": self._is_loaded_anew,
+            "loaded since the last handshake": again and self._is_loaded_anew,
             **self.replicated(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             **layout(),
         }
-        _compare(group, {name: str(fact) for name, fact in facts.items()}, again=group in self._agreed)
+        _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
         self._agreed[group] = settings
         self._is_loaded_anew = False
 
@@ -121,11 +122,11 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
         digests = gather(group, _PURPOSE, digest(text), timeout)
     except RanksMissing as error:
         problem = (
-            f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on {error.which}"
+            f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
             if again
-            else f"This rank runs {facts['hook']}, but no hook of gradwire's has begun on {error.which}"
+            else f"This rank runs {facts['hook']}, but no hook of gradwire's has begun on"
         )
-        raise RuntimeError(f"{problem} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
+        raise RuntimeError(f"{problem} {describe(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
     if len(set(digests)) == 1:
         return
     everybodys = [json.loads(each) for each in gather(group, f"{_PURPOSE}, after a mismatch", text)]
@@ -135,5 +136,6 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective on ``group`` waits."""
-    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
-    return min((each._timeout for each in options if each is not None), default=TIMEOUT)
+    backends = [group._get_backend(device) for device in group._device_types]
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", TIMEOUT) for backend in backends]
+    return min(timeouts, default=TIMEOUT)

@@ -25,14 +25,14 @@ class RanksMissing(RuntimeError):
     """Some ranks have not come to a meeting.
 
     Attributes:
-        which: they, in words.
+        ranks: their numbers in the default group.
     """
 
-    def __init__(self, purpose: str, which: str, timeout: timedelta) -> None:
+    def __init__(self, purpose: str, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(
-            f"{purpose} is a collective call: {which} did not make it within {timeout}. Call it on every rank."
+            f"{purpose} is a collective call: ranks {ranks} have not made it within {timeout}. Call it on every rank."
         )
-        self.which = which
+        self.ranks = ranks
 
 
 def describe(ranks: Sequence[int]) -> str:
@@ -68,7 +68,7 @@ def gather(group: dist.ProcessGroup, purpose: str, value: str, timeout: timedelt
     store.set(keys[group.rank()], value)
     missing = _missing(group, store, keys, min(timeout, PATIENCE))
     if missing and timeout > PATIENCE:
-        logger.warning("%s: waiting for %s, which have not come within %s.", purpose, missing, PATIENCE)
+        logger.warning("%s: still waiting for %s after %s.", purpose, describe(missing), PATIENCE)
         missing = _missing(group, store, keys, timeout - PATIENCE)
     if missing:
         store.set(f"{meeting}/failed", "")
@@ -77,15 +77,14 @@ def gather(group: dist.ProcessGroup, purpose: str, value: str, timeout: timedelt
     return [each.decode() for each in values]
 
 
-def _missing(group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta) -> str:
-    """The ranks that have not come after ``timeout``, in words; empty as soon as all have."""
+def _missing(group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta) -> list[int]:
+    """The ranks that have not come after ``timeout``; none as soon as all have."""
     try:
         store.wait(keys, timeout)
     except RuntimeError:
         ranks = zip(dist.get_process_group_ranks(group), keys, strict=True)
-        absent = [rank for rank, key in ranks if not store.check([key])]
-        return describe(absent) if absent else ""
-    return ""
+        return [rank for rank, key in ranks if not store.check([key])]
+    return []
 
 
 def meet(group: dist.ProcessGroup, purpose: str, timeout: timedelta = TIMEOUT) -> None:
