@@ -8,6 +8,7 @@ and never on the device, and keeps its error by parameter name, in a state that 
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ _OPTIONS = (
     "alternating",
 )
 _REPLICATED = tuple(name for name in _OPTIONS if name != "compression_stats_logging_frequency")
+_replicated_options = attrgetter(*_REPLICATED)
 _FACTOR_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
@@ -170,8 +172,8 @@ class PowerSGDState(NamedState):
     def settings(self) -> dict[str, object]:
         """What all ranks must share: every option but how often the log is written."""
         hook = "batched_powerSGD_hook" if self._is_batched else "powerSGD_hook"
-        options = {name: getattr(self, name) for name in _REPLICATED}
-        return {"hook": hook, **options, "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
+        options = zip(_REPLICATED, _replicated_options(self), strict=True)
+        return {"hook": hook, **dict(options), "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
 
     def replicated(self) -> dict[str, object]:
         """The count of steps; after a load, also the factors, which `alternating` does not send every step."""
