@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALL, WRAPPERS, build, register, train
+from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import default_hooks, handshake, meeting
@@ -270,6 +270,21 @@ def test_rank_without_a_hook_is_named(worlds):
     with_hook, without = worlds(2).run(hook_on_one_rank)
     assert "This rank runs fp16_compress_hook, but no hook of gradwire's has begun on rank 1" in with_hook
     assert without is not None
+
+
+def unequal_buckets():
+    ddp = WRAPPERS["pytorch"](
+        build("mlp"), bucket_cap_mb=(SMALL, SMALLEST)[dist.get_rank()], find_unused_parameters=True
+    )
+    register(ddp, "bf16")
+    default_hooks._SETTINGS["bf16_compress_hook"]._agreed.clear()  # other tests have used the hook on this group
+    return error_of(ddp(torch.ones(2, 11)).backward)
+
+
+def test_unequal_first_buckets_raise_on_every_rank(worlds):
+    for message in worlds(2).run(unequal_buckets):
+        assert "parameters of the bucket: 3 on rank 0; 1 on rank 1" in message
+        assert "shape of its parameter 2: (3,) on rank 0; nothing on rank 1" in message
 
 
 def two_models_with_one_hook_each():
