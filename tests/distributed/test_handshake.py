@@ -20,7 +20,7 @@ from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
-TIMEOUT = timedelta(seconds=3)  # of the groups on which some rank waits in vain
+TIMEOUT = timedelta(seconds=5)  # of the groups on which some rank waits in vain
 
 
 def error_of(action, *arguments):
@@ -195,7 +195,7 @@ def store_accesses(hook, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", set(HOOKS) - {"fp16_of_pytorch"})
+@pytest.mark.parametrize("hook", sorted(set(HOOKS) - {"fp16_of_pytorch"}))
 def test_equal_settings_are_compared_once_and_never_again(world, hook, wrapper):
     results = world.run(store_accesses, hook=hook, wrapper=wrapper)
     for steps, _ in results:
@@ -226,7 +226,8 @@ def test_loading_and_changing_an_option_on_all_ranks_takes_one_handshake(world):
 
 
 def load(state):
-    state.load_state_dict(state.__getstate__().get("memory") or state.state_dict())
+    options_and_memory = state.__getstate__()  # of this rank alone; a call of state_dict() is collective
+    state.load_state_dict(options_and_memory["memory" if isinstance(state, PowerSGDState) else "state"])
 
 
 def change_option(state):
@@ -237,7 +238,7 @@ def change_option(state):
 
 
 def changing_on_one_rank(change, kind):
-    """The error of the step after ``change`` on rank 1, whether parameters are kept, and the gradients before it."""
+    """The error of the step after ``change`` on rank 1."""
     group = dist.new_group(timeout=TIMEOUT)
     state, hook = {"scaled": scaled(), "powersgd": power_sgd()}[kind](group)
     ddp = WRAPPERS["gradwire"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
@@ -250,11 +251,18 @@ def changing_on_one_rank(change, kind):
     return error_of(loss.backward)
 
 
-@pytest.mark.parametrize("kind", ["scaled", "powersgd"])
-@pytest.mark.parametrize("change", [load, change_option])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (load, "powersgd"),
+        (change_option, "scaled"),
+        pytest.param(load, "scaled", marks=pytest.mark.slow),
+        pytest.param(change_option, "powersgd", marks=pytest.mark.slow),
+    ],
+)
 def test_change_on_one_rank_ends_in_an_error_on_all(worlds, change, kind):
     others, changed = worlds(2).run(changing_on_one_rank, change=change, kind=kind)
-    assert "was loaded, or an option was changed, on this rank but not on rank 0 within 0:00:03" in changed
+    assert "was loaded, or an option was changed, on this rank but not on rank 0 within 0:00:05" in changed
     assert others is not None
 
 
