@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
 from gradwire.hooks.arguments import ddp_hook, needs_nothing, needs_process_group
 from gradwire.hooks.executor import Tables
+from gradwire.hooks.handshake import HookSettings
 from gradwire.hooks.reduce import bucket_work, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
@@ -22,14 +23,16 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
+_SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
+
 
 def _cast_hook(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype | None
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype | None, settings: HookSettings
 ) -> torch.futures.Future[torch.Tensor]:
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    return reduce_bucket(process_group, bucket, algorithm)
+    return reduce_bucket(process_group, bucket, algorithm, settings=settings)
 
 
 @in_place
@@ -44,7 +47,7 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
     Example::
         >>> model.register_comm_hook(process_group, allreduce_hook)
     """
-    return _cast_hook(process_group, bucket, None)
+    return _cast_hook(process_group, bucket, None, _SETTINGS["allreduce_hook"])
 
 
 @in_place
@@ -64,7 +67,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     Example::
         >>> model.register_comm_hook(process_group, fp16_compress_hook)
     """
-    return _cast_hook(process_group, bucket, torch.float16)
+    return _cast_hook(process_group, bucket, torch.float16, _SETTINGS["fp16_compress_hook"])
 
 
 @in_place
@@ -84,7 +87,7 @@ def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     Example::
         >>> model.register_comm_hook(process_group, bf16_compress_hook)
     """
-    return _cast_hook(process_group, bucket, torch.bfloat16)
+    return _cast_hook(process_group, bucket, torch.bfloat16, _SETTINGS["bf16_compress_hook"])
 
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:

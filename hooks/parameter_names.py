@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.hooks.arguments import check_process_group
+from gradwire.hooks.handshake import HookSettings
 from gradwire.hooks.reduce import is_in_place_bucket
 from gradwire.hooks.types import GradBucket
 
@@ -216,7 +217,7 @@ class ParameterNames:
         )
 
 
-class NamedState:
+class NamedState(HookSettings):
     """A hook's state that remembers by parameter name.
 
     Attributes:
@@ -224,6 +225,7 @@ class NamedState:
     """
 
     def __init__(self) -> None:
+        super().__init__(type(self).__name__)
         self._names = ParameterNames(self)
 
     @property
@@ -251,6 +253,9 @@ class NamedState:
             ValueError: the state belongs to another model, or has trained without names.
         """
         self._names.bind(module)
+
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:  # noqa: D102
+        return self._names.of(bucket)
 
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
         """Remember for the next step what a reduction had for a parameter but was not applied.

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,10 @@ from gradwire.compress.policy import MatrixShape
 from gradwire.hooks._state_validation import Expected, check_powersgd_shapes, check_powersgd_state
 from gradwire.hooks.arguments import ddp_hook, needs_state
 from gradwire.hooks.connections import executor_for
+from gradwire.hooks.handshake import digest
 from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number, parameter_names, plain_name
-from gradwire.hooks.reduce import bucket_dtype, in_place, is_sparse, reduce_bucket
+from gradwire.hooks.reduce import agree, bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 from gradwire.kernels.flattening import compute_dtype
@@ -59,6 +61,8 @@ _OPTIONS = (
     "factor_dtype",
     "alternating",
 )
+_REPLICATED = tuple(name for name in _OPTIONS if name != "compression_stats_logging_frequency")
+_replicated_options = attrgetter(*_REPLICATED)
 _FACTOR_DTYPES = (None, torch.float32, torch.bfloat16)
 # How long a rank waits for the others. One that waits in `state_dict` was probably the only one to call it.
 STATE_DICT_TIMEOUT = timedelta(seconds=10)
@@ -194,6 +198,21 @@ class PowerSGDState(NamedState):
             stacks=dict(self.stacks),
         )
 
+    def settings(self) -> dict[str, object]:
+        """What all ranks must share: every option but how often the log is written."""
+        hook = "batched_powerSGD_hook" if self._is_batched else "powerSGD_hook"
+        options = zip(_REPLICATED, _replicated_options(self), strict=True)
+        return {"hook": hook, **dict(options), "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
+
+    def replicated(self) -> dict[str, object]:
+        """The count of steps; after a load, also the factors, which `alternating` does not send every step."""
+        facts: dict[str, object] = {"iter": self.iter}
+        if self._is_loaded_anew:
+            for side, factors in (("p", self._factors.p), ("q", self._factors.q)):
+                facts[f"loaded factors {side}"] = f"{len(factors)}, digest {digest(factors)}"
+            facts["loaded errors"] = len(self._memory.errors)
+        return facts
+
     @property
     def error_memory_bytes(self) -> int:
         """Bytes of the error memory on this rank."""
@@ -297,6 +316,7 @@ class PowerSGDState(NamedState):
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
         self._is_batched = batched
         self._prepared = None
+        agree(self, self.process_group, bucket)
         has_patterns = not batched and bool(self.ranks or self.stacks)
         names = self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
         compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
@@ -464,6 +484,7 @@ class PowerSGDState(NamedState):
         self._is_loaded = True
         self._is_checked = False
         self._memory.errors, self._factors.q, self._factors.p = loaded["errors"], loaded["q"], loaded["p"]
+        self.expect_handshake()
 
     def _check_loaded_shapes(self) -> None:
         """Raise, before anything is sent, if what was loaded does not fit a parameter that is known by now."""

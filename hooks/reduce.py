@@ -7,6 +7,7 @@ sees the flat buffer and returns it, as PyTorch's would.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.futures import Future
 from gradwire.compress import Gradients, Steps, Transport, Workspace, sparse_all_reduce
 from gradwire.hooks.connections import executor_for
 from gradwire.hooks.executor import Tables
+from gradwire.hooks.handshake import HookSettings
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 
@@ -105,14 +107,48 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     return BucketWork(flat, flat, buffer)
 
 
+def _layout(bucket: GradBucket) -> dict[str, object]:
+    """What ranks must agree on about a bucket, in words."""
+    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
+    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+    return {
+        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
+        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
+        "parameters of the bucket": len(shapes),
+        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
+    }
+
+
+def agree(settings: HookSettings, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> None:
+    """Compare ``settings`` with the other ranks', unless that was done. `reduce_bucket` calls it.
+
+    A hook that remembers something about the bucket before it reduces that calls this first.
+
+    Raises:
+        RuntimeError: the ranks run different hooks, or one with different options; see `handshake`.
+    """
+    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    settings.agree(group, bucket, partial(_layout, bucket))
+
+
 def reduce_bucket(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm, divisor: int | None = None
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    algorithm: Algorithm,
+    divisor: int | None = None,
+    settings: HookSettings | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result.
 
     An algorithm is an ``async`` function that awaits its collectives. A sparse gradient is averaged as it is: divided
-    by ``divisor``, by default the number of ranks.
+    by ``divisor``, by default the number of ranks. ``settings`` are the hook's, which all ranks must share; None for
+    one that has nothing to compare.
+
+    Raises:
+        RuntimeError: the ranks run different hooks, or one with different options; see `handshake`.
     """
+    if settings is not None:
+        agree(settings, process_group, bucket)
     executor = executor_for(process_group, bucket_device(bucket))
     transport, workspaces = executor.transport, executor.workspaces
     work = bucket_work(bucket, executor.tables) if not is_sparse(bucket) else None

@@ -74,6 +74,10 @@ class ScaledCastState(NamedState):
         """Steps whose reduced gradient was not finite, and which left the scales alone. Reading it waits."""
         return int(self._counters[2])
 
+    def settings(self) -> dict[str, object]:
+        """What all ranks must share. The scales are not in it: the ranks agree on them."""
+        return {"hook": "scaled_cast_hook", **vars(self.scaling)}
+
     def exponents(self) -> dict[str, int]:
         """The exponent of each parameter's current scale, 2^exponent. Reading it waits for the device."""
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
@@ -133,6 +137,7 @@ class ScaledCastState(NamedState):
         self._buckets = {}
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
+        self.expect_handshake()
 
     def replicated_state(self) -> dict[str, Any]:
         """Scales, and the number of skipped steps; see `NamedState.replicated_state`."""
@@ -176,4 +181,4 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
         counters = state.counters(device)
         await scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
 
-    return reduce_bucket(state.process_group, bucket, algorithm)
+    return reduce_bucket(state.process_group, bucket, algorithm, settings=state)

@@ -1,9 +1,9 @@
-"""How ranks come to have the same model before the first step: they compare its layout, and take rank 0's values."""
+"""How ranks come to have the same model before the first step: they compare it, and take rank 0's values."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -11,34 +11,67 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress import Transport
+from gradwire.hooks.meeting import SHOWN, differences
 
 # Broadcasts under way at once: one on the wire, one being packed.
 IN_FLIGHT = 2
 
 
-def verify_parameters(parameters: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raise, on every rank, unless all ranks have parameters of the same number, shapes, strides and dtypes.
+def verify_model(
+    parameters: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    options: Mapping[str, object],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Raise, on every rank, unless all ranks have the same model as far as collectives depend on it.
 
-    16 bytes a rank; only where these differ do the ranks exchange their lists, to tell what differs. A collective call.
+    16 bytes a rank; only where these differ do the ranks exchange what they have, to tell what differs. A collective
+    call.
+
+    Args:
+        parameters: those that are reduced, by name: their number, shapes, strides and dtypes must agree.
+        states: whatever else is broadcast, frozen parameters and buffers, under names that an error shows: their
+            number, shapes, dtypes and kinds of device must agree.
+        options: what decides which collectives there are, and their order.
+        group: the ranks.
+        device: for the exchange.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: something differs.
     """
-    layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters]
-    digest = int.from_bytes(blake2b(repr(layouts).encode(), digest_size=8).digest(), "little", signed=True)
-    mine = torch.tensor([len(layouts), digest], device=parameters[0].device)
+    layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters.values()]
+    facts = {name: f"{tuple(each.shape)} {each.dtype} on {each.device.type}" for name, each in states.items()}
+    facts |= {name: str(value) for name, value in options.items()}
+    text = repr((layouts, list(facts.values())))
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    mine = torch.tensor([len(layouts), digest], device=device)
     everybodys = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybodys, mine, group=group)
     if len({tuple(one.tolist()) for one in everybodys}) == 1:
         return
-    lists: list[list[tuple[str, object]]] = [[] for _ in everybodys]
-    dist.all_gather_object(lists, list(zip(names, layouts, strict=True)), group=group)
+    lists: list[tuple[list[tuple[str, object]], dict[str, str]]] = [([], {}) for _ in everybodys]
+    dist.all_gather_object(lists, (list(zip(parameters, layouts, strict=True)), facts), group=group)
+    _raise_for_parameters([one for one, _ in lists], group.rank())
+    lines = (
+        differences([one for _, one in lists], range(len(lists))) or "\n  the order of frozen parameters and buffers"
+    )
+    raise RuntimeError(
+        f"DDP expects same model across all ranks, but there are differences:{lines}\nBuild the same model on every "
+        "rank, and wrap it with the same arguments."
+    )
+
+
+def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: int) -> None:
+    """Raise if the ranks have other parameters to reduce: with PyTorch's words, and the parameter's name."""
+    names = [name for name, _ in lists[this]]
     for rank, one in enumerate(lists):
         if len(one) != len(names):
+            alone = sorted({name for name, _ in one} ^ set(names))
             raise RuntimeError(
-                f"DDP expects same model across all ranks, but Rank {group.rank()} has {len(names)} params, while rank "
+                f"DDP expects same model across all ranks, but Rank {this} has {len(names)} params, while rank "
                 f"{rank} has inconsistent {len(one)} params. Build the same model on every rank, and freeze the same "
-                "parameters."
+                f"parameters. Only one of the two has {', '.join(alone[:SHOWN])}{', ...' * (len(alone) > SHOWN)}."
             )
     for rank, one in enumerate(lists):
         for i, ((name, layout), (_, first)) in enumerate(zip(one, lists[0], strict=True)):

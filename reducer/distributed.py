@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from gradwire.hooks import default_hooks
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.agreement import broadcast_coalesced, verify_parameters
+from gradwire.reducer.agreement import broadcast_coalesced, verify_model
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.mixed_precision import check, forget_hooks, restore
 from gradwire.reducer.nesting import refuse_wrapper_around, refuse_wrappers_inside
@@ -114,7 +115,15 @@ class DistributedDataParallel(TorchDDP):
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "forward_sync_buffers": forward_sync_buffers,
         }
+        _check_process_group(process_group, device_mesh)
+        _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self._syncs_at_init = init_sync
+        self._options_at_init: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params and find_unused_parameters,
+            "mixed_precision": str(mixed_precision),
+        }
         self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
         super().__init__(
@@ -143,24 +152,20 @@ class DistributedDataParallel(TorchDDP):
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         if self._syncs_at_init:
             self._syncs_at_init = False
-            verify_parameters(parameters, [names[parameter] for parameter in parameters], self.process_group)
+            self._verify_model(parameters)
             with torch.no_grad():
                 broadcast_coalesced(self._module_states(), Transport(self.process_group), self.broadcast_bucket_size)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`
-        caps = list(getattr(self, "bucket_bytes_cap_list", []))
-        first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
-        rebuilt = caps or [first, self.bucket_bytes_cap]
-        # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
-        is_rebuilt = static_graph or not self.find_unused_parameters
+        limits, rebuilt_limits = self._bucket_limits(static_graph)
         self.reducer = Reducer(
             parameters,
             [names[parameter] for parameter in parameters],
             expect_sparse_gradient,
             self.process_group,
-            caps or ([sys.maxsize] if is_rebuilt else rebuilt),
-            rebuilt,
+            limits,
+            rebuilt_limits,
             self.gradient_as_bucket_view and self.mixed_precision is None,
             self.find_unused_parameters,
             self.skip_all_reduce_unused_params,
@@ -178,12 +183,56 @@ class DistributedDataParallel(TorchDDP):
         if has_sync_bn and self.device_type == "cpu":
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
+    def _bucket_limits(self, static_graph: bool) -> tuple[list[int], list[int]]:
+        """Sizes in bytes of the buckets of the first backward, and of those after the rebuild; the last one repeats."""
+        caps = list(getattr(self, "bucket_bytes_cap_list", []))
+        first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        rebuilt = caps or [first, self.bucket_bytes_cap]
+        # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
+        is_rebuilt = static_graph or not self.find_unused_parameters
+        return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
+
+    def _verify_model(self, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None) -> None:
+        """Compare with the other ranks whatever their collectives depend on.
+
+        Not ``gradient_as_bucket_view``, which changes no message, and not the sizes of rebuilt buckets, which rank 0
+        tells.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        buffers = self._buffers_in_use() if self._syncs_buffers_at_init or self.broadcast_buffers else {}
+        limits, _ = self._bucket_limits(self._options_at_init["static_graph"])
+        frozen = {name: p for name, p in self._parameters_in_use().items() if not p.requires_grad}
+        options = {
+            **self._options_at_init,
+            "bucket_cap_mb, first buckets (bytes)": limits,
+            "forward_sync_buffers": bool(buffers) and self.broadcast_buffers,
+            "buffers broadcast at construction": bool(buffers) and self._syncs_buffers_at_init,
+            "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in self._delay_all_reduce_params],
+            "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
+        }
+        states = {f"frozen parameter {name}": p for name, p in frozen.items()}
+        states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+        verify_model({names[p]: p for p in parameters}, states, options, self.process_group, self.device)
+
+    def _register_delay_all_reduce_hook(
+        self, bucket_cap_mb: int, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
+    ) -> None:
+        """Compare the models before PyTorch's class broadcasts the delayed parameters."""
+        if self._syncs_at_init:
+            parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            self._verify_model(parameters, param_to_hook_all_reduce)
+        super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, device_ids)  # type: ignore[no-untyped-call]
+
+    def _parameters_in_use(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+
+    def _buffers_in_use(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
     def _module_states(self) -> list[Tensor]:
         """What every rank takes from rank 0 at construction: parameters, frozen ones too, and buffers."""
-        named = [*self.module.named_parameters()]
-        if self._syncs_buffers_at_init:
-            named += self.module.named_buffers()
-        return [tensor.detach() for name, tensor in named if name not in self.parameters_to_ignore]
+        buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
+        return [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -336,9 +385,8 @@ class DistributedDataParallel(TorchDDP):
                 within the process group's timeout.
             ValueError: on every rank: ``from_rank`` is not a rank, or differs between ranks.
         """
-        named = {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
-        buffers = [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
-        resynchronize(self.reducer, named, buffers, from_rank, self.broadcast_bucket_size)
+        buffers = [*self._buffers_in_use().values()]
+        resynchronize(self.reducer, self._parameters_in_use(), buffers, from_rank, self.broadcast_bucket_size)
 
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():
@@ -350,3 +398,40 @@ class DistributedDataParallel(TorchDDP):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._delay_reduction)
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
+
+
+def _check_process_group(process_group: object, device_mesh: object) -> None:
+    if process_group is None or device_mesh is not None or isinstance(process_group, dist.ProcessGroup):
+        return  # PyTorch's class refuses both at once
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group is GroupMember.NON_GROUP_MEMBER, which torch.distributed.new_group returns on ranks outside "
+            "of the new group; expected a group that this rank is in. Wrap the model on the group's ranks only."
+        )
+    raise TypeError(
+        f"process_group is {process_group!r}; expected a torch.distributed.ProcessGroup, as "
+        "torch.distributed.new_group returns it, or None for the default group."
+    )
+
+
+def _check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> None:
+    if bucket_cap_mb is not None:
+        _check_bucket_size("bucket_cap_mb", bucket_cap_mb)
+    if bucket_cap_mb_list is None:
+        return
+    if not isinstance(bucket_cap_mb_list, Sequence) or isinstance(bucket_cap_mb_list, str):
+        raise TypeError(f"bucket_cap_mb_list is {bucket_cap_mb_list!r}; expected a list of sizes in MiB, or None.")
+    if not bucket_cap_mb_list:
+        raise ValueError(
+            "bucket_cap_mb_list is empty; expected the size of one bucket at least, in MiB, or None for bucket_cap_mb."
+        )
+    for index, size in enumerate(bucket_cap_mb_list):
+        _check_bucket_size(f"bucket_cap_mb_list[{index}]", size)
+
+
+def _check_bucket_size(name: str, size: object) -> None:
+    expectation = "expected a number of MiB, 0 or larger (0: a bucket for every parameter), or None for the default"
+    if isinstance(size, bool) or not isinstance(size, Real):
+        raise TypeError(f"{name} is {size!r}; {expectation}.")
+    if not 0 <= float(size) * 2**20 < sys.maxsize:  # nor NaN
+        raise ValueError(f"{name} is {size!r}; {expectation}.")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress import Transport
+from gradwire.hooks.handshake import hash_bytes
 from gradwire.hooks.meeting import gather
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.reducer.agreement import broadcast_coalesced
@@ -71,12 +72,10 @@ def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
 
 def _digest(tensors: Iterable[Tensor]) -> str:
     """A checksum of the tensors' bytes."""
-    digest = blake2b(digest_size=16)
+    hashed = blake2b(digest_size=16)
     for tensor in tensors:
-        here = tensor.detach().to("cpu").contiguous()
-        if here.numel() > 0:
-            digest.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
-    return digest.hexdigest()
+        hash_bytes(hashed, tensor)
+    return hashed.hexdigest()
 
 
 def _check_source(ranks: Sequence[Any]) -> None:

@@ -491,7 +491,6 @@ def as_pytorch_refuses():
         "device ids": lambda ddp: ddp(build("mlp"), device_ids=[0]),
         "mesh and group": lambda ddp: ddp(build("mlp"), device_mesh=mesh, process_group=group),
         "sync batch norm": lambda ddp: ddp(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
-        "bucket cap": lambda ddp: ddp(build("mlp"), bucket_cap_mb="1"),
     }
     return {
         name: tuple(message_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()
