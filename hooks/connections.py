@@ -70,11 +70,11 @@ class Connections:
         """The executor of the hooks' algorithms on a device."""
         self.check()
         if device not in self._executors:
-            if device.type == "cpu":
+            if has_streams(device):
+                self._executors[device] = StreamExecutor(Transport(self.group), device)
+            else:
                 transport = Transport(self._own_group("first"))
                 self._executors[device] = WorkerExecutor(transport, self._own_group("later"), device)
-            else:
-                self._executors[device] = StreamExecutor(Transport(self.group), device)
         return self._executors[device]
 
     def transport(self, purpose: str, device: torch.device) -> Transport:
@@ -193,6 +193,11 @@ class Connections:
         for transport in self._transports.values():
             transport.close(timeout=0)
         self._executors, self._transports = {}, {}
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on the device is enqueued, so that nothing needs a thread to wait in."""
+    return device.type != "cpu"
 
 
 _connections: dict[dist.ProcessGroup, Connections] = {}

@@ -14,7 +14,7 @@ from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import default_hooks, handshake, meeting
-from gradwire.hooks.executor import executor_for
+from gradwire.hooks.connections import executor_for
 from gradwire.hooks.handshake import HookSettings
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook

@@ -14,7 +14,8 @@ from training import HOOKS, SMALL, train
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 from gradwire.compress import Transport
 from gradwire.hooks import powerSGD_hook
-from gradwire.hooks.executor import StreamExecutor, executor_for
+from gradwire.hooks.connections import executor_for
+from gradwire.hooks.executor import StreamExecutor
 
 
 class HalfAndBias(nn.Module):

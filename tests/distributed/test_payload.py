@@ -21,8 +21,8 @@ from gradwire.compress import (
     sparse_all_reduce,
 )
 from gradwire.compress.policy import MatrixShape
+from gradwire.hooks.connections import executor_for
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from gradwire.hooks.executor import executor_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import SegmentTable

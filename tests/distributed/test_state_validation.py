@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from training import SMALLEST, WRAPPERS, register
 
 from gradwire.compress import DelayedScaling
-from gradwire.hooks.executor import executor_for
+from gradwire.hooks.connections import executor_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 
