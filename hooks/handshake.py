@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from gradwire._version import __version__
 from gradwire.hooks.connections import connections_of
-from gradwire.hooks.meeting import TIMEOUT, RanksMissing, describe, differences, gather
+from gradwire.hooks.meeting import RanksMissing, describe, differences, gather, timeout_of
 from gradwire.hooks.types import GradBucket
 
 # For the other ranks to shake hands again: those that do not come wait in a collective already. The first time, when
@@ -126,7 +126,7 @@ def hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
 def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
     """Raise on every rank unless all have the same facts."""
     text = json.dumps(facts, sort_keys=True)
-    timeout = min(AGAIN_TIMEOUT, _timeout_of(group)) if again else _timeout_of(group)
+    timeout = min(AGAIN_TIMEOUT, timeout_of(group)) if again else timeout_of(group)
     try:
         digests = gather(group, _PURPOSE, digest(text), timeout, connections_of(group).check_peers)
     except RanksMissing as error:
@@ -141,10 +141,3 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     everybodys = [json.loads(each) for each in gather(group, f"{_PURPOSE}, after a mismatch", text)]
     lines = differences(everybodys, dist.get_process_group_ranks(group))
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective on ``group`` waits."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    timeouts = [getattr(getattr(backend, "options", None), "_timeout", TIMEOUT) for backend in backends]
-    return min(timeouts, default=TIMEOUT)

@@ -47,6 +47,13 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return PrefixStore("gradwire", _get_process_group_store(group))
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective on ``group`` waits."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", TIMEOUT) for backend in backends]
+    return min(timeouts, default=TIMEOUT)
+
+
 def gather(
     group: dist.ProcessGroup,
     purpose: str,

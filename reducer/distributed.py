@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradwire.compress import Transport
 from gradwire.hooks import default_hooks
+from gradwire.hooks.connections import connections_of
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
 from gradwire.reducer import errors, torch_internals
@@ -22,7 +23,7 @@ from gradwire.reducer.logging import Logger
 from gradwire.reducer.mixed_precision import check, forget_hooks, restore
 from gradwire.reducer.nesting import refuse_wrapper_around, refuse_wrappers_inside
 from gradwire.reducer.reducer import Reducer
-from gradwire.reducer.resynchronization import resynchronize
+from gradwire.reducer.resynchronization import begin_together, resynchronize
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -152,6 +153,7 @@ class DistributedDataParallel(TorchDDP):
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         if self._syncs_at_init:
             self._syncs_at_init = False
+            begin_together(connections_of(self.process_group))
             self._verify_model(parameters)
             with torch.no_grad():
                 broadcast_coalesced(self._module_states(), Transport(self.process_group), self.broadcast_bucket_size)

@@ -423,7 +423,8 @@ class Reducer:
             let_go_of_locals(error)
             message = f"{type(error).__name__} in {during}: {error}"
             elsewhere = self._fail(message)
-            if elsewhere and type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError):
+            is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+            if elsewhere is not None and is_consequence and str(error) not in elsewhere:
                 raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
             raise
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress import Transport
+from gradwire.hooks.connections import Connections
 from gradwire.hooks.handshake import hash_bytes
-from gradwire.hooks.meeting import gather
+from gradwire.hooks.meeting import gather, timeout_of
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.reducer.agreement import broadcast_coalesced
 from gradwire.reducer.reducer import Reducer
@@ -46,8 +47,7 @@ def resynchronize(
         "collectives": [_n_collectives(group, device) for device in group._device_types],
         "parameters": _digest(parameters.values()),
     }
-    timeout = group._get_backend(reducer.device).options._timeout
-    everyones = [json.loads(text) for text in gather(group, CALL, json.dumps(mine), timeout)]
+    everyones = [json.loads(text) for text in gather(group, CALL, json.dumps(mine), timeout_of(group))]
     _check_source([one["from_rank"] for one in everyones])
     _check_collectives([one["collectives"] for one in everyones])
     if from_rank is None and len({one["parameters"] for one in everyones}) > 1:
@@ -62,6 +62,19 @@ def resynchronize(
             )
         if isinstance(reducer.hook_state, NamedState):
             _share_hook_state(reducer.hook_state, reducer.transport, source, group.rank(), reducer.device)
+
+
+def begin_together(connections: Connections) -> None:
+    """Begin anew where an exchange has failed on some rank: a model that is wrapped on all ranks needs no other call.
+
+    A collective call.
+    """
+    if connections.group.size() > 1:
+        mine = json.dumps([connections.generation, connections.failure is not None])
+        texts = gather(connections.group, "DistributedDataParallel()", mine, timeout_of(connections.group))
+        everyones = [json.loads(text) for text in texts]
+        if any(has_failed for _, has_failed in everyones):
+            connections.renew(1 + max(generation for generation, _ in everyones))
 
 
 def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:

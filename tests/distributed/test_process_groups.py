@@ -1,0 +1,120 @@
+"""Process groups that come and go: what gradwire opens for one ends with it, and a new one starts clean."""
+
+import gc
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_on_all_ranks
+from training import HOOKS, SMALL, build, gradients, register
+
+import gradwire
+
+N_CYCLES = 10
+
+
+def open_handles():
+    """Threads and sockets of this process."""
+    targets = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return len([*Path("/proc/self/task").iterdir()]), sum(target.startswith("socket:") for target in targets)
+
+
+def train(hook):
+    ddp = gradwire.DistributedDataParallel(build("conv"), bucket_cap_mb=SMALL)
+    if hook != "none":
+        register(ddp, hook)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(*ddp.module.batch(generator)).backward()
+    return ddp
+
+
+def train_in_groups(hook, rendezvous, signals):
+    """The gradients of a training in each of several default groups, and the handles that are left of all of them.
+
+    Ranks wait for each other behind every group, by a store in the file ``signals``: a rank that initialises a group
+    while rank 0 still serves the store of the last one would join that one.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    together = dist.FileStore(signals, size)
+    reused = None
+    if rendezvous == "reused store":
+        port = int(os.environ["MASTER_PORT"])
+        reused = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(minutes=2))
+
+    def begin(cycle):
+        if reused is None:
+            dist.init_process_group("gloo")
+        else:
+            store = dist.PrefixStore(str(cycle), reused)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+    def end(cycle):
+        dist.destroy_process_group()
+        together.set(f"{cycle}/{rank}", "")
+        together.wait([f"{cycle}/{other}" for other in range(size)])
+
+    begin("without gradwire")
+    dist.barrier()
+    end("without gradwire")
+    before = open_handles()
+    results = []
+    for cycle in range(N_CYCLES):
+        begin(cycle)
+        results.append(gradients(train(hook)))
+        gc.collect()  # a wrapped model is a cycle, and holds its group, whose store is on the port of the next one
+        end(cycle)
+    return results, before, open_handles()
+
+
+@pytest.mark.parametrize("rendezvous", ["env://", "reused store"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
+def test_process_group_initialised_anew_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
+    signals = str(tmp_path / "signals")
+    outcomes = worlds(2).run_fresh(train_in_groups, hook=hook, rendezvous=rendezvous, signals=signals)
+    for outcome in outcomes:
+        assert outcome.how == "returned", outcome
+    assert_same_on_all_ranks([outcome.value[0] for outcome in outcomes])
+    for results, before, after in (outcome.value for outcome in outcomes):
+        assert len(results) == N_CYCLES
+        assert all(now <= then for now, then in zip(after, before, strict=True)), "threads and sockets"
+
+
+def destroy_on_one_rank(hook):
+    """What the steps after it raise."""
+    dist.init_process_group("gloo")
+    ddp = train(hook)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+    batch = ddp.module.batch(torch.Generator().manual_seed(0))
+    errors = []
+    for _ in range(2):
+        try:
+            ddp(*batch).backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd"])
+def test_process_group_destroyed_on_one_rank_ends_training_on_all(worlds, hook):
+    here, peer = worlds(2).run_fresh(destroy_on_one_rank, hook=hook)
+    assert here.how == peer.how == "returned", (here, peer)
+    assert len(here.value) == len(peer.value) == 2
+    assert all("The process group was destroyed" in text for text in here.value)
+    assert "The process group was destroyed on rank 0" in peer.value[0]
+    assert "resynchronize()" in peer.value[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", HOOKS)
+def test_process_group_initialised_anew_trains_with_every_hook(worlds, tmp_path, hook):
+    signals = str(tmp_path / "signals")
+    for outcome in worlds(3).run_fresh(train_in_groups, hook=hook, rendezvous="env://", signals=signals):
+        assert outcome.how == "returned", outcome
+        _, before, after = outcome.value
+        assert all(now <= then for now, then in zip(after, before, strict=True)), "threads and sockets"
