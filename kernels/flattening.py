@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.platform import use_triton
 from gradwire.kernels.segments import CHUNK, SegmentTable, memory_order
 
@@ -81,7 +81,7 @@ def _flatten_block(x, finite_limit, scale, COMPUTE: tl.constexpr, WIRE: tl.const
     return narrow(clamped, WIRE), tl.where(finite, tl.where(above | below, 1 << 16, 0), 1)
 
 
-@jit
+@kernel
 def _flatten_kernel(
     table_ptr,
     out_ptr,
@@ -123,8 +123,9 @@ def _flatten_kernel(
     if counters_ptr is not None:
         marked = tl.sum(marks)  # both counts at once: a chunk has fewer than 2^16 elements, and those masked off are 0
         if marked > 0:
-            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64))
-            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64))
+            # Sums need no order. The default, "acq_rel", fences the memory of the whole GPU.
+            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64), sem="relaxed")
 
 
 def _flatten_triton(

@@ -94,6 +94,7 @@ def check(launch, target):
     arithmetic = FP64 if launch.gradient == FP64 else FP32
     limit = LIMITS[launch.function, arithmetic, launch.observed][target]
     assert binary.spills == 0, binary
+    assert binary.fences == 0, binary
     assert binary.registers <= limit, binary
     if launch.function != "update_scale":
         chunk = recorded(launch)[1]["CHUNK"]
