@@ -101,7 +101,10 @@ def _flatten_kernel(
     start = tl.load(chunks_ptr + n_chunks + chunk)
     source_ptr = tl.load(table_ptr + segment).to(tl.pointer_type(SOURCE)) + start
     remaining = tl.load(table_ptr + n_segments + segment) - start
+    WIRE: tl.constexpr = out_ptr.dtype.element_ty
+    # An address of its own: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
     wire_ptr = out_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
+    wire_ptr = wire_ptr.to(tl.int64).to(tl.pointer_type(WIRE))
 
     factor = tl.full((), scale, COMPUTE)
     if scale_ptr is not None:
@@ -109,7 +112,6 @@ def _flatten_kernel(
     finite_limit = tl.full((), limit, COMPUTE)
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
-    WIRE: tl.constexpr = out_ptr.dtype.element_ty
     aligned = (source_ptr.to(tl.int64) | wire_ptr.to(tl.int64)) % 16 == 0
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining >= CHUNK) & aligned:

@@ -59,7 +59,9 @@ def _unflatten_kernel(
     start = tl.load(chunks_ptr + n_chunks + chunk)
     target_ptr = tl.load(table_ptr + segment).to(tl.pointer_type(TARGET)) + start
     remaining = tl.load(table_ptr + n_segments + segment) - start
+    # An address of its own: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
     source_ptr = wire_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
+    source_ptr = source_ptr.to(tl.int64).to(tl.pointer_type(wire_ptr.dtype.element_ty))
 
     factor = tl.full((), scale, COMPUTE)
     if scale_ptr is not None:

@@ -60,10 +60,10 @@ def launches(gradient, wire, keep, error, rank):
         lowrank.reconstruct(operands, basis, q_wire, finite)
 
     found = {}
-    for name, kernel, arguments in recorded_launches([lowrank, orthogonalization, cholesky_qr, warm_start], step):
-        if name == "apply":
-            name = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
-        found[name] = (kernel, arguments)
+    for kernel, function, arguments in recorded_launches([lowrank, orthogonalization, cholesky_qr, warm_start], step):
+        if kernel == "apply":
+            kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
+        found[kernel] = (function, arguments)
     assert sorted(found) == sorted(LIMITS), "a kernel that no step launches is not tested"
     return found
 
