@@ -5,6 +5,8 @@ The oracle of the random numbers is SplitMix64 in Python's integers, after the p
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, assert_within, numbers, packed, rounding, values
 
+from gradwire.kernels import warm_start
 from gradwire.kernels.counter_random import random_key, uniform, uniform_triton
 from gradwire.kernels.language import jit, tl
 from gradwire.kernels.matrices import Factor
@@ -390,3 +393,40 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
         renew(wire, Factor([2], [48]), [0], at(0, device), following, finite)
     assert (good == 3).all()
     assert finite.item() == 1
+
+
+@pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
+def test_step_of_another_dtype_or_size_is_refused(step, device):
+    buffer = torch.full((96,), 3.0, device=device)
+    with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
+        draw(Factor([2], [48]), [0], step.to(device), buffer)
+    assert (buffer == 3).all()
+
+
+def test_replayed_launches_draw_the_columns_of_the_step_in_device_memory(device, monkeypatch):
+    if not use_triton(device):
+        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
+    layout, keys, launches = Factor([2], [9]), [7], []
+    expected = {i: torch.zeros(layout.numel, device=device) for i in (4, 5)}
+    for i, columns in expected.items():
+        draw(layout, keys, at(i, device), columns)
+
+    class Recording:
+        """A kernel whose launches can be made again as a CUDA graph makes them: with the same arguments."""
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda **arguments: launches.append(partial(self.kernel[grid], **arguments))
+
+    for kernel in ("_norms_kernel", "_renew_kernel"):
+        monkeypatch.setattr(warm_start, kernel, Recording(getattr(warm_start, kernel)))
+    following, step = torch.zeros(layout.numel, device=device), at(3, device)
+    draw(layout, keys, step, following)
+    assert len(launches) == 2
+    for i, columns in expected.items():
+        step.add_(1)
+        for launch in launches:
+            launch()
+        assert_same_bits(following, columns, f"step {i}")
