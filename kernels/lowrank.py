@@ -328,8 +328,8 @@ def _reconstruct_tile(
     mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
     if HAS_ERROR:
         m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)
-        # The target may be the memory that M came from. The compiler may let one thread load an
-        # element and another store it, so all threads must have loaded before any stores.
+        # M may lie in the target, and where rows are not aligned, the thread that loads an element of M
+        # is not the one that overwrites it with the result, which does not depend on M.
         tl.debug_barrier()
         tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
     tl.store(target_ptr + offs, out, mask=mask)

@@ -101,6 +101,27 @@ class Binary:
     fences: int
 
 
+def intermediate(kernel, arguments, target_name):
+    """The lines of a kernel in Triton's own intermediate language, before anything is optimised."""
+    source, options = source_of(kernel, arguments, target_name)
+    backend, _ = _binder(kernel, TARGETS[target_name])
+    context = triton._C.libtriton.ir.context()
+    triton._C.libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(TARGETS[target_name], options, codegen, backend.get_module_map(), context)
+    return str(module).splitlines()
+
+
+def check_program_number(lines):
+    """The number of the program, which Triton gives in 32 bits, is made 64 bits wide before any arithmetic."""
+    (number,) = [line.split("=")[0].strip() for line in lines if "tt.get_program_id" in line]
+    users = [line for line in lines if re.search(rf"{number}\b(?! =)", line)]
+    assert users, "the kernel does not use its number"
+    for line in users:
+        assert re.search(r"arith\.extsi .*: i32 to i64", line), line
+
+
 def compiled(kernel, arguments, target_name):
     """The `Binary` of a recorded launch for one of `TARGETS`."""
     source, options = source_of(kernel, arguments, target_name)

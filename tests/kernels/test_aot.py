@@ -131,6 +131,11 @@ def test_representative_kernels_fit_other_gpus(launch, target):
     check(launch, target)
 
 
+@pytest.mark.parametrize("launch", SINGLES, ids=str)
+def test_program_numbers_are_64_bit_before_anything_is_added_to_them(launch):
+    ahead_of_time.check_program_number(ahead_of_time.intermediate(*recorded(launch), 90))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("launch", launches(PAIRS, EVERY) + UPDATES + SINGLES, ids=str)

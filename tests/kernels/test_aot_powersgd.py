@@ -1,10 +1,11 @@
 """The kernels of PowerSGD, compiled ahead of time, must not spill, and must move aligned matrices in wide accesses."""
 
+import re
 from functools import cache
 
 import pytest
 import torch
-from ahead_of_time import BF16, FP16, FP32, TARGETS, compiled, recorded_launches
+from ahead_of_time import BF16, FP16, FP32, TARGETS, check_program_number, compiled, intermediate, recorded_launches
 from cases import name
 
 from gradwire.kernels import cholesky_qr, lowrank, orthogonalization, warm_start
@@ -114,3 +115,33 @@ def test_powersgd_kernels_of_16_bit_gradients_fit_sm_90(kernel):
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_every_powersgd_kernel_fits_every_gpu(kernel, variant, rank, target):
     check(kernel, variant, rank, target)
+
+
+@pytest.mark.parametrize("kernel", LIMITS)
+def test_program_numbers_are_64_bit_before_anything_is_added_to_them(kernel):
+    lines = intermediate(*launches(*VARIANTS[0], 4)[kernel], 90)
+    check_program_number(lines)
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", ["project", "backproject", "reconstruct"])
+def test_elements_of_a_matrix_are_addressed_in_64_bits(kernel, variant):
+    lines = intermediate(*launches(*variant, 4)[kernel], 90)
+    tiles = [line for line in lines if re.search(r"tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr", line)]
+    assert len(tiles) >= 6, "source, target, error, P and Q, in two branches"
+    for line in tiles:
+        assert re.search(r", tensor<\d+x\d+xi64>", line), line
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[3]], ids=lambda v: f"{name(v[0])}{'-kept' * v[2]}")
+def test_reconstruct_stores_the_result_after_all_threads_have_loaded_m(variant):
+    # The compiled kernel has barriers of its own, at layout conversions that another version may leave out.
+    lines = intermediate(*launches(*variant, 4)["reconstruct"], 90)
+    tiles = "\n".join(lines).split("tt.func private @")[1:]
+    order = [
+        re.findall(r"tt\.call @\S*(_load_m)|\b(barrier)\b|\btt\.(store)\b", tile)
+        for tile in tiles
+        if re.match(r"\S*_reconstruct_tile", tile)
+    ]
+    found = [["".join(word) for word in of_tile] for of_tile in order]
+    assert found == [["_load_m", "barrier", "store", "store"]] * 2, "the aligned branch and the other one"
