@@ -153,6 +153,7 @@ def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Ten
     with torch.cuda.device_of(out):
         if small:
             short = max(1, longest // SHORTENING)
+            is_short = max(factor.lengths[i] for i in small) <= short
             _gram_schmidt_kernel[(len(small),)](
                 wire_ptr=wire,
                 out_ptr=out,
@@ -160,8 +161,8 @@ def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Ten
                 **common,
                 TOLERANCE=tolerance(torch.float32),
                 RANK=rank,
-                LENGTH=short if max(factor.lengths[i] for i in small) <= short else longest,
-                num_warps=WARPS,
+                LENGTH=short if is_short else longest,
+                num_warps=WARPS // 4 if is_short else WARPS,
             )
         if large:
             cholesky_qr_triton(wire, factor, large, layout, out, finite)

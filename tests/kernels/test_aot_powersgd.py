@@ -41,12 +41,12 @@ RANKS = (4, 32, 64)
 
 
 @cache
-def launches(gradient, wire, keep, error, rank):
+def launches(gradient, wire, keep, error, rank, shortening=1):
     """The kernels of one step on aligned matrices, one with the longest P that is small, one with a large P."""
     longest = orthogonalization.longest_small(next_power_of_2(rank))
 
     def step():
-        matrices = [Matrix(longest, 64, rank), Matrix(2 * longest, 64, rank)]
+        matrices = [Matrix(longest // shortening, max(64, rank), rank), Matrix(2 * longest, 64, rank)]
         table = MatrixTable(matrices, gradient, torch.device("cpu"))
         matrices = [torch.zeros(matrix.rows, matrix.columns, dtype=gradient) for matrix in table.matrices]
         errors = [torch.zeros(matrix.shape) for matrix in matrices] if error else None
@@ -104,6 +104,24 @@ def test_powersgd_kernels_fit_sm_90(kernel, rank):
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_powersgd_kernels_of_16_bit_gradients_fit_sm_90(kernel):
     check(kernel, VARIANTS[3], 4, 90)
+
+
+def test_gram_schmidt_of_the_longest_rows_fits_sm_90():
+    check("gram_schmidt", VARIANTS[0], 16, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("shortening", [1, orthogonalization.SHORTENING], ids=["long", "short"])
+def test_gram_schmidt_fits_every_gpu(shortening, rank, target):
+    if orthogonalization.longest_small(rank) // shortening < rank:
+        pytest.skip("a factor is no shorter than its rank")
+    function, arguments = launches(*VARIANTS[0], rank, shortening)["gram_schmidt"]
+    assert arguments["LENGTH"] == orthogonalization.longest_small(rank) // shortening
+    binary = compiled(function, arguments, target)
+    assert (binary.spills, binary.fences) == (0, 0), binary
+    assert binary.registers <= 128, binary
 
 
 @pytest.mark.slow
