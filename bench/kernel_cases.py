@@ -181,6 +181,7 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
 def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
     tables, _ = _matrices(shapes, device)
     wires, outs, finite, factors = _packed(tables, [table.q for table in tables])
+    step = torch.ones(1, dtype=torch.int64, device=device)
 
     def check() -> None:
         for factor, unit in zip(factors[0], tables[0].q.views(outs[0]), strict=True):
@@ -191,7 +192,7 @@ def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case
         f"renew, rank {RANK}",
         [renew_bytes(table.q.numel, torch.float32, torch.float32) for table in tables],
         {
-            OURS: lambda i: renew(wires[i], tables[i].q, tables[i].keys, 1, outs[i], finite[i]),
+            OURS: lambda i: renew(wires[i], tables[i].q, tables[i].keys, step, outs[i], finite[i]),
             "norm, div, one by one": lambda i: [f / f.norm(dim=1, keepdim=True) for f in factors[i]],
         },
         check,

@@ -27,7 +27,7 @@ from gradwire.kernels.counter_random import random_key
 from gradwire.kernels.lowrank import backproject, can_keep, project, reconstruct
 from gradwire.kernels.matrices import ALIGNMENT, Factor, Matrix, MatrixTable, Operands
 from gradwire.kernels.orthogonalization import orthogonalize
-from gradwire.kernels.segments import memory_order
+from gradwire.kernels.segments import is_capturing, memory_order
 from gradwire.kernels.warm_start import draw, renew
 
 
@@ -59,13 +59,14 @@ class LowRankBucket:
             None without error feedback.
         factors: the warm-start factors.
         seed: of the random columns.
-        iteration: the step, for the random columns.
+        iteration: the step, for the random columns of factors that are not known.
         alternating: whether `alternating_all_reduce` will be used, which remembers both sides.
 
     Attributes:
         table: the layout of the matrices.
         q: warm-start factors, packed as ``table.q``; unit columns, equal on all ranks.
         p: the same for the other side, if ``alternating``.
+        step: the step of the random columns, in device memory: int64, one element.
         finite: scratch of one step: whether each matrix is finite on all ranks.
     """
 
@@ -94,13 +95,22 @@ class LowRankBucket:
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
         self._errors = self._cut(errors) if errors is not None else None
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
-        self.q = self._remembered(self.table.q, names, factors.q, iteration)
-        self.p = self._remembered(self.table.p, names, factors.p, iteration) if alternating else None
+        self.step = torch.full((1,), iteration, dtype=torch.int64, device=device)
+        self.q = self._remembered(self.table.q, names, factors.q)
+        self.p = self._remembered(self.table.p, names, factors.p) if alternating else None
 
     @property
     def raw_numel(self) -> int:
         """Real elements that are not compressed."""
         return self._raw_table.numel if self._raw_table is not None else 0
+
+    def start_step(self, iteration: int) -> None:
+        """Set ``step``, unless a CUDA graph is being captured, which would set it to the same number at every replay.
+
+        There it stands where the step before has left it: one further.
+        """
+        if not is_capturing():
+            self.step.fill_(iteration)
 
     def operands(self, source: Sequence[Tensor], target: Sequence[Tensor], keep: bool) -> Operands:
         """The matrices of the bucket's gradients, where they lie."""
@@ -147,10 +157,10 @@ class LowRankBucket:
             for matrix in memory_order(tensor).view(shape.matrices, shape.rows, shape.columns)
         ]
 
-    def _remembered(self, factor: Factor, names: Sequence[str], known: dict[str, Tensor], iteration: int) -> Tensor:
+    def _remembered(self, factor: Factor, names: Sequence[str], known: dict[str, Tensor]) -> Tensor:
         """The packed factors of one side, random where ``known`` has none; its entries become views of them."""
         buffer = torch.zeros(factor.numel, dtype=self.table.compute, device=self.table.device)
-        draw(factor, self.table.keys, iteration, buffer)
+        draw(factor, self.table.keys, self.step, buffer)
         first = 0
         for i, shape in self._compressed:
             length = factor.lengths[first]
@@ -206,8 +216,9 @@ async def powersgd_all_reduce(
     gradients = bucket.operands(source, target, keep=True)
     wires = bucket.wires(workspace, table.p, (table.p, False), (table.q, True))
     p, q = wires.buffers
+    bucket.start_step(iteration)
     if not warm_start:
-        draw(table.q, table.keys, iteration, bucket.q)
+        draw(table.q, table.keys, bucket.step, bucket.q)
 
     bucket.pack(source, wires.raw, mean)
     project(gradients, bucket.q, wires.factor, scale=mean)
@@ -215,7 +226,8 @@ async def powersgd_all_reduce(
     orthogonalize(wires.factor, table.p, p, bucket.finite)
     backproject(gradients, p, q, scale=mean)
     await transport.all_reduce(q)
-    renew(q, table.q, table.keys, iteration + 1, bucket.q, bucket.finite)
+    bucket.step.add_(1)
+    renew(q, table.q, table.keys, bucket.step, bucket.q, bucket.finite)
     reconstruct(gradients, p, q, bucket.finite)
     bucket.unpack(wires.raw, target)
 
@@ -245,12 +257,14 @@ async def alternating_all_reduce(
     )
     wires = bucket.wires(workspace, sent, (fixed, False))
     (basis,) = wires.buffers
+    bucket.start_step(iteration)
 
     bucket.pack(source, wires.raw, mean)
     orthogonalize(remembered, fixed, basis, bucket.finite)
     (project if on_p else backproject)(gradients, basis, wires.factor, scale=mean)
     await transport.all_reduce(*wires.messages)
-    renew(wires.factor, sent, table.keys, iteration + 1, following, bucket.finite)
+    bucket.step.add_(1)
+    renew(wires.factor, sent, table.keys, bucket.step, following, bucket.finite)
     p, q = (wires.factor, basis) if on_p else (basis, wires.factor)
     reconstruct(gradients, p, q, bucket.finite)
     bucket.unpack(wires.raw, target)

@@ -19,7 +19,7 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from gradwire.kernels.language import jit, next_power_of_2, tl
+from gradwire.kernels.language import jit, kernel, next_power_of_2, tl
 from gradwire.kernels.matrices import Factor
 
 # A program works through a tile of 512 columns of a large factor, 1024 elements at a time: beside two matrices of
@@ -75,7 +75,7 @@ def _store_gram(gram_ptr, gram, largest, RANK: tl.constexpr):
     tl.store(gram_ptr + RANK * RANK + offs_r, largest)
 
 
-@jit
+@kernel
 def _gram_kernel(
     wire_ptr,
     grams_ptr,
@@ -126,7 +126,7 @@ def _inverse_cholesky(gram, rank, EPSILON: tl.constexpr, RANK: tl.constexpr):
     return inverse
 
 
-@jit
+@kernel
 def _apply_kernel(
     in_ptr,
     out_ptr,

@@ -38,10 +38,15 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(key: int, step: int, index: Tensor) -> Tensor:
-    """The numbers of the stream (key, step) at the indices ``index``, int64, in fp32 and in its shape."""
-    device = index.device
-    stream = _mix(torch.tensor([key], device=device) + torch.tensor([step], device=device) * GAMMA)
+def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
+    """The numbers of the stream (key, step) at the indices ``index``, in fp32 and in its shape.
+
+    Args:
+        key: a signed 64-bit number.
+        step: int64, one element, on the device of ``index``.
+        index: int64.
+    """
+    stream = _mix(step * GAMMA + key)
     bits = _mix(stream + (index + 1) * GAMMA)
     return (_shift_right(bits, 40).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
 

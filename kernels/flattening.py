@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.platform import use_triton
 from gradwire.kernels.segments import CHUNK, SegmentTable, memory_order
 
@@ -81,7 +81,7 @@ def _flatten_block(x, finite_limit, scale, COMPUTE: tl.constexpr, WIRE: tl.const
     return narrow(clamped, WIRE), tl.where(finite, tl.where(above | below, 1 << 16, 0), 1)
 
 
-@jit
+@kernel
 def _flatten_kernel(
     table_ptr,
     out_ptr,
@@ -101,7 +101,10 @@ def _flatten_kernel(
     start = tl.load(chunks_ptr + n_chunks + chunk)
     source_ptr = tl.load(table_ptr + segment).to(tl.pointer_type(SOURCE)) + start
     remaining = tl.load(table_ptr + n_segments + segment) - start
+    WIRE: tl.constexpr = out_ptr.dtype.element_ty
+    # An address of its own: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
     wire_ptr = out_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
+    wire_ptr = wire_ptr.to(tl.int64).to(tl.pointer_type(WIRE))
 
     factor = tl.full((), scale, COMPUTE)
     if scale_ptr is not None:
@@ -109,7 +112,6 @@ def _flatten_kernel(
     finite_limit = tl.full((), limit, COMPUTE)
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
-    WIRE: tl.constexpr = out_ptr.dtype.element_ty
     aligned = (source_ptr.to(tl.int64) | wire_ptr.to(tl.int64)) % 16 == 0
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining >= CHUNK) & aligned:
@@ -123,8 +125,9 @@ def _flatten_kernel(
     if counters_ptr is not None:
         marked = tl.sum(marks)  # both counts at once: a chunk has fewer than 2^16 elements, and those masked off are 0
         if marked > 0:
-            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64))
-            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64))
+            # Sums need no order. The default, "acq_rel", fences the memory of the whole GPU.
+            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64), sem="relaxed")
 
 
 def _flatten_triton(

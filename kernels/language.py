@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 try:
@@ -19,9 +20,27 @@ except ModuleNotFoundError as error:
     jit = staticmethod
 
 
+def kernel(function: Any) -> Any:
+    """`triton.jit` for a function that is launched; pointers are named ``*_ptr``.
+
+    Triton compiles a kernel again for an integer argument that is 1, that is a multiple of 16, or that is neither. The
+    counts that our kernels take gain nothing from it, and each bucket of a model has others, so a compilation would
+    stop training whenever a new combination turns up. Of our arguments only pointers (by their alignment) and
+    constexprs are specialised.
+    """
+    if not HAS_TRITON:
+        return jit(function)
+    scalars = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if not name.endswith("_ptr") and "constexpr" not in str(parameter.annotation)
+    ]
+    return jit(function, do_not_specialize=scalars)
+
+
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is not below ``number``, which is positive."""
     return 1 << (number - 1).bit_length()
 
 
-__all__ = ["HAS_TRITON", "jit", "next_power_of_2", "tl"]
+__all__ = ["HAS_TRITON", "jit", "kernel", "next_power_of_2", "tl"]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.flattening import compute_dtype, triton_dtype
-from gradwire.kernels.language import jit, next_power_of_2, tl
+from gradwire.kernels.language import jit, kernel, next_power_of_2, tl
 from gradwire.kernels.matrices import MAX_RANK, Factor, MatrixTable, Operands
 from gradwire.kernels.platform import use_triton
 
@@ -145,7 +145,7 @@ def _project_strip(
     return p
 
 
-@jit
+@kernel
 def _project_kernel(
     pointers_ptr,
     layout_ptr,
@@ -234,7 +234,7 @@ def _backproject_strip(
     return q
 
 
-@jit
+@kernel
 def _backproject_kernel(
     pointers_ptr,
     layout_ptr,
@@ -280,7 +280,7 @@ def _backproject_kernel(
     tl.store(partial_ptr + offs_r[:, None] * columns + offs_m[None, :], q, mask=mask)
 
 
-@jit
+@kernel
 def _sum_partials_kernel(partial_ptr, out_ptr, work_ptr, scale: tl.float64, n_programs, CHUNK: tl.constexpr):
     """A chunk of a factor: the sum of its partial sums in the order of strips, times ``scale``, cast to the wire."""
     program = tl.program_id(0).to(tl.int64)
@@ -328,11 +328,14 @@ def _reconstruct_tile(
     mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
     if HAS_ERROR:
         m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)
+        # M may lie in the target, and where rows are not aligned, the thread that loads an element of M
+        # is not the one that overwrites it with the result, which does not depend on M.
+        tl.debug_barrier()
         tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
     tl.store(target_ptr + offs, out, mask=mask)
 
 
-@jit
+@kernel
 def _reconstruct_kernel(
     pointers_ptr,
     layout_ptr,

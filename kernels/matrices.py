@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.flattening import compute_dtype
-from gradwire.kernels.segments import BLOCK, upload
+from gradwire.kernels.segments import BLOCK, Upload
 
 # Elements: 64 bytes of fp32, which CPUs and GPUs read at once.
 ALIGNMENT = 16
@@ -78,15 +78,16 @@ class Uploads:
     """Tables of integers that kernels read, each made once and kept on the device."""
 
     def __init__(self) -> None:
-        self._tensors: dict[object, Tensor] = {}
+        self._uploads: dict[object, Upload] = {}
 
     def get(self, key: object, device: torch.device, make: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """The table ``key``, int64, one row for each sequence of ``make()``, which is called the first time."""
-        if (key, device) not in self._tensors:
+        if (key, device) not in self._uploads:
             rows = make()
-            numbers = [number for row in rows for number in row]
-            self._tensors[key, device] = upload(numbers, device).view(len(rows), -1)
-        return self._tensors[key, device]
+            upload = Upload([number for row in rows for number in row], device)
+            upload.tensor = upload.tensor.view(len(rows), -1)
+            self._uploads[key, device] = upload
+        return self._uploads[key, device].tensor
 
 
 class MatrixTable:
@@ -122,7 +123,8 @@ class MatrixTable:
         self.q = Factor(ranks, [matrix.columns for matrix in matrices])
         self.keys = [matrix.key for matrix in matrices]
         self.on_device = Uploads()
-        self._pointers: tuple[list[int], Tensor] | None = None
+        self._addresses: list[int] = []
+        self._pointers: Upload | None = None
         # Rows that the CPU paths handle at once: as many as stay in cache.
         self.block_rows = [max(1, min(matrix.rows, BLOCK // matrix.columns)) for matrix in matrices]
         self._scratch: list[Tensor] = []
@@ -146,11 +148,17 @@ class MatrixTable:
         return self.on_device.get("layout", self.device, lambda: (*columns, self.p.offsets, self.q.offsets))
 
     def pointers(self, *tensors: Sequence[Tensor]) -> Tensor:
-        """The addresses of the matrices of several lists, on the device; uploaded again only when one has changed."""
+        """The addresses of the matrices of several lists, on the device; uploaded again only when one has changed.
+
+        Every call takes as many lists, and returns the same tensor.
+        """
         addresses = [tensor.data_ptr() for of_list in tensors for tensor in of_list]
-        if self._pointers is None or self._pointers[0] != addresses:
-            self._pointers = (addresses, upload(addresses, self.device))
-        return self._pointers[1]
+        if self._pointers is None:
+            self._pointers = Upload(addresses, self.device)
+        elif self._addresses != addresses:
+            self._pointers.replace(addresses)
+        self._addresses = addresses
+        return self._pointers.tensor
 
     def scratch(self, index: int) -> Tensor:
         """One block of rows of matrix ``index``, not initialised, of the CPU paths."""

@@ -34,12 +34,19 @@ from gradwire.kernels.cholesky_qr import (
     or_one,
     store_rows,
 )
-from gradwire.kernels.language import jit, next_power_of_2, tl
+from gradwire.kernels.language import kernel, next_power_of_2, tl
 from gradwire.kernels.matrices import ALIGNMENT, MAX_RANK, Factor
 from gradwire.kernels.platform import use_triton
 
-# Elements of a factor in the registers of one program: 64 for each of 256 threads, and as many again at work.
+# A small factor is orthogonalised in the registers of one program. SMALL is the largest number of
+# its elements, padded to powers of two, that no target spills: at high rank fewer, because a thread
+# also holds a product with each row.
+WARPS = 16
 SMALL = 1 << 14
+SMALL_HIGH_RANK = 1 << 13  # above rank 16
+# The kernel is compiled for the longest small factors, and for buckets of factors at most an eighth
+# as long. One variant for each power of two would cost a model more compilations than it saves time.
+SHORTENING = 8
 
 
 def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
@@ -86,7 +93,7 @@ def _unstacked(basis: Tensor, factor: Factor, members: Sequence[int]) -> list[Te
     return list(basis[:, :, : factor.lengths[members[0]]].unbind())
 
 
-@jit
+@kernel
 def _gram_schmidt_kernel(
     wire_ptr,
     out_ptr,
@@ -107,6 +114,7 @@ def _gram_schmidt_kernel(
     offs_n = tl.arange(0, LENGTH)
     p = load_rows(wire_ptr + start, offs_r, offs_n, rank, length)
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(p) < float("inf"), 0, 1), axis=1), axis=0)
+    tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
     p = p / or_one(tl.max(tl.abs(p), axis=1))[:, None]
     for c in range(0, RANK):
         is_c = offs_r == c
@@ -119,8 +127,10 @@ def _gram_schmidt_kernel(
         column = tl.where(remainder > TOLERANCE * norm, column / or_one(remainder), 0.0)
         p = tl.where(is_c[:, None], column[None, :], p)
     p = tl.where(n_bad > 0, float("nan"), p)
+    # Load the sizes again, or the first masks would occupy registers throughout the loop.
+    rank = tl.load(layout_ptr + factor, volatile=True)
+    length = tl.load(layout_ptr + n_factors + factor, volatile=True)
     store_rows(out_ptr + start, p, offs_r, offs_n, rank, length)
-    tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
 
 
 def can_use_triton(factor: Factor, out: Tensor) -> bool:
@@ -128,15 +138,22 @@ def can_use_triton(factor: Factor, out: Tensor) -> bool:
     return use_triton(out.device) and max(factor.ranks) <= MAX_RANK and out.dtype == torch.float32
 
 
+def longest_small(rank: int) -> int:
+    """The largest length of a factor of ``rank`` rows, a power of two, that one program orthogonalises."""
+    return (SMALL if rank <= 16 else SMALL_HIGH_RANK) // rank
+
+
 def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    # Small is what fits into the registers of one program, padded to powers of two.
     rank = next_power_of_2(max(factor.ranks))
-    small = [i for i, length in enumerate(factor.lengths) if rank * next_power_of_2(length) <= SMALL]
-    large = [i for i, length in enumerate(factor.lengths) if rank * next_power_of_2(length) > SMALL]
+    longest = longest_small(rank)
+    small = [i for i, length in enumerate(factor.lengths) if length <= longest]
+    large = [i for i, length in enumerate(factor.lengths) if length > longest]
     layout = factor.on_device.get("layout", out.device, lambda: (factor.ranks, factor.lengths, factor.offsets))
     common = {"finite_ptr": finite, "layout_ptr": layout, "n_factors": len(factor.ranks)}
     with torch.cuda.device_of(out):
         if small:
+            short = max(1, longest // SHORTENING)
+            is_short = max(factor.lengths[i] for i in small) <= short
             _gram_schmidt_kernel[(len(small),)](
                 wire_ptr=wire,
                 out_ptr=out,
@@ -144,8 +161,8 @@ def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Ten
                 **common,
                 TOLERANCE=tolerance(torch.float32),
                 RANK=rank,
-                LENGTH=next_power_of_2(max(factor.lengths[i] for i in small)),
-                num_warps=8,
+                LENGTH=short if is_short else longest,
+                num_warps=WARPS // 4 if is_short else WARPS,
             )
         if large:
             cholesky_qr_triton(wire, factor, large, layout, out, finite)

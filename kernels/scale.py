@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.platform import use_triton
 
 BLIND_EXPONENT = 32  # as far as the scale rises without seeing anything: 2^-32 on top of fp16's smallest, 2^-24
@@ -65,7 +65,7 @@ def _power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@jit
+@kernel
 def _update_scale_kernel(
     exponent_ptr,
     scales_ptr,

@@ -125,7 +125,7 @@ class SegmentTable:
         self.numel = sum(self.lengths)
         self.blocks = self._cut_blocks()
         self._pointers: list[int] = []
-        self._packed: Tensor | None = None
+        self._packed: Upload | None = None
         self.n_chunks = sum(-(-length // CHUNK) for length in self.lengths)
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None
         self._scratch: Tensor | None = None
@@ -161,11 +161,11 @@ class SegmentTable:
         """The packed int64 table on the device, with the pointers of ``tensors``, which must fit."""
         pointers = [tensor.data_ptr() for tensor in tensors]
         if self._packed is None:
-            self._packed = upload([*pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+            self._packed = Upload([*pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
         elif pointers != self._pointers:
-            self._packed[: len(self)].copy_(upload(pointers, self.device))
+            self._packed.replace(pointers)
         self._pointers = pointers
-        return self._packed
+        return self._packed.tensor
 
     def views(self, wire: Tensor) -> list[Tensor]:
         """Views of ``wire`` in the layouts of `as_real` of the tensors; kept until another buffer is asked for."""
@@ -226,7 +226,44 @@ class SegmentTable:
         return blocks
 
 
-def upload(numbers: list[int], device: torch.device) -> Tensor:
+def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """An int64 tensor on the host, from which a copy to the device needs no synchronisation."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """An int64 tensor on the device, sent without a synchronisation."""
-    pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    return pinned(numbers, device).to(device, non_blocking=True)
+
+
+class Upload:
+    """Integers on a device, at one address for life, sent without a synchronisation.
+
+    A CUDA graph that captures a copy reads the copy's source again at every replay, after the host has long dropped it.
+    So sources of captured copies live as long as the object. (Of other copies PyTorch keeps the source until the copy
+    is done.)
+
+    Args:
+        numbers: to send.
+        device: to send them to.
+
+    Attributes:
+        tensor: int64, 1-D, on the device.
+    """
+
+    def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
+        self.tensor = torch.empty(len(numbers), dtype=torch.int64, device=device)
+        self._captured: list[Tensor] = []
+        self.replace(numbers)
+
+    def replace(self, numbers: Sequence[int]) -> None:
+        """Send other numbers in place of the first ones, in stream order."""
+        source = pinned(numbers, self.tensor.device)
+        if is_capturing():
+            self._captured.append(source)
+        self.tensor[: len(numbers)].copy_(source, non_blocking=True)
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.flattening import NUM_WARPS, WIRE_DTYPES, compute_dtype, narrow, narrow_reference, triton_dtype
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.language import kernel, tl
 from gradwire.kernels.platform import use_triton
 from gradwire.kernels.segments import CHUNK, SegmentTable, memory_order
 
@@ -40,7 +40,7 @@ def unflatten_reference(
             absmax.copy_(torch.maximum(absmax, result.abs().max().float()))
 
 
-@jit
+@kernel
 def _unflatten_kernel(
     table_ptr,
     wire_ptr,
@@ -59,7 +59,9 @@ def _unflatten_kernel(
     start = tl.load(chunks_ptr + n_chunks + chunk)
     target_ptr = tl.load(table_ptr + segment).to(tl.pointer_type(TARGET)) + start
     remaining = tl.load(table_ptr + n_segments + segment) - start
+    # An address of its own: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
     source_ptr = wire_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
+    source_ptr = source_ptr.to(tl.int64).to(tl.pointer_type(wire_ptr.dtype.element_ty))
 
     factor = tl.full((), scale, COMPUTE)
     if scale_ptr is not None:
@@ -76,7 +78,7 @@ def _unflatten_kernel(
         tl.store(target_ptr + offs, y, mask=mask)
     if absmax_ptr is not None:
         bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)))
+        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)), sem="relaxed")  # no order needed: no fence
 
 
 def _unflatten_triton(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform, uniform_triton
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.matrices import Factor
 from gradwire.kernels.platform import use_triton
 
@@ -32,7 +32,7 @@ def renew_bytes(numel: int, wire: torch.dtype, following: torch.dtype) -> int:
 
 
 def renew_reference(
-    wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor
+    wire: Tensor, factor: Factor, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
     """What `renew` computes, written for reading."""
     for i, (q, after) in enumerate(zip(factor.views(wire), factor.views(following), strict=True)):
@@ -44,7 +44,7 @@ def renew_reference(
         after.copy_(torch.where(finite[i] > 0, unit, after))
 
 
-@jit
+@kernel
 def _norms_kernel(
     wire_ptr,
     norms_ptr,
@@ -79,7 +79,7 @@ def _norms_kernel(
     tl.store(norms_ptr + row, top)
     tl.store(norms_ptr + n_rows + row, tl.sqrt(tl.sum(squares, axis=0)))
     if tl.sum(n_bad, axis=0) > 0:
-        tl.atomic_min(finite_ptr + factor, 0)
+        tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # no order needed: no fence
 
 
 @jit
@@ -94,14 +94,14 @@ def _drawn_norm(key, step, base, length, BLOCK: tl.constexpr):
     return tl.sqrt(tl.sum(squares, axis=0))
 
 
-@jit
+@kernel
 def _renew_kernel(
     wire_ptr,
     norms_ptr,
     following_ptr,
     finite_ptr,
     work_ptr,
-    step: tl.int64,
+    step_ptr,
     n_rows,
     BLOCK: tl.constexpr,
 ):
@@ -112,7 +112,7 @@ def _renew_kernel(
     offset = tl.load(work_ptr + 2 * n_rows + row)
     base = tl.load(work_ptr + 3 * n_rows + row)  # of the row within its factor
     key = tl.load(work_ptr + 4 * n_rows + row)
-    step = tl.full((), step, tl.int64)
+    step = tl.load(step_ptr)  # not an argument, whose value a CUDA graph would repeat at each replay
     if tl.load(finite_ptr + factor) > 0:
         top = tl.load(norms_ptr + row)
         norm = tl.load(norms_ptr + n_rows + row)
@@ -138,7 +138,7 @@ def _rows(factor: Factor, keys: Sequence[int]) -> list[list[int]]:
 
 
 def _renew_triton(
-    wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor
+    wire: Tensor, factor: Factor, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
     rows = factor.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(factor, keys))
     n_rows = rows.shape[1]
@@ -146,10 +146,12 @@ def _renew_triton(
     common = {"wire_ptr": wire, "norms_ptr": norms, "finite_ptr": finite, "work_ptr": rows, "n_rows": n_rows}
     with torch.cuda.device_of(following):
         _norms_kernel[(n_rows,)](**common, BLOCK=BLOCK, num_warps=4)
-        _renew_kernel[(n_rows,)](**common, following_ptr=following, step=step, BLOCK=BLOCK, num_warps=4)
+        _renew_kernel[(n_rows,)](**common, following_ptr=following, step_ptr=step, BLOCK=BLOCK, num_warps=4)
 
 
-def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor) -> None:
+def _renew_cpu(
+    wire: Tensor, factor: Factor, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
+) -> None:
     rows, targets = factor.views(wire.to(torch.float64, copy=True)), factor.views(following)
     norms = [torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in rows]
     easy = []
@@ -165,7 +167,7 @@ def _renew_cpu(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, fol
         torch._foreach_copy_([targets[i] for i in easy], [rows[i] for i in easy])
 
 
-def _renew_carefully(q: Tensor, after: Tensor, key: int, step: int) -> None:
+def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
     """Renew one finite factor, some of whose rows are zero, or have squares that leave the range of fp64."""
     largest = q.abs().amax(1, keepdim=True).to(after.dtype)
     torch.div(q, torch.where(largest > 0, largest, 1), out=after)
@@ -175,22 +177,28 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: int) -> None:
     after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 
-def renew(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, following: Tensor, finite: Tensor) -> None:
+def renew(wire: Tensor, factor: Factor, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor) -> None:
     """Write the unit columns of every finite factor into ``following``, random ones where they are zero.
 
     Args:
         wire: the packed factors, as averaged on the wire: fp32, bf16 or fp64.
         factor: their layout.
         keys: of the matrices' random columns.
-        step: counts the steps, equal on all ranks.
+        step: int64, one element, on the device of the factors: counts the steps, equal on all ranks.
+            Kernels read it on the device; a CUDA graph must advance it there.
         following: the packed factors of the next step, fp32 or fp64. Overwritten where the flag is not 0.
         finite: int32, one element a matrix. Set to 0 where the factor is not finite.
 
     Raises:
-        ValueError: a buffer does not fit the layout.
+        ValueError: a buffer does not fit the layout, or ``step`` is no such tensor.
     """
     factor.check(wire, "wire")
     factor.check(following, "following")
+    if step.dtype != torch.int64 or step.numel() != 1 or step.device != following.device:
+        raise ValueError(
+            f"step is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of torch.int64 on "
+            f"{following.device}. Pass torch.tensor([step], device=...)."
+        )
     if use_triton(following.device) and following.dtype == torch.float32:
         _renew_triton(wire, factor, keys, step, following, finite)
     elif following.device.type == "cpu":
@@ -199,7 +207,7 @@ def renew(wire: Tensor, factor: Factor, keys: Sequence[int], step: int, followin
         renew_reference(wire, factor, keys, step, following, finite)
 
 
-def draw(factor: Factor, keys: Sequence[int], step: int, following: Tensor) -> None:
+def draw(factor: Factor, keys: Sequence[int], step: Tensor, following: Tensor) -> None:
     """Fill ``following`` with random unit columns, those of `renew` for zero factors."""
     zeros = torch.zeros_like(following)
     finite = torch.ones(len(keys), dtype=torch.int32, device=following.device)

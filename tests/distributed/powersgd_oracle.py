@@ -16,7 +16,7 @@ def random_q(name, columns, rank, step, part=0, seed=0, dtype=torch.float32):
     matrix = Matrix(columns, columns, rank, random_key(seed, f"{name}/{part}"))
     table = MatrixTable([matrix], dtype, torch.device("cpu"))
     q = torch.empty(table.q.numel, dtype=dtype)
-    draw(table.q, table.keys, step, q)
+    draw(table.q, table.keys, torch.tensor([step]), q)
     return table.q.views(q)[0].t()
 
 

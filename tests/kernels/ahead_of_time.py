@@ -6,11 +6,11 @@ What is compiled is what the public functions launch: their arguments are record
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import pytest
-import torch
 from cases import INTERPRETED, REALS
 
 if INTERPRETED:
@@ -28,9 +28,9 @@ TARGETS = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def recorded(modules, call):
-    """The kernels of ``modules`` that ``call()`` launches, with their arguments, by name; the last launch of each."""
-    launches = {}
+def recorded_launches(modules, call):
+    """The launches of ``modules``'s kernels by ``call()``, in order: name, kernel and arguments."""
+    launches = []
 
     class Recorder:
         """Stands in for a kernel."""
@@ -39,7 +39,7 @@ def recorded(modules, call):
             self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid):
-            return lambda **arguments: launches.update({self.name: (self.kernel, arguments)})
+            return lambda **arguments: launches.append((self.name, self.kernel, arguments))
 
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
@@ -51,24 +51,33 @@ def recorded(modules, call):
     return launches
 
 
-def signature_of(kernel, arguments):
-    """What the launcher makes of arguments: types, constants, and which are multiples of 16."""
-    pointers = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16", FP64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(i,)] = value
-            continue
-        address = value
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name], address = pointers[value.dtype], value.data_ptr()
-        else:
-            signature[parameter.name] = parameter.annotation_type or ("fp32" if isinstance(value, float) else "i32")
-        if isinstance(address, int) and address % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
+def recorded(modules, call):
+    """The kernels of ``modules`` that ``call()`` launches, with their arguments, by name; the last launch of each."""
+    return {name: (kernel, arguments) for name, kernel, arguments in recorded_launches(modules, call)}
+
+
+@cache
+def _binder(kernel, target):
+    backend = triton.compiler.make_backend(target)
+    return backend, triton.runtime.jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def variant(kernel, arguments, target_name):
+    """What Triton's launcher looks a compiled kernel up by: types, constants, alignments and options.
+
+    The launcher's own code computes it, which needs no GPU; two launches with equal ones share a compiled kernel.
+    """
+    _, bind = _binder(kernel, TARGETS[target_name])
+    _, specialization, options = bind(**arguments)
+    return triton.runtime.jit.compute_cache_key({}, specialization, options)
+
+
+def source_of(kernel, arguments, target_name):
+    """What the launcher compiles for these arguments, and with which options."""
+    backend, bind = _binder(kernel, TARGETS[target_name])
+    bound, specialization, given = bind(**arguments)
+    options, *described = kernel._pack_args(backend, arguments, bound, specialization, given)
+    return triton.compiler.ASTSource(kernel, *described), options
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class Binary:
         shared: bytes of shared memory of one program.
         loaded: bytes that the wide (128 bits or more) loads of one program read.
         stored: bytes that its wide stores write.
+        fences: instructions that make memory accesses visible to the whole GPU, or forget what a cache holds.
     """
 
     registers: int
@@ -88,14 +98,35 @@ class Binary:
     shared: int
     loaded: int
     stored: int
+    fences: int
+
+
+def intermediate(kernel, arguments, target_name):
+    """The lines of a kernel in Triton's own intermediate language, before anything is optimised."""
+    source, options = source_of(kernel, arguments, target_name)
+    backend, _ = _binder(kernel, TARGETS[target_name])
+    context = triton._C.libtriton.ir.context()
+    triton._C.libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(TARGETS[target_name], options, codegen, backend.get_module_map(), context)
+    return str(module).splitlines()
+
+
+def check_program_number(lines):
+    """The number of the program, which Triton gives in 32 bits, is made 64 bits wide before any arithmetic."""
+    (number,) = [line.split("=")[0].strip() for line in lines if "tt.get_program_id" in line]
+    users = [line for line in lines if re.search(rf"{number}\b(?! =)", line)]
+    assert users, "the kernel does not use its number"
+    for line in users:
+        assert re.search(r"arith\.extsi .*: i32 to i64", line), line
 
 
 def compiled(kernel, arguments, target_name):
     """The `Binary` of a recorded launch for one of `TARGETS`."""
-    signature, constants, attributes = signature_of(kernel, arguments)
+    source, options = source_of(kernel, arguments, target_name)
     target = TARGETS[target_name]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    binary = triton.compile(source, target=target, options={"num_warps": arguments["num_warps"]})
+    binary = triton.compile(source, target=target, options=options.__dict__)
     threads = arguments["num_warps"] * target.warp_size
     read = _amd if target.backend == "hip" else _nvidia
     return read(binary.asm["amdgcn" if target.backend == "hip" else "cubin"], threads, binary.metadata.shared)
@@ -115,6 +146,7 @@ def _nvidia(cubin, threads, shared):
         shared=shared,
         loaded=threads * sum(int(bits) // 8 for bits in re.findall(r"\bLDG(?:STS)?\.\S*?(128|256)\b", sass)),
         stored=threads * sum(int(bits) // 8 for bits in re.findall(r"\bSTG\.\S*?(128|256)\b", sass)),
+        fences=len(re.findall(r"\b(?:MEMBAR|ERRBAR|CCTL)\b", sass)),
     )
 
 
@@ -128,4 +160,5 @@ def _amd(assembly, threads, shared):
         shared=shared,
         loaded=threads * 16 * len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", assembly)),
         stored=threads * 16 * len(re.findall(r"\b(?:global|buffer)_store_dwordx4\b", assembly)),
+        fences=len(re.findall(r"\bbuffer_(?:wbl2|inv)\b", assembly)),
     )

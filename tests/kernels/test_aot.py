@@ -94,6 +94,7 @@ def check(launch, target):
     arithmetic = FP64 if launch.gradient == FP64 else FP32
     limit = LIMITS[launch.function, arithmetic, launch.observed][target]
     assert binary.spills == 0, binary
+    assert binary.fences == 0, binary
     assert binary.registers <= limit, binary
     if launch.function != "update_scale":
         chunk = recorded(launch)[1]["CHUNK"]
@@ -128,6 +129,11 @@ def test_kernels_fit_sm_90(launch):
 @pytest.mark.parametrize("launch", launches(REPRESENTATIVE, ENDS) + UPDATES[:1], ids=str)
 def test_representative_kernels_fit_other_gpus(launch, target):
     check(launch, target)
+
+
+@pytest.mark.parametrize("launch", SINGLES, ids=str)
+def test_program_numbers_are_64_bit_before_anything_is_added_to_them(launch):
+    ahead_of_time.check_program_number(ahead_of_time.intermediate(*recorded(launch), 90))
 
 
 @pytest.mark.slow

@@ -1,25 +1,29 @@
 """The kernels of PowerSGD, compiled ahead of time, must not spill, and must move aligned matrices in wide accesses."""
 
+import re
 from functools import cache
 
 import pytest
 import torch
-from ahead_of_time import BF16, FP16, FP32, TARGETS, compiled, recorded
+from ahead_of_time import BF16, FP16, FP32, TARGETS, check_program_number, compiled, intermediate, recorded_launches
 from cases import name
 
 from gradwire.kernels import cholesky_qr, lowrank, orthogonalization, warm_start
+from gradwire.kernels.language import next_power_of_2
 from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
 
-# The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is.
+# The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
+# and 128 for the 16 warps of Gram-Schmidt.
 # Measured with Triton 3.6.0 and 3.7.1 on sm_80, sm_90, sm_100 and gfx942, over all variants.
 LIMITS = {
     "project": {16: 128, 32: 168, 64: 168},
     "backproject": {16: 168, 32: 168, 64: 255},
     "reconstruct": {16: 168, 32: 168, 64: 168},
     "sum_partials": {16: 40, 32: 40, 64: 40},
-    "gram_schmidt": {16: 128, 32: 128, 64: 200},
+    "gram_schmidt": {16: 128, 32: 128, 64: 128},
     "gram": {16: 112, 32: 112, 64: 128},
-    "apply": {16: 168, 32: 208, 64: 208},
+    "apply_first": {16: 168, 32: 208, 64: 232},
+    "apply_second": {16: 168, 32: 208, 64: 208},
     "norms": {16: 40, 32: 40, 64: 40},
     "renew": {16: 48, 32: 48, 64: 48},
 }
@@ -37,11 +41,13 @@ RANKS = (4, 32, 64)
 
 
 @cache
-def launches(gradient, wire, keep, error, rank):
-    """The kernels of one step on a bucket with a small and a large P, whose matrices are aligned."""
+def launches(gradient, wire, keep, error, rank, shortening=1):
+    """The kernels of one step on aligned matrices, one with the longest P that is small, one with a large P."""
+    longest = orthogonalization.longest_small(next_power_of_2(rank))
 
     def step():
-        table = MatrixTable([Matrix(64, 512, rank), Matrix(8192, 64, rank)], gradient, torch.device("cpu"))
+        matrices = [Matrix(longest // shortening, max(64, rank), rank), Matrix(2 * longest, 64, rank)]
+        table = MatrixTable(matrices, gradient, torch.device("cpu"))
         matrices = [torch.zeros(matrix.rows, matrix.columns, dtype=gradient) for matrix in table.matrices]
         errors = [torch.zeros(matrix.shape) for matrix in matrices] if error else None
         operands = Operands(table, matrices, matrices, errors, keep)
@@ -51,10 +57,16 @@ def launches(gradient, wire, keep, error, rank):
         lowrank.project(operands, q, p_wire, scale=0.5)
         orthogonalization.orthogonalize(p_wire, table.p, basis, finite)
         lowrank.backproject(operands, basis, q_wire, scale=0.5)
-        warm_start.renew(q_wire, table.q, table.keys, 5, q, finite)
+        warm_start.renew(q_wire, table.q, table.keys, torch.tensor([5]), q, finite)
         lowrank.reconstruct(operands, basis, q_wire, finite)
 
-    return recorded([lowrank, orthogonalization, cholesky_qr, warm_start], step)
+    found = {}
+    for kernel, function, arguments in recorded_launches([lowrank, orthogonalization, cholesky_qr, warm_start], step):
+        if kernel == "apply":
+            kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
+        found[kernel] = (function, arguments)
+    assert sorted(found) == sorted(LIMITS), "a kernel that no step launches is not tested"
+    return found
 
 
 def matrix_bytes(kernel, gradient, keep, error):
@@ -71,6 +83,7 @@ def check(kernel, variant, rank, target):
     function, arguments = launches(*variant, rank)[kernel]
     binary = compiled(function, arguments, target)
     assert binary.spills == 0, binary
+    assert binary.fences == 0, binary
     assert binary.registers <= LIMITS[kernel][max(16, rank)], binary
     assert binary.shared <= SHARED, binary
     if kernel in ("project", "backproject", "reconstruct") and target != "gfx942":
@@ -93,6 +106,24 @@ def test_powersgd_kernels_of_16_bit_gradients_fit_sm_90(kernel):
     check(kernel, VARIANTS[3], 4, 90)
 
 
+def test_gram_schmidt_of_the_longest_rows_fits_sm_90():
+    check("gram_schmidt", VARIANTS[0], 16, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("shortening", [1, orthogonalization.SHORTENING], ids=["long", "short"])
+def test_gram_schmidt_fits_every_gpu(shortening, rank, target):
+    if orthogonalization.longest_small(rank) // shortening < rank:
+        pytest.skip("a factor is no shorter than its rank")
+    function, arguments = launches(*VARIANTS[0], rank, shortening)["gram_schmidt"]
+    assert arguments["LENGTH"] == orthogonalization.longest_small(rank) // shortening
+    binary = compiled(function, arguments, target)
+    assert (binary.spills, binary.fences) == (0, 0), binary
+    assert binary.registers <= 128, binary
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rank", RANKS)
@@ -102,3 +133,33 @@ def test_powersgd_kernels_of_16_bit_gradients_fit_sm_90(kernel):
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_every_powersgd_kernel_fits_every_gpu(kernel, variant, rank, target):
     check(kernel, variant, rank, target)
+
+
+@pytest.mark.parametrize("kernel", LIMITS)
+def test_program_numbers_are_64_bit_before_anything_is_added_to_them(kernel):
+    lines = intermediate(*launches(*VARIANTS[0], 4)[kernel], 90)
+    check_program_number(lines)
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", ["project", "backproject", "reconstruct"])
+def test_elements_of_a_matrix_are_addressed_in_64_bits(kernel, variant):
+    lines = intermediate(*launches(*variant, 4)[kernel], 90)
+    tiles = [line for line in lines if re.search(r"tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr", line)]
+    assert len(tiles) >= 6, "source, target, error, P and Q, in two branches"
+    for line in tiles:
+        assert re.search(r", tensor<\d+x\d+xi64>", line), line
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[3]], ids=lambda v: f"{name(v[0])}{'-kept' * v[2]}")
+def test_reconstruct_stores_the_result_after_all_threads_have_loaded_m(variant):
+    # The compiled kernel has barriers of its own, at layout conversions that another version may leave out.
+    lines = intermediate(*launches(*variant, 4)["reconstruct"], 90)
+    tiles = "\n".join(lines).split("tt.func private @")[1:]
+    order = [
+        re.findall(r"tt\.call @\S*(_load_m)|\b(barrier)\b|\btt\.(store)\b", tile)
+        for tile in tiles
+        if re.match(r"\S*_reconstruct_tile", tile)
+    ]
+    found = [["".join(word) for word in of_tile] for of_tile in order]
+    assert found == [["_load_m", "barrier", "store", "store"]] * 2, "the aligned branch and the other one"

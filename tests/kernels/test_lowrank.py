@@ -534,3 +534,12 @@ def test_matrices_that_do_not_fit_are_refused(function, part, device):
     for misfit in misfits:
         with pytest.raises(ValueError, match=r"expected a contiguous torch\.float32 \(5, 4\)|for a table of 1"):
             call(function, filled, filled.operands._replace(**{part: misfit}), p, q)
+
+
+def test_bytes_of_the_passes_are_those_of_the_docstring():
+    assert lowrank.lowrank_bytes(1, torch.float32) == 28
+    assert lowrank.lowrank_bytes(1, torch.bfloat16) == 24
+    assert lowrank.lowrank_bytes(1, torch.float16) == 24
+    assert lowrank.lowrank_bytes(3, torch.float64) == 3 * 56
+    assert "= 28 N in fp32" in lowrank.__doc__
+    assert "= 24 N with 16-bit gradients" in lowrank.__doc__

@@ -451,3 +451,23 @@ def test_a_copy_is_dropped_also_where_squares_leave_the_range_of_fp64(size):
     assert flag == 1
     assert p.any(1).tolist() == [True, False, True]
     torch.testing.assert_close(p @ p.t(), torch.diag(torch.tensor([1.0, 0.0, 1.0], dtype=p.dtype)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("condition", [3e3, 1e4, 3e4])
+def test_second_round_on_cpus_leaves_no_more_error_than_a_first_one_that_needs_no_second(condition):
+    rows = [with_condition(*size, condition, np.random.default_rng(0)) for size in ((2, 40), (4, 100), (16, 300))]
+    factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
+    # Into fp64, because the rounding of fp32 is larger than what the second round mends.
+    out, finite = torch.zeros(factor.numel, dtype=torch.float64), torch.zeros(3, dtype=torch.int32)
+    wire = packed(factor, rows, torch.float64)
+    cholesky_qr.cholesky_qr_cpu(wire, factor, out, finite, orthogonalization.tolerance(torch.float32))
+    for p in factor.views(out):
+        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= cholesky_qr.DONE
+
+
+def test_second_round_makes_a_large_factor_orthonormal(device, large):
+    """The documented 1e-5, which one round in fp32 misses at a condition of 300."""
+    rows = [with_condition(*size, 300.0, np.random.default_rng(0)) for size in large if size[0] > 1]
+    for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
+        assert p.any(1).all(), "no row is dropped"
+        check_basis(w, p, flag, f"{w.shape}")

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from itertools import product
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, segments
+from gradwire.kernels.matrices import Matrix, MatrixTable
 from gradwire.kernels.segments import CHUNK, Fitting, is_dense, memory_order
 
 
@@ -66,8 +69,8 @@ def test_blocks_cover_the_wire_once_in_order(case, block):
 
 def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypatch):
     uploads = []
-    upload = segments.upload
-    monkeypatch.setattr(segments, "upload", lambda numbers, to: uploads.append(len(numbers)) or upload(numbers, to))
+    pinned = segments.pinned
+    monkeypatch.setattr(segments, "pinned", lambda numbers, to: uploads.append(len(numbers)) or pinned(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
     table = SegmentTable(first)
 
@@ -82,6 +85,66 @@ def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypat
     assert packed.data_ptr() == storage
     assert packed[:2].tolist() == [tensor.data_ptr() for tensor in second]
     assert packed[2:4].tolist() == [5000, 3]
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """Weak references to the host tensors that are sent to the device."""
+    references = []
+    pinned = segments.pinned
+
+    def watched(numbers, device):
+        source = pinned(numbers, device)
+        references.append(weakref.ref(source))
+        return source
+
+    monkeypatch.setattr(segments, "pinned", watched)
+    return references
+
+
+def segment_table(tensors):
+    table = SegmentTable(tensors)
+    return table, table.packed
+
+
+def matrix_table(tensors):
+    table = MatrixTable([Matrix(*t.shape, 1) for t in tensors], tensors[0].dtype, tensors[0].device)
+    return table, lambda tensors: table.pointers(tensors, tensors, tensors)
+
+
+of_both_tables = pytest.mark.parametrize("make", [segment_table, matrix_table], ids=["segments", "matrices"])
+
+
+@of_both_tables
+def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, device, monkeypatch):
+    lists = [tensors_of((4, 5), (2, 3), device=device) for _ in range(4)]
+    table, upload = make(lists[0])
+    for tensors, is_captured in zip(lists, (True, True, False, False), strict=True):
+        monkeypatch.setattr(segments, "is_capturing", lambda is_captured=is_captured: is_captured)
+        upload(tensors)
+    gc.collect()
+    assert [source() is not None for source in sources] == [True, True, False, False]
+    del table, upload
+    gc.collect()
+    assert not any(source() for source in sources)
+
+
+def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, monkeypatch):
+    table = MatrixTable([Matrix(4, 5, 1)], torch.float32, device)
+    monkeypatch.setattr(segments, "is_capturing", lambda: True)
+    table.layout()
+    gc.collect()
+    assert [source() is not None for source in sources] == [True]
+
+
+@of_both_tables
+def test_device_table_stays_at_one_address_when_pointers_change(make, device):
+    first, second = tensors_of((4, 5), (2, 3), device=device), tensors_of((4, 5), (2, 3), device=device)
+    _, upload = make(first)
+    address = upload(first).data_ptr()
+    moved = upload(second)
+    assert moved.data_ptr() == address, "a captured graph would read freed memory"
+    assert moved[:2].tolist() == [tensor.data_ptr() for tensor in second]
 
 
 @given(

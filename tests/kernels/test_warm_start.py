@@ -5,6 +5,8 @@ The oracle of the random numbers is SplitMix64 in Python's integers, after the p
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, assert_within, numbers, packed, rounding, values
 
+from gradwire.kernels import warm_start
 from gradwire.kernels.counter_random import random_key, uniform, uniform_triton
 from gradwire.kernels.language import jit, tl
 from gradwire.kernels.matrices import Factor
@@ -25,6 +28,11 @@ FOLLOWING = (torch.float32, torch.float64)
 MASK = 2**64 - 1
 INT64 = st.integers(-(2**63), 2**63 - 1)
 EXTREMES = (0, 1, -1, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63))
+
+
+def at(step, device="cpu"):
+    """A step as the product keeps it."""
+    return torch.tensor([step], device=device)
 
 
 def splitmix64(state):
@@ -68,16 +76,16 @@ def test_the_oracle_is_splitmix64():
 @example(key=2**63 - 1, step=2**63 - 1)
 @example(key=-(2**63), step=-(2**63))
 def test_random_numbers_are_those_of_splitmix64(device, key, step):
-    found = uniform(key, step, torch.arange(40, device=device))
+    found = uniform(key, at(step, device), torch.arange(40, device=device))
     assert found.dtype == torch.float32
     assert_same_bits(found.cpu().double(), uniform_oracle(key, step, 40), f"stream {key}, {step}")
 
 
 def test_a_stream_is_the_same_at_any_indices(device):
-    long = uniform(5, 3, torch.arange(1000, device=device))
+    long = uniform(5, at(3, device), torch.arange(1000, device=device))
     for index in ([], [0], [999, 3, 3], [[1, 2], [998, 0]]):
         index = torch.tensor(index, dtype=torch.int64, device=device)
-        assert_same_bits(uniform(5, 3, index), long[index], f"at {index}")
+        assert_same_bits(uniform(5, at(3, device), index), long[index], f"at {index}")
 
 
 @jit
@@ -97,7 +105,7 @@ def test_kernels_draw_the_same_bits(key, step, first, device):
     _uniform_kernel[(1,)](out, torch.tensor([key, step, first], device=device), N=64)
     assert_same_bits(out.cpu().double(), uniform_oracle(key, step, 64, first), f"stream {key}, {step} from {first}")
     if first == 0:
-        assert_same_bits(out, uniform(key, step, torch.arange(64, device=device)), f"stream {key}, {step}")
+        assert_same_bits(out, uniform(key, at(step, device), torch.arange(64, device=device)), f"stream {key}, {step}")
 
 
 N = 1 << 16
@@ -111,7 +119,7 @@ def within_five_sigma(samples, mean, variance, what):
 
 @pytest.mark.parametrize("key, step", STREAMS)
 def test_a_stream_is_uniform_and_its_numbers_independent(key, step, device):
-    u = uniform(key, step, torch.arange(N, device=device)).double()
+    u = uniform(key, at(step, device), torch.arange(N, device=device)).double()
     assert u.min() > -1
     assert u.max() < 1
     within_five_sigma(u, 0, 1 / 3, "u")
@@ -127,7 +135,7 @@ def test_a_stream_is_uniform_and_its_numbers_independent(key, step, device):
 
 
 def test_streams_are_independent_of_each_other(device):
-    drawn = [uniform(key, step, torch.arange(N, device=device)).double() for key, step in STREAMS]
+    drawn = [uniform(key, at(step, device), torch.arange(N, device=device)).double() for key, step in STREAMS]
     for i, u in enumerate(drawn):
         for v in drawn[:i]:
             assert (u == v).sum() < 5, "two streams share numbers"
@@ -162,7 +170,7 @@ class Renewal:
         self.finite = Guarded(torch.tensor(flags or [1] * len(rows), dtype=torch.int32), device=device)
         self.before = self.factor.views(self.following.window.clone())
 
-        renew(self.wire.window, self.factor, self.keys, step, self.following.window, self.finite.window)
+        renew(self.wire.window, self.factor, self.keys, at(step, device), self.following.window, self.finite.window)
 
         self.wire.assert_untouched("the wire")
         assert_gaps_untouched(self.following, self.factor, "the following factors")
@@ -308,7 +316,7 @@ LAYOUT = Factor([2, 1, 3], [9, 40, 3])
 
 def drawn(keys, step, dtype, device, layout=LAYOUT):
     following = Guarded.poisoned(layout.numel, dtype, offset=1, device=device)
-    draw(layout, keys, step, following.window)
+    draw(layout, keys, at(step, device), following.window)
     assert_gaps_untouched(following, layout, "the factors")
     return layout.views(following.window)
 
@@ -358,7 +366,10 @@ def key_of_the_middle():
 
 def test_no_random_number_is_zero(device):
     # Were the middle zero, one in 2^24 rows of one element would be NaN, and stay so for the rest of the run.
-    assert uniform(key_of_the_middle(), 0, torch.zeros((), dtype=torch.int64, device=device)).item() == 2.0**-24
+    assert (
+        uniform(key_of_the_middle(), at(0, device), torch.zeros((), dtype=torch.int64, device=device)).item()
+        == 2.0**-24
+    )
     (found,) = drawn([key_of_the_middle()], 0, torch.float32, device, Factor([1], [1]))
     assert abs(found.item()) == 1
 
@@ -379,6 +390,43 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
     finite = torch.ones(1, dtype=torch.int32, device=device)
     message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
     with pytest.raises(ValueError, match=message):
-        renew(wire, Factor([2], [48]), [0], 0, following, finite)
+        renew(wire, Factor([2], [48]), [0], at(0, device), following, finite)
     assert (good == 3).all()
     assert finite.item() == 1
+
+
+@pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
+def test_step_of_another_dtype_or_size_is_refused(step, device):
+    buffer = torch.full((96,), 3.0, device=device)
+    with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
+        draw(Factor([2], [48]), [0], step.to(device), buffer)
+    assert (buffer == 3).all()
+
+
+def test_replayed_launches_draw_the_columns_of_the_step_in_device_memory(device, monkeypatch):
+    if not use_triton(device):
+        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
+    layout, keys, launches = Factor([2], [9]), [7], []
+    expected = {i: torch.zeros(layout.numel, device=device) for i in (4, 5)}
+    for i, columns in expected.items():
+        draw(layout, keys, at(i, device), columns)
+
+    class Recording:
+        """A kernel whose launches can be made again as a CUDA graph makes them: with the same arguments."""
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda **arguments: launches.append(partial(self.kernel[grid], **arguments))
+
+    for kernel in ("_norms_kernel", "_renew_kernel"):
+        monkeypatch.setattr(warm_start, kernel, Recording(getattr(warm_start, kernel)))
+    following, step = torch.zeros(layout.numel, device=device), at(3, device)
+    draw(layout, keys, step, following)
+    assert len(launches) == 2
+    for i, columns in expected.items():
+        step.add_(1)
+        for launch in launches:
+            launch()
+        assert_same_bits(following, columns, f"step {i}")

@@ -1,0 +1,49 @@
+"""The step of a bucket's random columns, in device memory: what a CUDA graph replays must count on."""
+
+import asyncio
+
+import pytest
+import torch
+from exact import assert_same_bits
+
+from gradwire.compress import Factors, LowRankBucket, Workspace, alternating_all_reduce, powersgd, powersgd_all_reduce
+from gradwire.compress.policy import MatrixShape
+
+
+class OneRank:
+    world_size = 1
+
+    async def all_reduce(self, *tensors):
+        pass
+
+
+def factors_after(kind, iterations):
+    """The factors after steps with these numbers, of a gradient of zeros, whose columns are all drawn anew."""
+    gradient, shapes = [torch.zeros(8, 12)], [MatrixShape(1, 8, 12, 2)]
+    errors = [torch.zeros(8, 12)]
+    bucket = LowRankBucket(["a"], gradient, shapes, None, errors, Factors(), 0, 10, alternating=kind == "alternating")
+    workspace = Workspace(torch.device("cpu"))
+    for i in iterations:
+        if kind == "alternating":
+            asyncio.run(alternating_all_reduce(bucket, gradient, gradient, i, OneRank(), workspace))
+        else:
+            asyncio.run(powersgd_all_reduce(bucket, gradient, gradient, i, kind == "warm", OneRank(), workspace))
+    return bucket.q, bucket.step.item()
+
+
+@pytest.mark.parametrize("kind", ["warm", "cold", "alternating"])
+def test_captured_step_counts_on_from_the_step_before(kind, monkeypatch):
+    eager, after = factors_after(kind, [10, 11, 12])
+    assert after == 13
+    monkeypatch.setattr(powersgd, "is_capturing", lambda: True)
+    # A replay does again what the capture did, with its number; of an alternating step there is a graph for each side.
+    captured, after = factors_after(kind, [10, 11, 10] if kind == "alternating" else [10, 10, 10])
+    assert after == 13
+    assert_same_bits(captured, eager, "the factors of the next step")
+
+
+def test_step_is_the_hosts_number_where_nothing_is_captured():
+    first, _ = factors_after("warm", [10, 11, 500])
+    second, step = factors_after("warm", [500])
+    assert step == 501
+    assert_same_bits(first, second, "the random columns of step 501")

@@ -1,0 +1,151 @@
+"""How often Triton compiles for a model: once for each kernel, dtype and rank, all in the first step.
+
+Triton's launcher looks a compiled kernel up by the types, constants, alignments and options of a launch. Its own code
+computes that key here for every launch that the hooks' algorithms make on the buckets of GPT-2, which needs no GPU.
+"""
+
+import asyncio
+from collections import Counter
+
+import pytest
+import torch
+from ahead_of_time import recorded_launches, variant
+
+from gradwire.bench.shapes import buckets, gpt2
+from gradwire.compress import (
+    BucketScale,
+    DelayedScaling,
+    Factors,
+    Gradients,
+    LowRankBucket,
+    LowRankPolicy,
+    Workspace,
+    cast_all_reduce,
+    powersgd_all_reduce,
+    scaled_cast_all_reduce,
+)
+from gradwire.kernels import (
+    SegmentTable,
+    cholesky_qr,
+    flattening,
+    lowrank,
+    orthogonalization,
+    scale,
+    unflattening,
+    warm_start,
+)
+
+MODULES = [flattening, unflattening, scale, lowrank, orthogonalization, cholesky_qr, warm_start]
+STEPS = range(14, 19)  # a multiple of 16 among them
+CPU = torch.device("cpu")
+
+
+class OneRank:
+    world_size = 1
+
+    async def all_reduce(self, *tensors):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The gradients of each bucket at 25 MiB, which no kernel reads."""
+    return [[torch.empty(shape) for shape in shapes] for shapes in buckets(gpt2, 25 << 20)]
+
+
+def cast(model, dtype):
+    workspace = Workspace(CPU)
+    each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
+    return lambda _: [cast_all_reduce(g, g, dtype, OneRank(), workspace) for g in each]
+
+
+def scaled_cast(model, dtype):
+    workspace, counters = Workspace(CPU), torch.zeros(4, dtype=torch.int64)
+    each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
+    scales = [BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each]
+    for bucket in scales:
+        bucket.is_agreed = True
+    scaling = DelayedScaling(dtype=dtype)
+    return lambda _: [
+        scaled_cast_all_reduce(g, g, scaling, s, counters, g is each[-1], OneRank(), workspace)
+        for g, s in zip(each, scales, strict=True)
+    ]
+
+
+def powersgd(model, rank, factor_dtype):
+    workspace, policy, low_rank = Workspace(CPU), LowRankPolicy(rank=rank), []
+
+    def bucket(tensors):
+        shapes = [policy.matrix_shape("", tensor) for tensor in tensors]
+        errors = [torch.empty_like(t) for t, shape in zip(tensors, shapes, strict=True) if shape is not None]
+        return LowRankBucket(list(map(str, shapes)), tensors, shapes, factor_dtype, errors, Factors(), 0, STEPS[0])
+
+    def step(iteration):
+        low_rank.extend(bucket(tensors) for tensors in model[len(low_rank) :])  # in the first step: it launches, too
+        return [
+            powersgd_all_reduce(b, tensors, tensors, iteration, True, OneRank(), workspace)
+            for b, tensors in zip(low_rank, model, strict=True)
+        ]
+
+    return step
+
+
+def compiled_in(step):
+    """How often each kernel is compiled in each of `STEPS`."""
+    known, counts = set(), []
+
+    def run(iteration):
+        for algorithm in step(iteration):
+            asyncio.run(algorithm)
+
+    for iteration in STEPS:
+        launches = recorded_launches(MODULES, lambda i=iteration: run(i))
+        new = {(name, variant(kernel, arguments, 90)) for name, kernel, arguments in launches} - known
+        known |= new
+        counts.append(Counter(name for name, _ in new))
+    return counts
+
+
+# One variant of each kernel; two of `apply`, whose first round prepares the second.
+ONCE = {
+    "flatten": 1,
+    "project": 1,
+    "sum_partials": 1,
+    "gram_schmidt": 1,
+    "gram": 1,
+    "apply": 2,
+    "backproject": 1,
+    "norms": 1,
+    "renew": 1,
+    "reconstruct": 1,
+    "unflatten": 1,
+}
+
+
+@pytest.mark.parametrize("factor_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rank", [1, 4, 32])
+def test_gpt2_compiles_each_powersgd_kernel_once_and_in_the_first_step(model, rank, factor_dtype):
+    first, *later = compiled_in(powersgd(model, rank, factor_dtype))
+    assert not any(later), f"compiled in mid-training: {later}"
+    allowed = Counter(ONCE)
+    if rank < 32:  # else every P of this model is large
+        allowed["gram_schmidt"] += 1  # for buckets without a long P
+    else:
+        del allowed["gram_schmidt"]
+    if factor_dtype is not None:  # the first factors are drawn from fp32 zeros
+        allowed.update(["norms", "renew"])
+    assert first.keys() == allowed.keys()
+    assert first <= allowed
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gpt2_compiles_each_cast_kernel_once_and_in_the_first_step(model, wire):
+    first, *later = compiled_in(cast(model, wire))
+    assert first == Counter(["flatten", "unflatten"])
+    assert not any(later), f"compiled in mid-training: {later}"
+
+
+def test_gpt2_compiles_each_scaled_cast_kernel_once_and_in_the_first_step(model):
+    first, *later = compiled_in(scaled_cast(model, torch.float16))
+    assert first == Counter(["flatten", "unflatten", "update_scale", "update_scale"])  # of the last bucket, of others
+    assert not any(later), f"compiled in mid-training: {later}"
