@@ -286,6 +286,7 @@ def warm_start(rank: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(rank)
     factor = Factor([rank] * len(lengths), lengths)
     keys = [random_key(0, str(i)) for i in range(len(lengths))]
+    step = torch.full((1,), 16, device=device)
     for wire_dtype in (torch.float32, torch.bfloat16):
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         factor.views(wire)[1][0] = 0
@@ -294,7 +295,7 @@ def warm_start(rank: int, device: torch.device) -> None:
         for function in (renew, renew, renew_reference):
             following = torch.full((factor.numel,), 776.0, device=device)
             finite = torch.ones(len(lengths), dtype=torch.int32, device=device)
-            function(wire, factor, keys, 16, following, finite)
+            function(wire, factor, keys, step, following, finite)
             results.append((factor.views(following), finite))
         (first, finite), (second, _), (reference, _) = results
         if finite.tolist() != [i != 2 for i in range(len(lengths))]:
@@ -305,8 +306,8 @@ def warm_start(rank: int, device: torch.device) -> None:
             bound = (lengths[i] + 4) * 2**-23 * expected.double().abs()
             within(mine, expected.double(), bound, what)
     drawn, again = (torch.empty(factor.numel, device=device) for _ in range(2))
-    draw(factor, keys, 3, drawn)
-    draw(factor, keys, 3, again)
+    draw(factor, keys, step, drawn)
+    draw(factor, keys, step, again)
     for one, other in zip(factor.views(drawn), factor.views(again), strict=True):
         same(one, other, "draw, run twice")
         within(one.double().norm(dim=1), torch.ones_like(one[:, 0]).double(), torch.full_like(one[:, 0], 1e-5), "draw")
