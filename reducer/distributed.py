@@ -153,7 +153,6 @@ class DistributedDataParallel(TorchDDP):
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         if self._syncs_at_init:
             self._syncs_at_init = False
-            begin_together(connections_of(self.process_group))
             self._verify_model(parameters)
             with torch.no_grad():
                 broadcast_coalesced(self._module_states(), Transport(self.process_group), self.broadcast_bucket_size)
@@ -200,6 +199,7 @@ class DistributedDataParallel(TorchDDP):
         Not ``gradient_as_bucket_view``, which changes no message, and not the sizes of rebuilt buckets, which rank 0
         tells.
         """
+        begin_together(connections_of(self.process_group))
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         buffers = self._buffers_in_use() if self._syncs_buffers_at_init or self.broadcast_buffers else {}
         limits, _ = self._bucket_limits(self._options_at_init["static_graph"])
