@@ -115,7 +115,7 @@ def _missing(
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
         try:
-            store.wait(keys, timedelta(seconds=min(left, POLL)))
+            store.wait(keys, timedelta(seconds=max(min(left, POLL), 0.001)))  # 0 ms would be for ever
         except RuntimeError:
             check()
         else:
