@@ -48,6 +48,13 @@ class Reducer:
     With a static graph, the first backward only counts how often each parameter's hook is called, and
     `_delay_all_reduce` reduces everything at its end; from then on, a gradient is complete after as many calls.
 
+    After an error the rank *leaves* the exchange (`leaving`, `_fail`), whether its forward, its backward, a hook or
+    `_finalize` raised: its connections are closed with a notice to its peers, which raise and leave too, and this step
+    is discarded. `prepare_for_forward` raises from then on, until `resynchronize` has brought all ranks together and
+    `restart` begins as after construction. A backward that raised tells nobody; it is found unfinished by the next
+    forward. One that raised before the first gradient was ready has exchanged nothing, and the next batch takes its
+    place. See `gradwire.hooks.connections` and docs/fault-handling.md.
+
     Between the first and the second synchronised backward, `_rebuild_buckets` sorts the parameters by the order in
     which their gradients became ready on rank 0. Gradients belong to the parameters, flat buffers to the buckets, the
     wire to the executor of the process group.
