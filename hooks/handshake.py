@@ -30,8 +30,9 @@ from gradwire.hooks.connections import connections_of
 from gradwire.hooks.meeting import RanksMissing, describe, differences, gather, timeout_of
 from gradwire.hooks.types import GradBucket
 
-# For the other ranks to shake hands again: those that do not come wait in a collective already. The first time, when
-# ranks may still be loading data, they have the process group's timeout.
+# For the other ranks to shake hands again, or half of the process group's timeout: those that do not come wait in a
+# collective already, and should hear the reason before that times out. The first time, when ranks may still be loading
+# data, they have all of that timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
 _PURPOSE = "The handshake of communication hooks"
@@ -126,7 +127,7 @@ def hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
 def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
     """Raise on every rank unless all have the same facts."""
     text = json.dumps(facts, sort_keys=True)
-    timeout = min(AGAIN_TIMEOUT, timeout_of(group)) if again else timeout_of(group)
+    timeout = min(AGAIN_TIMEOUT, timeout_of(group) / 2) if again else timeout_of(group)
     try:
         digests = gather(group, _PURPOSE, digest(text), timeout, connections_of(group).check_peers)
     except RanksMissing as error:

@@ -87,7 +87,7 @@ DIFFERENCES = {
     "alternating": pair("alternating", power_sgd, False, True),
     "steps": (power_sgd(), power_sgd(prepare=at_step_three), "iter: 0 on", "; 3 on"),
     "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "loaded factors q: nothing on", "; 1, digest"),
-    "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(2.0)), "loaded factors q: 1, digest", "; 1,"),
+    "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "loaded factors q: 1, digest", "; 1,"),
     "16 bit hooks": (
         stateless(default_hooks.fp16_compress_hook),
         stateless(default_hooks.bf16_compress_hook),
@@ -130,8 +130,8 @@ DIFFERENCES = {
 def last_rank_differs(difference, wrapper):
     """The error of the first backward, whether parameters are as before, the steps counted, and the bytes sent."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    group = dist.distributed_c10d._get_default_group()
-    ddp = WRAPPERS[wrapper](build("mlp"), bucket_cap_mb=SMALL)
+    group = dist.new_group()  # no exchange is possible on it any more, once one has failed
+    ddp = WRAPPERS[wrapper](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
     state, hook = DIFFERENCES[difference][is_last](group)
     counted = getattr(state, "iter", 0)
     if isinstance(state, NamedState):
@@ -262,8 +262,8 @@ def changing_on_one_rank(change, kind):
 )
 def test_change_on_one_rank_ends_in_an_error_on_all(worlds, change, kind):
     others, changed = worlds(2).run(changing_on_one_rank, change=change, kind=kind)
-    assert "was loaded, or an option was changed, on this rank but not on rank 0 within 0:00:05" in changed
-    assert others is not None
+    for message in (others, changed):
+        assert "was loaded, or an option was changed, on this rank but not on rank 0 within 0:00:02" in message
 
 
 def hook_on_one_rank():
