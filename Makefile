@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ROOMS := api reducer hooks compress kernels bench
+ON_ALL_CORES := -n auto --dist loadfile
 export PYTHONSAFEPATH := 1
 
 .PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
@@ -26,14 +27,15 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Two processes, because a kernel is bound to Triton's compiler or to its interpreter when it is imported.
+# Twice, because a kernel is bound to Triton's compiler or to its interpreter when it is imported. A file of tests on each core:
+# the tests of one file share their worker processes.
 test: install
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest $(ON_ALL_CORES)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) tests/kernels
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/kernels || test $$? -eq 5
+	$(BIN)/python -m pytest $(ON_ALL_CORES) -m slow
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels || test $$? -eq 5
 
 # The kernels with the oldest Triton that is supported, which GPU builds of PyTorch 2.11 bring along.
 test-triton36: install

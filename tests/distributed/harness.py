@@ -88,19 +88,25 @@ class World:
         Raises:
             CaseFailed: the case raised or did not end.
         """
+        answers = self._ask(case, limit, arguments)
+        if all(answer is not None and answer[0] == "result" for answer in answers):
+            if any(has_failed for *_, has_failed in answers):
+                self._ask(worker.begin_anew, limit, {})
+            return [pickle.loads(value) for _, value, _ in answers]
+        raise self._failure(case.__qualname__, answers)
+
+    def _ask(self, case, limit, arguments):
+        """The answers of all ranks to a case."""
         if not self._members:
             self._start()
         message = _message(case, arguments)
         try:
             for member in self._members:
                 member.connection.send_bytes(message)
-            answers = _collect(self._members, limit, grace=GRACE)
+            return _collect(self._members, limit, grace=GRACE)
         except BaseException:
             self._kill()
             raise
-        if all(answer is not None and answer[0] == "result" for answer in answers):
-            return [pickle.loads(value) for _, value in answers]
-        raise self._failure(case.__qualname__, answers)
 
     def run_fresh(self, case, *, limit=CASE_LIMIT, **arguments):
         """Call ``case(**arguments)`` on every rank, in a new process without a process group; returns `Outcome`s.

@@ -393,7 +393,7 @@ def pickled(wrapper):
         "alternating": True,
     }
     state = PowerSGDState(dist.group.WORLD, **options)
-    trained(wrapper, state=state, bind=True)
+    trained(wrapper, state=state)
     found = []
     for other in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
         changed = {name: getattr(other, name) for name in options if getattr(other, name) != options[name]}

@@ -488,8 +488,9 @@ def test_randomly_damaged_scaled_cast_state_is_refused_and_changes_nothing(damag
 # --- shapes that only the first step can compare
 
 
-def sent_bytes():
-    return executor_for(None, torch.device("cpu")).transport.payload_bytes
+def current_transport():
+    """Of the hooks' algorithms; a failed step brings another one."""
+    return executor_for(None, torch.device("cpu")).transport
 
 
 WRONG_SHAPES = {
@@ -521,14 +522,15 @@ def test_wrong_shape_is_refused_before_the_first_compressed_step_changes_anythin
         assert_refuses(state, damaged, entry)
         return
     state.load_state_dict(damaged)
-    before, sent = memory(state), sent_bytes()
+    before, transport = memory(state), current_transport()
+    sent = transport.payload_bytes
     state.bind(model)
     register(ddp, (state, powerSGD_hook))
     loss = ddp(inputs)
     message = refusal(loss.backward)
     assert entry in message
     assert "Load the state of this model" in message
-    assert sent_bytes() == sent
+    assert transport.payload_bytes == sent
     assert_same_bits(memory(state), before)
 
 

@@ -15,6 +15,9 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from gradwire.hooks.connections import connections_of
+from gradwire.reducer.resynchronization import begin_together
+
 ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
 # When the test process itself has gone, nobody ends a worker that hangs.
 LAST_RESORT = 600.0
@@ -33,15 +36,25 @@ def load(path, name):
 
 
 def run(message):
-    """Answer one message: ("result", value) or ("error", exception or None, traceback, type's name, text)."""
+    """Answer one message.
+
+    ("result", value, whether an exchange has failed on the default group) or ("error", exception or None, traceback,
+    type's name, text).
+    """
     path, module, name, arguments = pickle.loads(message)
     try:
         torch.manual_seed(0)
         case = getattr(load(path, module), name)
-        return pickle.dumps(("result", pickle.dumps(case(**pickle.loads(arguments)))))
+        value = pickle.dumps(case(**pickle.loads(arguments)))
+        return pickle.dumps(("result", value, dist.is_initialized() and connections_of(None).failure is not None))
     except Exception as error:
         answer = "error", pickled(error), traceback.format_exc(), type(error).__name__, str(error)
         return pickle.dumps(answer)
+
+
+def begin_anew():
+    """A case: make the default group whole again, on which an exchange has failed in the case before."""
+    begin_together(connections_of(None))
 
 
 def pickled(error):
