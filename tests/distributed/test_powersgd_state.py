@@ -398,7 +398,7 @@ def pickled(wrapper):
     for other in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
         changed = {name: getattr(other, name) for name in options if getattr(other, name) != options[name]}
         found.append((changed, other.process_group, other.compression_stats(), copy.deepcopy(own_memory(other))))
-        trained(wrapper, state=other, bind=True, steps=1)
+        trained(wrapper, state=other, steps=1)
     return found, (state.compression_stats(), own_memory(state))
 
 
