@@ -146,7 +146,7 @@ def _nvidia(cubin, threads, shared):
         shared=shared,
         loaded=threads * sum(int(bits) // 8 for bits in re.findall(r"\bLDG(?:STS)?\.\S*?(128|256)\b", sass)),
         stored=threads * sum(int(bits) // 8 for bits in re.findall(r"\bSTG\.\S*?(128|256)\b", sass)),
-        fences=len(re.findall(r"\b(?:MEMBAR|ERRBAR|CCTL)\b", sass)),
+        fences=len(re.findall(r"\b(?:MEMBAR\S*\.(?:GPU|SYS|VC)|ERRBAR|(?<!\.)CCTL\.IVALL)\b", sass)),
     )
 
 
