@@ -1,6 +1,5 @@
 """Transport: which collectives may be under way at once."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -31,16 +30,16 @@ class Unfinished:
 
 
 # Two of a group corrupt the heap, within seconds (docs/log.md).
-def test_one_sparse_all_reduce_is_under_way_at_once(monkeypatch):
+def test_one_sparse_all_reduce_is_under_way_at_once():
     works = []
 
-    def all_reduce(tensor, op, group, async_op):
+    def allreduce(tensors, options):
+        (tensor,) = tensors
         works.append(Unfinished(tensor))
         assert sum(work.is_sparse and not work.is_done for work in works) <= 1
         return works[-1]
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    transport = Transport(SimpleNamespace(size=lambda: 2))
+    transport = Transport(SimpleNamespace(size=lambda: 2, allreduce=allreduce))
     dense, sparse = torch.ones(3), torch.eye(3).to_sparse()
     for tensor in [sparse, dense, sparse, dense, sparse]:
         transport.start(transport.all_reduce(tensor))
@@ -50,8 +49,8 @@ def test_one_sparse_all_reduce_is_under_way_at_once(monkeypatch):
 @pytest.mark.parametrize("way", ["run", "start"])
 def test_payload_is_the_bytes_of_every_tensor_once(monkeypatch, way):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
-    monkeypatch.setattr(dist.distributed_c10d, "_coalescing_manager", lambda *_: nullcontext())
-    transport = Transport(SimpleNamespace(size=lambda: 2))
+    group = SimpleNamespace(size=lambda: 2, allreduce=lambda tensors, _: Unfinished(*tensors))
+    transport = Transport(group)
     both = torch.ones(3), torch.ones(5, dtype=torch.bfloat16)
     sizes = []
     for collective in (transport.all_reduce(both[0]), transport.all_reduce(*both), transport.all_reduce_max(both[1])):
