@@ -498,7 +498,7 @@ class Reducer:
 
     def _fail_and_raise(self, message: str) -> NoReturn:
         self._fail(message)
-        raise RuntimeError(f"{message}\n{ADVICE}")
+        self._raise(f"{message}\n{ADVICE}")
 
     def _raise_marked_twice(self, index: int) -> None:
         self._fail_and_raise(errors.marked_twice(self.names[index], index))

@@ -391,6 +391,7 @@ def change_the_graph(hook, view, uses, bad_step):
         if step == bad_step:
             errors.append(message_of(ddp(batch, uses[1]).backward))
             errors.append(message_of(ddp, batch, uses[0]))
+            ddp.resynchronize()
         ddp.zero_grad()
         reference.zero_grad()
         ddp(batch, uses[0]).backward()
@@ -403,7 +404,7 @@ def change_the_graph(hook, view, uses, bad_step):
 @pytest.mark.parametrize("hook", ["none", "flat"])
 @pytest.mark.parametrize("bad_step", [1, 3])
 @pytest.mark.parametrize("change", ["unused-then-used", "used-then-unused"])
-def test_static_graph_that_changes_raises_and_the_next_step_works(worlds, change, bad_step, hook, view):
+def test_static_graph_that_changes_raises_until_resynchronized(worlds, change, bad_step, hook, view):
     uses = ((0, 1, 2), (0, 1, 2, 3)) if change == "unused-then-used" else ((0, 1, 2, 3), (0, 1, 2))
     results = worlds(3).run(change_the_graph, hook=hook, view=view, uses=uses, bad_step=bad_step)
     for (backward, forward), steps in results:
@@ -881,6 +882,7 @@ def train_through_a_fault(fault, feature, bad_step, view):
             hook.fault = fault
             errors.append(message_of(models[0](batch, use).backward))
             hook.fault = None
+            models[0].resynchronize()
         else:
             for ddp in models:
                 ddp(batch, use).backward()
@@ -899,7 +901,7 @@ FAULTS = {
 @features
 @pytest.mark.parametrize("bad_step", [0, 2])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_failing_hook_leaves_a_model_that_trains_on(worlds, fault, bad_step, feature, view):
+def test_failing_hook_once_resynchronized_trains_on(worlds, fault, bad_step, feature, view):
     results = worlds(3).run(train_through_a_fault, fault=fault, feature=feature, bad_step=bad_step, view=view)
     for (error,), steps in results:
         assert error is not None
