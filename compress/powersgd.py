@@ -109,7 +109,7 @@ class LowRankBucket:
 
         There it stands where the step before has left it: one further.
         """
-        if not is_capturing():
+        if not is_capturing(self.step.device):
             self.step.fill_(iteration)
 
     def operands(self, source: Sequence[Tensor], target: Sequence[Tensor], keep: bool) -> Operands:

@@ -7,13 +7,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from gradwire.kernels.segments import is_capturing
+
 # Bytes; a buffer on any device begins at least so aligned.
 ALIGNMENT = 64
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph of what this thread does on ``device`` is being recorded, and nothing of it runs now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Workspace:

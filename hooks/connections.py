@@ -61,6 +61,11 @@ class Connections:
     def _counter(self) -> str:
         return f"generation/{self.group.rank()}"
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exchange has failed, also behind PyTorch's DDP, which does not tell."""
+        return self.failure is not None or any(executor.has_failed for executor in self._executors.values())
+
     def check(self) -> None:
         """Raise RuntimeError if no exchange is possible."""
         if self.failure is not None:

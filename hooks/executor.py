@@ -55,6 +55,11 @@ class Executor:
         self.workspaces = workspaces
         self.tables: Tables = {}
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task has raised, after which every task fails."""
+        raise NotImplementedError
+
     def submit(self, task: Task) -> Future[Any]:
         """Run ``task`` in its turn; the future holds its result or its exception. Futures complete in order."""
         raise NotImplementedError
@@ -78,6 +83,10 @@ class StreamExecutor(Executor):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:  # noqa: D102
+        return self._error is not None
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future: Future[Any] = Future(devices=[self._device])
@@ -119,6 +128,10 @@ class WorkerExecutor(Executor):
         self._thread.start()
         # Also when the interpreter exits: a thread that returns from C++ later than that aborts it.
         weakref.finalize(self, _end, self._worker.events, self._thread, EXIT_LIMIT)
+
+    @property
+    def has_failed(self) -> bool:  # noqa: D102
+        return self._worker.error is not None
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         if self._is_closed:
@@ -189,7 +202,7 @@ class _Worker:
         self._free = set(range(len(workspaces)))
         self._waiting: deque[_Run] = deque()
         self._under_way: deque[tuple[_Run, int]] = deque()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._is_ending = False
         self.is_idle = threading.Event()
 
@@ -202,7 +215,7 @@ class _Worker:
             while self._advance():
                 while not self.events.empty():
                     self._take(self.events.get())
-            if self._error is not None and not self._under_way:
+            if self.error is not None and not self._under_way:
                 self._leave()
         self.is_idle.set()
         self._leave()
@@ -222,7 +235,7 @@ class _Worker:
             self._abandon()
 
     def _abandon(self) -> None:
-        error = self._error = self._error or RuntimeError("The exchange was given up: a rank has left it.")
+        error = self.error = self.error or RuntimeError("The exchange was given up: a rank has left it.")
         for run, _ in self._under_way:
             run.works = []
             run.ends = run.ends or partial(run.future.set_exception, error)
@@ -254,8 +267,8 @@ class _Worker:
         """Let a task run until its next collective, and issue that."""
         try:
             run.wait()
-            if self._error is not None and not run.precedes_error:
-                raise self._error
+            if self.error is not None and not run.precedes_error:
+                raise self.error
             if run.steps is None:
                 run.steps = run.task(workspace)
                 run.works = self._transport.start(run.steps.send(None))
@@ -270,8 +283,8 @@ class _Worker:
 
     def _fail(self, run: _Run, error: Exception) -> None:
         """Note the first failure; complete the task's future with its exception in its turn."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
             for older, _ in self._under_way:
                 if older is run:
                     break

@@ -312,13 +312,16 @@ class PowerSGDState(NamedState):
             alternating=self.alternating,
         )
 
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:  # noqa: D102
+        has_patterns = not self._is_batched and bool(self.ranks or self.stacks)
+        return self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
+
     def _run(self, bucket: GradBucket, batched: bool) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket: plainly before the start, or if it has nothing worth compressing."""
         self._is_batched = batched
         self._prepared = None
         agree(self, self.process_group, bucket)
-        has_patterns = not batched and bool(self.ranks or self.stacks)
-        names = self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
+        names = self.parameter_names(bucket)
         compresses = self.policy.has_started(self.iter) and not is_sparse(bucket)
         self._names.note(names, bucket)
         self._check_patterns()

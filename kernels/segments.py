@@ -259,11 +259,11 @@ class Upload:
     def replace(self, numbers: Sequence[int]) -> None:
         """Send other numbers in place of the first ones, in stream order."""
         source = pinned(numbers, self.tensor.device)
-        if is_capturing():
+        if is_capturing(self.tensor.device):
             self._captured.append(source)
         self.tensor[: len(numbers)].copy_(source, non_blocking=True)
 
 
-def is_capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph of what this thread does on ``device`` is being recorded, and nothing of it runs now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

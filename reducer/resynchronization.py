@@ -70,7 +70,7 @@ def begin_together(connections: Connections) -> None:
     A collective call.
     """
     if connections.group.size() > 1:
-        mine = json.dumps([connections.generation, connections.failure is not None])
+        mine = json.dumps([connections.generation, connections.has_failed])
         texts = gather(connections.group, "DistributedDataParallel()", mine, timeout_of(connections.group))
         everyones = [json.loads(text) for text in texts]
         if any(has_failed for _, has_failed in everyones):

@@ -25,6 +25,7 @@ from training import SMALLEST, WRAPPERS, register
 from worker import join_group
 from zoo import Probe
 
+from gradwire.compress import transport
 from gradwire.hooks import powerSGD_hook as ours
 
 MODULES = {"ours": ours, "pytorchs": pytorchs}
@@ -613,14 +614,15 @@ def lifetimes(library, values):
     state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     ddp = wrapped(values[0][0])
     register(ddp, (state, module.powerSGD_hook))
-    all_reduce = dist.all_reduce
+    module_of, name = {"ours": (transport, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
+    all_reduce = getattr(module_of, name)
     seen = []
 
     def recording(tensor, *arguments, **options):
         sent.append((tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())))
         return all_reduce(tensor, *arguments, **options)
 
-    with mock.patch.object(dist, "all_reduce", recording):
+    with mock.patch.object(module_of, name, recording):
         for ranks in values:
             sent = []
             step(ddp, ranks[0])

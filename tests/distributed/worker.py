@@ -46,7 +46,7 @@ def run(message):
         torch.manual_seed(0)
         case = getattr(load(path, module), name)
         value = pickle.dumps(case(**pickle.loads(arguments)))
-        return pickle.dumps(("result", value, dist.is_initialized() and connections_of(None).failure is not None))
+        return pickle.dumps(("result", value, dist.is_initialized() and connections_of(None).has_failed))
     except Exception as error:
         answer = "error", pickled(error), traceback.format_exc(), type(error).__name__, str(error)
         return pickle.dumps(answer)

@@ -35,7 +35,7 @@ def factors_after(kind, iterations):
 def test_captured_step_counts_on_from_the_step_before(kind, monkeypatch):
     eager, after = factors_after(kind, [10, 11, 12])
     assert after == 13
-    monkeypatch.setattr(powersgd, "is_capturing", lambda: True)
+    monkeypatch.setattr(powersgd, "is_capturing", lambda _: True)
     # A replay does again what the capture did, with its number; of an alternating step there is a graph for each side.
     captured, after = factors_after(kind, [10, 11, 10] if kind == "alternating" else [10, 10, 10])
     assert after == 13

@@ -120,7 +120,7 @@ def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, de
     lists = [tensors_of((4, 5), (2, 3), device=device) for _ in range(4)]
     table, upload = make(lists[0])
     for tensors, is_captured in zip(lists, (True, True, False, False), strict=True):
-        monkeypatch.setattr(segments, "is_capturing", lambda is_captured=is_captured: is_captured)
+        monkeypatch.setattr(segments, "is_capturing", lambda _, is_captured=is_captured: is_captured)
         upload(tensors)
     gc.collect()
     assert [source() is not None for source in sources] == [True, True, False, False]
@@ -131,7 +131,7 @@ def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, de
 
 def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, monkeypatch):
     table = MatrixTable([Matrix(4, 5, 1)], torch.float32, device)
-    monkeypatch.setattr(segments, "is_capturing", lambda: True)
+    monkeypatch.setattr(segments, "is_capturing", lambda _: True)
     table.layout()
     gc.collect()
     assert [source() is not None for source in sources] == [True]
