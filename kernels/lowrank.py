@@ -186,9 +186,10 @@ def _project_kernel(
             source, target, error, q_ptr, offs_n, first, rows, columns, rank,
             SOURCE, KEEP, HAS_ERROR, False, RANK, BLOCK_N, BLOCK_M, STRIP,
         )  # fmt: skip
-    # Loaded only here, and the rows again: scalar registers are scarce on AMD.
+    # Loaded only here, and sizes again: scalar registers are scarce on AMD.
     partial_ptr += tl.load(work_ptr + 3 * n_programs + program)
     rows = tl.load(layout_ptr + matrix, volatile=True)
+    rank = tl.load(layout_ptr + 2 * n_matrices + matrix, volatile=True)
     offs_r = tl.arange(0, RANK)
     mask = (offs_n < rows)[:, None] & (offs_r < rank)[None, :]
     tl.store(partial_ptr + offs_r[None, :] * rows + offs_n[:, None], p, mask=mask)
