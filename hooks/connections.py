@@ -11,7 +11,6 @@ wait on their devices until the process group's own timeout.
 
 from __future__ import annotations
 
-import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
@@ -23,9 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 from torch.futures import Future
 
 from gradwire.compress import Transport, wait_for
-from gradwire.compress.transport import POLL
 from gradwire.hooks.executor import EXIT_LIMIT, Executor, StreamExecutor, WorkerExecutor
-from gradwire.hooks.meeting import store_of
+from gradwire.hooks.meeting import missing_ranks, store_of
 
 T = TypeVar("T")
 DESTROYED = (
@@ -119,17 +117,11 @@ class Connections:
         """
         keys = [f"{self.generation}/{purpose}/{rank} is here" for rank in range(self.group.size())]
         self._store.set(keys[self.group.rank()], "")
-        deadline = time.monotonic() + timeout.total_seconds()
-        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
-            try:
-                self._store.wait(keys, timedelta(seconds=POLL))
-            except dist.DistStoreError as error:
-                self.check_peers()
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
-                        "the same model, wrapper and hook on every rank."
-                    ) from error
+        if missing := missing_ranks(self.group, self._store, keys, timeout, self.check_peers):
+            raise RuntimeError(
+                f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
+                "the same model, wrapper and hook on every rank."
+            )
 
     def wait(self, future: Future[T]) -> T:
         """The value of a future that needs the other ranks.

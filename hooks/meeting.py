@@ -84,10 +84,10 @@ def gather(
     keys = [f"{meeting}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], value)
     try:
-        missing = _missing(group, store, keys, min(timeout, PATIENCE), check)
+        missing = missing_ranks(group, store, keys, min(timeout, PATIENCE), check)
         if missing and timeout > PATIENCE:
             logger.warning("%s: still waiting for %s after %s.", purpose, describe(missing), PATIENCE)
-            missing = _missing(group, store, keys, timeout - PATIENCE, check)
+            missing = missing_ranks(group, store, keys, timeout - PATIENCE, check)
     except BaseException:
         _decide(store, meeting, "failed")
         raise
@@ -108,7 +108,7 @@ def _has_failed(store: Store, meeting: str) -> bool:
     return store.check([f"{meeting}/outcome"]) and store.get(f"{meeting}/outcome") == b"failed"
 
 
-def _missing(
+def missing_ranks(
     group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
     """The ranks that have not come after ``timeout``; none as soon as all have."""

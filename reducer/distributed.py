@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradwire.compress import Transport
 from gradwire.hooks import default_hooks
+from gradwire.hooks.arguments import check_process_group
 from gradwire.hooks.connections import connections_of
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.types import GradBucket
@@ -403,17 +404,14 @@ class DistributedDataParallel(TorchDDP):
 
 
 def _check_process_group(process_group: object, device_mesh: object) -> None:
-    if process_group is None or device_mesh is not None or isinstance(process_group, dist.ProcessGroup):
+    if device_mesh is not None:
         return  # PyTorch's class refuses both at once
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "process_group is GroupMember.NON_GROUP_MEMBER, which torch.distributed.new_group returns on ranks outside "
             "of the new group; expected a group that this rank is in. Wrap the model on the group's ranks only."
         )
-    raise TypeError(
-        f"process_group is {process_group!r}; expected a torch.distributed.ProcessGroup, as "
-        "torch.distributed.new_group returns it, or None for the default group."
-    )
+    check_process_group(process_group)
 
 
 def _check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> None:

@@ -100,9 +100,8 @@ class Reducer:
         self.has_rebuilt_buckets = False
         self.statistics = Statistics(self.device)
         self._hook: CommHook | None = None
-        self._hook_state: Any = None
+        self.hook_state: Any = None
         self._hook_in_place = False
-        self._has_comm_hook = False
         self._take_back: TakeBack | None = None
         self._runs_optimizers = False
         self._upcast_stream: torch.Stream | None = None  # with mixed precision
@@ -133,9 +132,9 @@ class Reducer:
         Raises:
             RuntimeError: a hook is registered already.
         """
-        if self._has_comm_hook:
+        if self._hook is not None:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
-        self._hook, self._hook_state, self._has_comm_hook = hook, state, True
+        self._hook, self.hook_state = hook, state
         self._hook_in_place = is_in_place(hook)
         self._take_back = state.take_back if isinstance(state, NamedState) else None
 
@@ -375,7 +374,7 @@ class Reducer:
         """Whether the result is written into the gradients; else it is that of the future."""
         if isinstance(bucket, SparseBucket):
             return False
-        return self._hook_in_place if self._has_comm_hook else bucket.device.type != "cpu"
+        return self._hook_in_place if self._hook is not None else bucket.device.type != "cpu"
 
     def _divide_factor(self) -> int:
         """What sums over the ranks are divided by: their number, or in `join` the number of those with inputs left."""
@@ -391,7 +390,7 @@ class Reducer:
         self._expects_hooks = False
         self._requires_finalize = False
         # A hook averages over all ranks, of which those that have joined added zeros.
-        scale = self.process_group.size() / self._divide_factor() if self._has_comm_hook else 1
+        scale = self.process_group.size() / self._divide_factor() if self._hook is not None else 1
         self.statistics.n_reduced = sum(bucket.future is not None for bucket in self.buckets)
         with self.leaving("the end of the backward pass"), torch.no_grad():
             for bucket, members in zip(self.buckets, self.members, strict=True):
@@ -544,7 +543,7 @@ class Reducer:
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
         """Expect gradients in the dtype of the parameters' copies; their hook has been registered."""
-        self._upcast_stream = self._hook_state.upcast_stream
+        self._upcast_stream = self.hook_state.upcast_stream
         self._arrivals.remove()  # PyTorch's class watches the copies
         self._build_buckets(self.members)
 
@@ -564,15 +563,9 @@ class Reducer:
             bucket.divisor = self.process_group.size()
         return buckets
 
-    @property
-    def hook_state(self) -> Any:
-        """The state of the communication hook, or None."""
-        return self._hook_state
-
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
-        if self._has_comm_hook:
-            assert self._hook is not None
-            return self._hook(self._hook_state, bucket)
+        if self._hook is not None:
+            return self._hook(self.hook_state, bucket)
         if isinstance(bucket, GradBucket) and bucket.device.type == "cpu":
             # Without an executor: gloo sums in threads of its own, of several buckets at once.
             return self.transport.start_all_reduce(bucket.scale_into_buffer())
