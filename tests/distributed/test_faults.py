@@ -64,7 +64,9 @@ def fault(ddp, where, at):
 
             stack.enter_context(mock.patch.object(ddp.reducer, "_run_comm_hook", hook))
         elif where == "collective":
-            transport = connections_of(ddp.process_group).executor(CPU).transport
+            connections = connections_of(ddp.process_group)
+            has_hook = ddp.reducer._hook is not None
+            transport = connections.executor(CPU).transport if has_hook else connections.transport("backward", CPU)
             start, left = transport.start, iter(range(at % 5, -1, -1))
 
             def failing_start(*arguments):
