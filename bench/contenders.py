@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from gradwire import DistributedDataParallel
 from gradwire.bench.hooks import HOOKS, Registration, star
 from gradwire.bench.measuring import Calls, synchronize
+from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
-from gradwire.hooks.types import CommHook, GradBucket
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

@@ -20,9 +20,9 @@ from gradwire.bench.namespaces import Rate
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, scaled_cast_hooks
+from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
+from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.hooks.reduce import in_place, reduce_bucket
-from gradwire.hooks.types import GradBucket
 from gradwire.kernels import flatten, unflatten
 
 HookCase = Callable[[torch.device], None]
@@ -280,7 +280,7 @@ def no_flat_buffer_is_allocated(device: torch.device) -> None:
     _require(not any(is_flat), f"buckets with a flat buffer: {is_flat}")
 
 
-@in_place
+@zero_copy
 def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         wire = workspace.wire(source.table.numel, torch.float32)

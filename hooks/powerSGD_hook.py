@@ -32,12 +32,12 @@ from gradwire.compress import (
 )
 from gradwire.compress._options import check_flag, check_number, check_patterns, check_whole_number
 from gradwire.compress.policy import MatrixShape
+from gradwire.hooks._arguments import ddp_hook, needs_state
+from gradwire.hooks._handshake import digest
+from gradwire.hooks._parameter_names import NamedState, is_number, parameter_names, plain_name
+from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import Expected, check_powersgd_shapes, check_powersgd_state
-from gradwire.hooks.arguments import ddp_hook, needs_state
-from gradwire.hooks.handshake import digest
-from gradwire.hooks.parameter_names import NamedState, is_number, parameter_names, plain_name
-from gradwire.hooks.reduce import agree, bucket_dtype, in_place, is_sparse, reduce_bucket
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._types import GradBucket
 from gradwire.kernels import SegmentTable
 from gradwire.kernels.flattening import compute_dtype
 from gradwire.kernels.segments import as_real, gradient_layout
@@ -618,7 +618,7 @@ def _why_none(policy: LowRankPolicy, layouts: Mapping[str, torch.Tensor]) -> str
     )
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_state(PowerSGDState))
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients, each matrix among them approximated to rank r with error feedback.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
-from gradwire.hooks import parameter_names
+from gradwire.hooks import _parameter_names
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -42,7 +42,7 @@ def linear():
 def step(ddp, generator=None):
     ddp.zero_grad()
     generator = generator or torch.Generator().manual_seed(dist.get_rank())
-    ddp(*parameter_names.unwrapped(ddp.module).batch(generator)).backward()
+    ddp(*_parameter_names.unwrapped(ddp.module).batch(generator)).backward()
 
 
 def names_after_a_step(state, ddp):
@@ -392,7 +392,7 @@ def test_error_of_an_unused_parameter_is_kept_in_a_compiled_model(worlds):
 
 def hidden_models():
     """Lets no search find a model, as after ``gc.freeze()``."""
-    return mock.patch.object(parameter_names, "_live_ddps", lambda: [])
+    return mock.patch.object(_parameter_names, "_live_ddps", lambda: [])
 
 
 def message_of(call):
