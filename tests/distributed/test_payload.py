@@ -1,13 +1,14 @@
 """The bytes that a transport counts: exact numbers for what each algorithm hands to collectives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
-from lockstep import transport_of
 from torch import nn
 from training import WRAPPERS, register
 
-from gradwire.comm import Workspace
+from gradwire.comm import GroupTransport, Workspace
 from gradwire.comm.connections import executor_for
 from gradwire.compress import (
     BucketScale,
@@ -48,7 +49,7 @@ def transport(monkeypatch):
     """Of two ranks; nothing is sent."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: None)
     monkeypatch.setattr("gradwire.comm.collectives._all_reduce", lambda tensor, op, group: Done())
-    return transport_of(2)
+    return GroupTransport(SimpleNamespace(size=lambda: 2))
 
 
 def drive(transport, steps):
