@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PowerSGDMemory:
     """What PowerSGD keeps of one parameter from step to step. Its tensors are updated in place.
 

@@ -58,7 +58,7 @@ def save_on_some_ranks(callers, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_saving_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
+def test_save_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
     message, nothing = worlds(2).run(save_on_some_ranks, callers=[0], wrapper=wrapper)
     assert nothing is None
     assert re.match(
@@ -72,7 +72,7 @@ def test_saving_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
     assert all("ranks [1] have not" in messages[rank] for rank in (0, 2))
 
 
-def test_saving_on_one_rank_only_is_given_up_within_seconds():
+def test_save_on_one_rank_only_times_out_within_seconds():
     assert timedelta(seconds=5) <= _powersgd_checkpoint.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
 
 
@@ -90,7 +90,7 @@ def save_after_failures(callers):
 
 
 @pytest.mark.parametrize("callers", [[0], [0, 0], [0, 1], [1, 0, 0]], ids=str)
-def test_saving_and_training_go_on_after_calls_that_not_all_ranks_made(worlds, callers):
+def test_save_and_training_continue_after_calls_on_some_ranks_only(worlds, callers):
     after = worlds(2).run(save_after_failures, callers=callers)
     assert_same_on_all_ranks(after)
     assert_same_bits(after, worlds(2).run(save_after_failures, callers=[]))
@@ -185,7 +185,7 @@ def prepare_on_one_rank():
     return message, training.state.state_dict()
 
 
-def test_preparing_on_one_rank_raises_and_works_once_all_do(worlds):
+def test_prepare_on_one_rank_raises_and_works_once_all_join(worlds):
     results = worlds(2).run(prepare_on_one_rank)
     assert re.match(r"PowerSGDState\.prepare_checkpoint\(\) is a coll.*ranks \[1\] have not made it", results[0][0])
     assert_same_on_all_ranks([saved for _, saved in results])
