@@ -27,7 +27,7 @@ from gradwire import DistributedDataParallel
 from gradwire.bench.hooks import HOOKS
 from gradwire.bench.launch import exit_with_launcher
 from gradwire.bench.results import Results, Run, Settings, provenance, save_results
-from gradwire.hooks.connections import connections_of
+from gradwire.comm.connections import connections_of
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0

@@ -17,7 +17,8 @@ from gradwire.bench.emulated import emulated_link, wire_seconds
 from gradwire.bench.gpu_kernel_cases import Skipped
 from gradwire.bench.measuring import timed
 from gradwire.bench.namespaces import Rate
-from gradwire.compress import Gradients, Transport, Workspace
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, scaled_cast_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.reduce import in_place, reduce_bucket

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compress.transport import Transport
+from gradwire.comm.collectives import Transport
 from gradwire.kernels.flattening import compute_dtype
 from gradwire.kernels.segments import SegmentTable, memory_order
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.comm.collectives import Transport
+from gradwire.comm.workspace import Workspace
 from gradwire.compress.policy import MatrixShape
-from gradwire.compress.transport import Transport
-from gradwire.compress.workspace import Workspace
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from gradwire.kernels.counter_random import random_key
 from gradwire.kernels.lowrank import backproject, can_keep, project, reconstruct

@@ -7,11 +7,11 @@ one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 import torch
 import torch.distributed as dist
 
-from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks.arguments import ddp_hook, needs_nothing, needs_process_group
-from gradwire.hooks.executor import Tables
 from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.reduce import bucket_work, in_place, is_sparse, reduce_bucket
+from gradwire.hooks.reduce import Tables, bucket_work, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
 

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradwire.comm import Transport, Workspace
+from gradwire.comm.connections import executor_for
+from gradwire.comm.store_collectives import named_barrier
+from gradwire.comm.torch_internals import default_group
 from gradwire.compress import (
     ErrorMemory,
     Factors,
     Gradients,
     LowRankBucket,
     LowRankPolicy,
-    Transport,
-    Workspace,
     alternating_all_reduce,
     cast_all_reduce,
     powersgd_all_reduce,
@@ -32,9 +34,7 @@ from gradwire.compress._options import check_flag, check_number, check_patterns,
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks._state_validation import Expected, check_powersgd_shapes, check_powersgd_state
 from gradwire.hooks.arguments import ddp_hook, needs_state
-from gradwire.hooks.connections import executor_for
 from gradwire.hooks.handshake import digest
-from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number, parameter_names, plain_name
 from gradwire.hooks.reduce import agree, bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
@@ -378,7 +378,7 @@ class PowerSGDState(NamedState):
         """
         self._prepared = None
         self._check_names_are_known()
-        meet(self._group, "PowerSGDState.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
+        named_barrier(self._group, "PowerSGDState.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
         self._prepared = self._averaged()
 
     def state_dict(self) -> dict[str, Any]:
@@ -403,7 +403,7 @@ class PowerSGDState(NamedState):
             return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
         self._check_names_are_known()
         try:
-            meet(self._group, "PowerSGDState.state_dict()", timeout=STATE_DICT_TIMEOUT)
+            named_barrier(self._group, "PowerSGDState.state_dict()", timeout=STATE_DICT_TIMEOUT)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
@@ -413,7 +413,7 @@ class PowerSGDState(NamedState):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self.process_group or dist.distributed_c10d._get_default_group()
+        return self.process_group or default_group()
 
     def _averaged(self) -> dict[str, Any]:
         """The entries of `state_dict`. A collective call."""

@@ -14,18 +14,22 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.compress import Gradients, Steps, Transport, Workspace, sparse_all_reduce
-from gradwire.hooks.connections import executor_for
-from gradwire.hooks.executor import Tables
+from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.comm.torch_internals import default_group
+from gradwire.compress import Gradients, sparse_all_reduce
 from gradwire.hooks.handshake import HookSettings
 from gradwire.hooks.types import GradBucket
 from gradwire.kernels import SegmentTable
 
+Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
 Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not an attribute of the function: functools.wraps would copy that to a user's wrapper, which expects flat buffers.
 _in_place_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+# Layouts of flat buckets, kept from step to step.
+_tables_of: weakref.WeakKeyDictionary[Executor, Tables] = weakref.WeakKeyDictionary()
 
 
 def in_place(hook: Hook) -> Hook:
@@ -127,7 +131,7 @@ def agree(settings: HookSettings, process_group: dist.ProcessGroup | None, bucke
     Raises:
         RuntimeError: the ranks run different hooks, or one with different options; see `handshake`.
     """
-    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    group = process_group if process_group is not None else default_group()
     settings.agree(group, bucket, partial(_layout, bucket))
 
 
@@ -151,7 +155,7 @@ def reduce_bucket(
         agree(settings, process_group, bucket)
     executor = executor_for(process_group, bucket_device(bucket))
     transport, workspaces = executor.transport, executor.workspaces
-    work = bucket_work(bucket, executor.tables) if not is_sparse(bucket) else None
+    work = bucket_work(bucket, _tables_of.setdefault(executor, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
     is_first = bucket.index() == 0
 

@@ -6,14 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.compress import (
-    BucketScale,
-    DelayedScaling,
-    Gradients,
-    Transport,
-    Workspace,
-    scaled_cast_all_reduce,
-)
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
 from gradwire.hooks._state_validation import check_scaled_cast_state
 from gradwire.hooks.arguments import ddp_hook, needs_state
 from gradwire.hooks.parameter_names import NamedState

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.futures import Future
 
-from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
-from gradwire.hooks.connections import ADVICE, Connections, connections_of
-from gradwire.hooks.executor import let_go_of_locals
+from gradwire.comm import GroupTransport, Transport, Workspace
+from gradwire.comm.connections import ADVICE, Connections, connections_of
+from gradwire.comm.executor import let_go_of_locals
+from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks.parameter_names import NamedState
 from gradwire.hooks.reduce import is_in_place, reduce_bucket
 from gradwire.reducer import errors, torch_internals
@@ -53,7 +54,7 @@ class Reducer:
     is discarded. `prepare_for_forward` raises from then on, until `resynchronize` has brought all ranks together and
     `restart` begins as after construction. A backward that raised tells nobody; it is found unfinished by the next
     forward. One that raised before the first gradient was ready has exchanged nothing, and the next batch takes its
-    place. See `gradwire.hooks.connections` and docs/fault-handling.md.
+    place. See `gradwire.comm.connections` and docs/fault-handling.md.
 
     Between the first and the second synchronised backward, `_rebuild_buckets` sorts the parameters by the order in
     which their gradients became ready on rank 0. Gradients belong to the parameters, flat buffers to the buckets, the
@@ -172,7 +173,7 @@ class Reducer:
         return connections_of(self.process_group)
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> GroupTransport:
         """The collectives of the reducer itself, and on CPUs of the plain all-reduce."""
         return self.connections.transport("backward", self.device)
 

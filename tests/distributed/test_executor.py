@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
 
-from gradwire.hooks import connections
-from gradwire.hooks.connections import Connections, executor_for
-from gradwire.hooks.executor import UNDER_WAY
+from gradwire.comm import connections
+from gradwire.comm.connections import Connections, executor_for
+from gradwire.comm.worker_executor import MAX_TASKS_IN_FLIGHT
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)
@@ -40,16 +40,16 @@ def begin_before_any_is_done():
     store, worker = signals(), executor_for(None, CPU)
     if dist.get_rank() != 0:
         store.wait(["begun"], LIMIT)
-    left = iter(range(UNDER_WAY - 1, -1, -1))
-    futures = [sums_of(worker, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(UNDER_WAY)]
+    left = iter(range(MAX_TASKS_IN_FLIGHT - 1, -1, -1))
+    futures = [sums_of(worker, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(MAX_TASKS_IN_FLIGHT)]
     return [future.wait() for future in futures]
 
 
 def test_several_tasks_are_under_way_each_with_its_own_memory(world):
     everywhere = world.run(begin_before_any_is_done)
     for results in everywhere:
-        assert [total for total, _ in results] == [k * world.size for k in range(UNDER_WAY)]
-    assert len({address for _, address in everywhere[0]}) == UNDER_WAY
+        assert [total for total, _ in results] == [k * world.size for k in range(MAX_TASKS_IN_FLIGHT)]
+    assert len({address for _, address in everywhere[0]}) == MAX_TASKS_IN_FLIGHT
 
 
 def new_executor(group=None):

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.compress import Workspace
+from gradwire.comm import Workspace
 from gradwire.reducer.statistics import Statistics
 
 GPU = torch.device("cuda", 0)
@@ -111,7 +111,7 @@ def workspace(capture):
     return workspace
 
 
-def steps_with(workspace, numel, steps=Workspace.MEMORY + 1):
+def steps_with(workspace, numel, steps=Workspace.STEPS_BEFORE_SHRINKING + 1):
     for _ in range(steps):
         workspace.start_step()
         wire = workspace.wire(numel, torch.float32)
@@ -128,7 +128,7 @@ def test_captured_buffer_does_not_shrink(capture, workspace):
 
 def test_buffer_does_not_shrink_during_a_capture(capture, workspace):
     large = steps_with(workspace, 1000)
-    steps_with(workspace, 10, Workspace.MEMORY)
+    steps_with(workspace, 10, Workspace.STEPS_BEFORE_SHRINKING)
     with capture:
         assert steps_with(workspace, 10, 1) == large
     assert workspace.nbytes == 4000

@@ -12,10 +12,10 @@ from torch import nn
 from training import HOOKS, SMALL, train
 
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
+from gradwire.comm.connections import executor_for
+from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
-from gradwire.hooks.connections import executor_for
-from gradwire.hooks.executor import StreamExecutor
 
 
 class HalfAndBias(nn.Module):
@@ -158,7 +158,7 @@ def messages_of_broken_rules():
     tensor = torch.ones(3)
     all_reduce(tensor, torch.ones(2))(group)  # one dtype
     dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.MAX, group=group)
-    Transport(group).run(Transport(group).all_reduce(tensor, torch.ones(2).half(), torch.empty(0)))
+    GroupTransport(group).run(GroupTransport(group).all_reduce(tensor, torch.ones(2).half(), torch.empty(0)))
     dist.destroy_process_group(group)
     return messages, tensor
 

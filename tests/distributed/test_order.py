@@ -13,7 +13,7 @@ from training import HOOKS, SMALLEST, register
 from zoo import Probe
 
 import gradwire
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
 from gradwire.hooks.reduce import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 
@@ -159,7 +159,7 @@ def train_long(hook, wrapper, is_delayed):
     """Parameters after each step of a training in which every rank is late at places of its own."""
     rank = dist.get_rank()
     draw = random.Random(rank) if is_delayed else None
-    start = Transport.start
+    start = GroupTransport.start
 
     def late_start(self, *arguments):
         nap(draw)
@@ -175,7 +175,7 @@ def train_long(hook, wrapper, is_delayed):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
     steps = []
-    with mock.patch.object(Transport, "start", late_start if is_delayed else start):
+    with mock.patch.object(GroupTransport, "start", late_start if is_delayed else start):
         for _ in range(LONG):
             optimizer.zero_grad()
             ddp(*(torch.randn(shape, generator=generator) for shape in MATRICES)).backward()

@@ -7,13 +7,14 @@ from lockstep import transport_of
 from torch import nn
 from training import WRAPPERS, register
 
+from gradwire.comm import Workspace
+from gradwire.comm.connections import executor_for
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
     Factors,
     Gradients,
     LowRankBucket,
-    Workspace,
     alternating_all_reduce,
     cast_all_reduce,
     powersgd_all_reduce,
@@ -21,7 +22,6 @@ from gradwire.compress import (
     sparse_all_reduce,
 )
 from gradwire.compress.policy import MatrixShape
-from gradwire.hooks.connections import executor_for
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -47,7 +47,7 @@ class Done:
 def transport(monkeypatch):
     """Of two ranks; nothing is sent."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: None)
-    monkeypatch.setattr("gradwire.compress.transport._all_reduce", lambda tensor, op, group: Done())
+    monkeypatch.setattr("gradwire.comm.collectives._all_reduce", lambda tensor, op, group: Done())
     return transport_of(2)
 
 

@@ -16,7 +16,7 @@ from powersgd_oracle import PowerSGD, one_step_bound, random_q
 from torch import nn
 from training import SMALL, SMALLEST, WRAPPERS, gradients, register, train
 
-from gradwire.compress import Transport
+from gradwire.comm import Transport
 from gradwire.hooks import default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 

@@ -10,7 +10,8 @@ from lockstep import run_in_lockstep, transport_of
 from training import SMALLEST, WRAPPERS, gradients, register
 from zoo import Probe
 
-from gradwire.compress import BucketScale, DelayedScaling, Gradients, Workspace, scaled_cast_all_reduce
+from gradwire.comm import Workspace
+from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import SegmentTable
 

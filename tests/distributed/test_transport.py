@@ -1,4 +1,4 @@
-"""Transport: which collectives may be under way at once."""
+"""`GroupTransport`: which collectives may be under way at once."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from bits import assert_same_bits
 from torch import nn
 
 import gradwire
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
 
 
 class Unfinished:
@@ -39,7 +39,7 @@ def test_one_sparse_all_reduce_is_under_way_at_once():
         assert sum(work.is_sparse and not work.is_done for work in works) <= 1
         return works[-1]
 
-    transport = Transport(SimpleNamespace(size=lambda: 2, allreduce=allreduce))
+    transport = GroupTransport(SimpleNamespace(size=lambda: 2, allreduce=allreduce))
     dense, sparse = torch.ones(3), torch.eye(3).to_sparse()
     for tensor in [sparse, dense, sparse, dense, sparse]:
         transport.start(transport.all_reduce(tensor))
@@ -50,7 +50,7 @@ def test_one_sparse_all_reduce_is_under_way_at_once():
 def test_payload_is_the_bytes_of_every_tensor_once(monkeypatch, way):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
     group = SimpleNamespace(size=lambda: 2, allreduce=lambda tensors, _: Unfinished(*tensors))
-    transport = Transport(group)
+    transport = GroupTransport(group)
     both = torch.ones(3), torch.ones(5, dtype=torch.bfloat16)
     sizes = []
     for collective in (transport.all_reduce(both[0]), transport.all_reduce(*both), transport.all_reduce_max(both[1])):

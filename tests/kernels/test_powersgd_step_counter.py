@@ -6,7 +6,8 @@ import pytest
 import torch
 from exact import assert_same_bits
 
-from gradwire.compress import Factors, LowRankBucket, Workspace, alternating_all_reduce, powersgd, powersgd_all_reduce
+from gradwire.comm import Workspace
+from gradwire.compress import Factors, LowRankBucket, alternating_all_reduce, powersgd, powersgd_all_reduce
 from gradwire.compress.policy import MatrixShape
 
 

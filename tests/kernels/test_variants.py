@@ -12,6 +12,7 @@ import torch
 from ahead_of_time import recorded_launches, variant
 
 from gradwire.bench.shapes import buckets, gpt2
+from gradwire.comm import Workspace
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
@@ -19,7 +20,6 @@ from gradwire.compress import (
     Gradients,
     LowRankBucket,
     LowRankPolicy,
-    Workspace,
     cast_all_reduce,
     powersgd_all_reduce,
     scaled_cast_all_reduce,
