@@ -1,5 +1,6 @@
 """README and docs against the repository: links, headings, commands, named tests, the picture of the packages."""
 
+import csv
 import itertools
 import re
 import tomllib
@@ -89,6 +90,24 @@ def test_tests_named_in_the_docs_exist():
             if not known:
                 missing.append(f"{page_id(page)}: {name}")
     assert missing == []
+
+
+def test_files_that_a_law_names_have_its_tests():
+    """A cell reads "`test_lawN_*` in" and links to files, up to a semicolon."""
+    laws = re.findall(r"`(test_law\d_)\*` in ([^;|]+)", (ROOT / "docs" / "laws.md").read_text())
+    assert len(laws) == 6
+    for prefix, links in laws:
+        for path in re.findall(r"\]\(\.\./([^)]+)\)", links):
+            assert f"def {prefix}" in (ROOT / path).read_text(), f"{path} has no {prefix}*"
+
+
+def test_conformance_counts_are_those_of_the_newest_record():
+    newest = max((ROOT / "tests" / "conformance").glob("torch-*.csv"))
+    with newest.open() as record:
+        rows = list(csv.DictReader(record))
+    passed = [row for row in rows if "passed" == row["stock 2"] == row["stock 4"]]
+    both = [row for row in passed if "passed" == row["gradwire 2"] == row["gradwire 4"]]
+    assert f"passes {len(both)} of the {len(passed)} tests" in " ".join((ROOT / "docs" / "ddp.md").read_text().split())
 
 
 def test_readme_migration_is_the_example():
