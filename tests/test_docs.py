@@ -47,6 +47,15 @@ def test_every_page_is_linked_from_the_readme():
     assert {page_id(page) for page in PAGES} - {"README.md", "CHANGELOG.md"} <= linked
 
 
+def test_every_finding_of_the_log_is_in_its_index():
+    """A heading is a finding, unless others follow it at once."""
+    log = (ROOT / "docs" / "log.md").read_text()
+    index, _, _ = log.partition("\n## 20")
+    findings = re.findall(r"^#{2,3} (.+)\n\n(?!#)", log.removeprefix(index), re.MULTILINE)
+    assert len(findings) > 30
+    assert {anchor_of(heading) for heading in findings} == set(re.findall(r"\(#([^)]+)\)", index))
+
+
 def test_make_targets_in_the_docs_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
