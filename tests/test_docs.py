@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+import gradwire
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -148,3 +151,32 @@ def test_picture_of_the_packages_is_the_import_rule():
     expected = {pair for above, below in itertools.pairwise(levels) for pair in itertools.product(above, below)}
     picture = re.search(r"```mermaid\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[1]
     assert set(re.findall(r"^\s*(\w+) --> (\w+)$", picture, re.MULTILINE)) == expected
+
+
+def test_code_on_the_powersgd_page_runs(world_of_one, tmp_path):
+    """Blocks: register, options by name, save, resume, monitor."""
+    page = (ROOT / "docs" / "powersgd.md").read_text()
+    first, options, save, resume, monitor = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def new_model():
+        parts = {
+            "embedding": torch.nn.Embedding(10, 32),
+            "block": torch.nn.ModuleDict(),
+            "head": torch.nn.Linear(64, 64),
+        }
+        parts["block"]["qkv"] = torch.nn.Linear(32, 3 * 32)
+        return torch.nn.ModuleDict(parts)
+
+    names = {"model": new_model(), "dist": dist, "torch": torch, "path": tmp_path / "checkpoint.pt"}
+    exec(first, names)
+    saved = dict(names["model"].module.state_dict())
+    exec(save, names)
+    names["model"] = gradwire.DistributedDataParallel(new_model())
+    exec(options, names)
+    assert names["state"].ranks == {"*embedding.weight": 0, "head.*": 8}
+    names["state"] = names["PowerSGDState"](None, matrix_approximation_rank=4)
+    exec(resume, names)
+    exec(monitor, names)
+    assert (names["rate"], names["elements_before"], names["elements_after"]) == (0, 0, 0)
+    for name, tensor in names["model"].module.state_dict().items():
+        assert torch.equal(tensor, saved[name])
