@@ -3,13 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Transport
-
-
-def transport_of(world_size):
-    """A transport of a group that nothing is sent over."""
-    return Transport(world_size)
-
 
 def run_in_lockstep(algorithms, watch=None):
     """Run one algorithm for each rank to its end; each collective reduces what all of them await.

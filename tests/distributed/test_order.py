@@ -1,4 +1,4 @@
-"""Several collectives a bucket: all ranks issue them in one order, whatever delays a backward or a worker."""
+"""All ranks issue the collectives of all buckets in one order, whatever delays a backward or a worker thread."""
 
 import random
 import time
@@ -96,7 +96,7 @@ def train_with_delays(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_two_collectives_a_bucket_keep_their_order_under_delays(world, wrapper):
+def test_two_collectives_per_bucket_keep_their_order_under_delays(world, wrapper):
     results = world.run(train_with_delays, wrapper=wrapper)
     assert [wrong for wrong, _ in results] == [[]] * world.size
     assert_same_on_all_ranks([seen for _, seen in results])
@@ -147,7 +147,7 @@ def one_backward_through_two_models():
     return wrong
 
 
-def test_two_models_in_one_backward(world):
+def test_two_models_in_one_backward_match_separate_backwards(world):
     assert world.run(one_backward_through_two_models) == [[]] * world.size
 
 
@@ -187,7 +187,7 @@ def train_long(hook, wrapper, is_delayed):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["pytorch", "gradwire"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_long_training_under_delays_gives_the_bits_of_one_without(worlds, hook, wrapper):
+def test_training_under_delays_is_bitwise_equal_to_training_without(worlds, hook, wrapper):
     world = worlds(3)
     punctual, late = (world.run(train_long, hook=hook, wrapper=wrapper, is_delayed=is_delayed) for is_delayed in (0, 1))
     assert_same_on_all_ranks(late)

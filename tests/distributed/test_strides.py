@@ -1,4 +1,4 @@
-"""Gradients and errors lie as their parameters do, element by element, whatever the strides of those."""
+"""Gradients and error memory have the strides of their parameters."""
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ both_modes = pytest.mark.parametrize("view", [False, True], ids=["copies", "view
 
 @both_ddps
 @both_modes
-def test_gradients_keep_strides_and_places(worlds, wrapper, view):
+def test_gradients_keep_the_strides_of_their_parameters(worlds, wrapper, view):
     world = worlds(2)
     results = world.run(with_hooks, hooks=list(EXACT), wrapper=wrapper, view=view)
     assert_layout(results, wrapper)
@@ -138,7 +138,7 @@ def test_gradients_keep_strides_and_places(worlds, wrapper, view):
 
 @both_ddps
 @both_modes
-def test_errors_keep_strides_and_places(worlds, wrapper, view):
+def test_error_memory_keeps_the_strides_of_its_parameters(worlds, wrapper, view):
     """Gradient + old error == result + new error, each element in its place, in the mean over the ranks."""
     world = worlds(2)
     results = world.run(with_hooks, hooks=list(LOSSY), wrapper=wrapper, view=view)

@@ -1,4 +1,4 @@
-"""`GroupTransport`: which collectives may be under way at once."""
+"""`GroupTransport`: how many sparse all-reduces are in flight, and what it counts."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ class Unfinished:
 
 
 # Two of a group corrupt the heap, within seconds (docs/log.md).
-def test_one_sparse_all_reduce_is_under_way_at_once():
+def test_sparse_all_reduces_run_one_at_a_time():
     works = []
 
     def allreduce(tensors, options):
@@ -47,7 +47,7 @@ def test_one_sparse_all_reduce_is_under_way_at_once():
 
 
 @pytest.mark.parametrize("way", ["run", "start"])
-def test_payload_is_the_bytes_of_every_tensor_once(monkeypatch, way):
+def test_payload_counts_each_tensor_once(monkeypatch, way):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
     group = SimpleNamespace(size=lambda: 2, allreduce=lambda tensors, _: Unfinished(*tensors))
     transport = GroupTransport(group)
@@ -84,7 +84,7 @@ def gradients_of_tables(steps):
 
 
 @pytest.mark.slow
-def test_many_sparse_gradients_are_averaged_for_long(worlds):
+def test_many_sparse_gradients_are_averaged_over_many_steps(worlds):
     results = worlds(2).run(gradients_of_tables, steps=1500, limit=300)
     mean = sum(torch.bincount(words, minlength=50) for words, _ in results) / 2.0
     for _, gradients in results:
