@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
 from gradwire.hooks import default_hooks
-from gradwire.hooks.arguments import check_process_group
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._arguments import check_process_group
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks._types import GradBucket
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.agreement import broadcast_coalesced, verify_model
 from gradwire.reducer.logging import Logger

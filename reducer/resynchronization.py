@@ -16,8 +16,8 @@ from torch import Tensor
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import collective_timeout, store_all_gather
-from gradwire.hooks.handshake import hash_bytes
-from gradwire.hooks.parameter_names import NamedState
+from gradwire.hooks._handshake import hash_bytes
+from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer.agreement import broadcast_coalesced
 from gradwire.reducer.reducer import Reducer
 

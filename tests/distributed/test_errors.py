@@ -13,7 +13,7 @@ from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register
 import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
-from gradwire.hooks.reduce import reduce_bucket
+from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.reducer.agreement import broadcast_coalesced
 
 DDP = gradwire.DistributedDataParallel

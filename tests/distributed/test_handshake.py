@@ -15,9 +15,9 @@ from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
-from gradwire.hooks import default_hooks, handshake
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.parameter_names import NamedState
+from gradwire.hooks import _handshake, default_hooks
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._parameter_names import NamedState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -216,7 +216,7 @@ def changing_on_all_ranks():
             state.load_state_dict(state.state_dict())
         if step == 4:
             state.ranks["*.0.weight"] = 3
-        with mock.patch.object(handshake, "store_all_gather", wraps=store_collectives.store_all_gather) as gather:
+        with mock.patch.object(_handshake, "store_all_gather", wraps=store_collectives.store_all_gather) as gather:
             ddp(*ddp.module.batch(torch.Generator())).backward()
         meetings.append(gather.call_count)
     return meetings

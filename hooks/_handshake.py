@@ -34,7 +34,7 @@ from gradwire.comm.store_collectives import (
     format_ranks,
     store_all_gather,
 )
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._types import GradBucket
 
 # For the other ranks to shake hands again, or half of the process group's timeout: those that do not come wait in a
 # collective already, and should hear the reason before that times out. The first time, when ranks may still be loading
