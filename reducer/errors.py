@@ -1,4 +1,4 @@
-"""The reducer's error messages: PyTorch's own sentences to the letter, then what gradwire adds.
+"""The reducer's error messages and warnings: PyTorch's sentences verbatim, followed by gradwire's additions.
 
 Scripts search logs for PyTorch's sentences, and PyTorch's tests match them.
 """
@@ -188,7 +188,7 @@ def dense_gradient(name: str) -> str:
     )
 
 
-def other_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) -> str:
+def gradient_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) -> str:
     """A gradient lies in memory in another order than its parameter."""
     sizes = list(gradient.shape)
     return (
@@ -202,7 +202,7 @@ def other_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) ->
     )
 
 
-def other_dtype_or_shape(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
+def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
     """A gradient has another dtype or shape than its bucket was made for."""
     expected, got = (_SCALAR_TYPES.get(each, str(each)) for each in (dtype, gradient.dtype))
     begin = f"Expected {expected}, got {got}\n" if gradient.dtype != dtype else ""
@@ -212,7 +212,15 @@ def other_dtype_or_shape(name: str, gradient: torch.Tensor, dtype: torch.dtype, 
     )
 
 
-# As C++ prints them.
+def result_misfit(index: int, numel: int, expected: int) -> str:
+    """The result of a hook has another number of elements than its bucket."""
+    return (
+        f"The communication hook returned {numel} elements for bucket {index}, which has {expected}. Return a tensor "
+        "of the size of bucket.buffer()."
+    )
+
+
+# The dtypes' names in C++.
 _SCALAR_TYPES = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",

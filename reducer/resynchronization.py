@@ -18,14 +18,16 @@ from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import collective_timeout, store_all_gather
 from gradwire.hooks.handshake import hash_bytes
 from gradwire.hooks.parameter_names import NamedState
-from gradwire.reducer.agreement import broadcast_coalesced
-from gradwire.reducer.reducer import Reducer
+from gradwire.reducer.ddp_interface import DDPReducer
+from gradwire.reducer.model_sync import broadcast_coalesced
+
+__all__ = ["begin_together", "resynchronize"]
 
 CALL = "resynchronize()"
 
 
 def resynchronize(
-    reducer: Reducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
+    reducer: DDPReducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
 ) -> None:
     """Replace the connections, restart the reducer, and make ranks alike. A collective call.
 

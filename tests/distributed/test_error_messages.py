@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import WRAPPERS
 
-from gradwire.reducer import usage
+from gradwire.reducer import unused_parameters
 
 
 class Part(nn.Module):
@@ -216,7 +216,7 @@ def nothing_unused():
 
 
 def warnings_of(what):
-    usage._warn_once_that_all_are_used.cache_clear()
+    unused_parameters._warn_once_that_all_are_used.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         globals()[what]()

@@ -14,7 +14,7 @@ import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
 from gradwire.hooks.reduce import reduce_bucket
-from gradwire.reducer.agreement import broadcast_coalesced
+from gradwire.reducer.model_sync import broadcast_coalesced
 
 DDP = gradwire.DistributedDataParallel
 
