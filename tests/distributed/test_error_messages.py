@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import WRAPPERS
+from training import WRAPPERS, message_of
 
 from gradwire.reducer import unused_parameters
 
@@ -41,14 +41,6 @@ class Words(nn.Module):
 
     def forward(self):
         return self.embedding.weight.sum()
-
-
-def message_of(action, *arguments):
-    try:
-        action(*arguments)
-    except Exception as error:
-        return str(error)
-    return None
 
 
 BATCH = torch.ones(2, 4)
