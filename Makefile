@@ -1,7 +1,7 @@
 # Every target installs first; the second time that costs a second.
 PYTHON ?= python3
 BIN := .venv/bin
-ROOMS := api reducer hooks compress kernels bench
+PACKAGES := api reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist loadfile
 export PYTHONSAFEPATH := 1
 
@@ -11,7 +11,7 @@ install: .venv/.installed
 
 # A strict editable install links files one by one, so a new file (which touches its folder) asks for a reinstall.
 # The folders have a dot behind them, because `bench` is a target too.
-.venv/.installed: pyproject.toml constraints.txt $(ROOMS:=/.)
+.venv/.installed: pyproject.toml constraints.txt $(PACKAGES:=/.)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" --config-settings editable_mode=strict

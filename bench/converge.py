@@ -271,14 +271,18 @@ def tables(records: Sequence[Record]) -> list[Table]:
         ("sent", _SENT_CELL),
         ("speed-up", _speed_up(records)),
     ]
+    return [pivot(_title(settings), records, names, columns, _notes(records))]
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    plain_steps = records[0].provenance["settings"]["plain_steps"]
     seeds = len(unique(record["seed"] for record in records))
-    notes = [
+    return [
         f"time to target: median of {count(seeds, 'seed')} (range), evaluations not counted",
         "step time: mean from the first evaluation on, when all hooks compress",
-        f"sent: by the interface of rank 0; low-rank hooks send the first {settings['plain_steps']} steps uncompressed",
+        f"sent: by the interface of rank 0; low-rank hooks send the first {plain_steps} steps uncompressed",
         "speed-up: of the time to target, over PyTorch's DDP without a hook",
     ]
-    return [pivot(_title(settings), records, names, columns, notes)]
 
 
 def _title(settings: dict[str, Any]) -> str:
@@ -305,8 +309,8 @@ def summary(records: Sequence[Record]) -> list[Table]:
         ("step time (ms)", pair(_step_ms)),
         ("sent", pair(_SENT_CELL)),
     ]
-    names = {"PyTorch / gradwire": lambda record: label(record["hook"])}
-    return [pivot(_title(records[0].provenance["settings"]), records, names, columns)]
+    names = {"hook: PyTorch / gradwire": lambda record: label(record["hook"])}
+    return [pivot(_title(records[0].provenance["settings"]), records, names, columns, _notes(records)[:1])]
 
 
 if __name__ == "__main__":

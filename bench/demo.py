@@ -23,7 +23,7 @@ from gradwire.bench.hook_registry import HOOKS, label
 from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Table, count, median_of, pivot, relative, spread, value
-from gradwire.hooks.connections import connections_of
+from gradwire.comm.connections import connections_of
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0

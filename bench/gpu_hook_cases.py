@@ -29,11 +29,13 @@ from gradwire.bench.gpu_training import (
 )
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
-from gradwire.compress import Gradients, Transport, Workspace
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, scaled_cast_hooks
+from gradwire.hooks._powersgd_checkpoint import entries_of
+from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
+from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.hooks.reduce import in_place, reduce_bucket
-from gradwire.hooks.types import GradBucket
 from gradwire.kernels import flatten, unflatten
 
 HookCase = Callable[[torch.device], None]
@@ -180,7 +182,7 @@ def no_flat_buffer_is_allocated(device: torch.device) -> None:
     require(not any(is_flat), f"buckets with a flat buffer: {is_flat}")
 
 
-@in_place
+@zero_copy
 def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         wire = workspace.wire(source.table.numel, torch.float32)
@@ -244,7 +246,7 @@ def powersgd_loses_nothing(device: torch.device) -> None:
             assert module.weight.grad is not None
             balance += columns.double() - module.weight.grad.double()
             largest = max(largest, columns.abs().max().item())
-        balance -= state._memory.errors["weight"].double()
+        balance -= entries_of(state._memory)["errors"]["weight"].double()
         dist.all_reduce(balance)
         # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
         bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
@@ -261,16 +263,16 @@ def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
     batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(4):
         take_step(model, batch)
-    error = state._memory.errors["weight"].clone()
-    factor = state._factors.q["weight"].clone()
+    before = {key: entries["weight"].clone() for key, entries in entries_of(state._memory).items() if entries}
     bad = batch.clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         bad[0, 0] = float("inf")
     take_step(model, bad)
     assert module.weight.grad is not None
     require(module.weight.grad.isnan().all(), "the gradient is not NaN on all ranks")
-    require(torch.equal(state._memory.errors["weight"], error), "the error memory changed")
-    require(torch.equal(state._factors.q["weight"], factor), "the factors changed")
+    after = entries_of(state._memory)
+    require(torch.equal(after["errors"]["weight"], before["errors"]), "the error memory changed")
+    require(torch.equal(after["q"]["weight"], before["q"]), "the factors changed")
     take_step(model, batch)
     require(module.weight.grad.isfinite().all(), "the next gradient is not finite")
 

@@ -10,11 +10,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+from gradwire.hooks._types import CommHook
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.hooks.types import CommHook
 
 Registration = tuple[Any, CommHook]
 Make = Callable[[dist.ProcessGroup, int], Registration | None]

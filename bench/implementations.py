@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from gradwire import DistributedDataParallel
 from gradwire.bench.hook_registry import HOOKS, Registration
 from gradwire.bench.timing import DriverCalls, synchronize
+from gradwire.hooks._powersgd_checkpoint import entries_of
+from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
-from gradwire.hooks.types import CommHook, GradBucket
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -152,7 +153,7 @@ class Implementation:
     def _error_memory(self) -> dict[Any, Tensor]:
         """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
         if isinstance(self._state, PowerSGDState):
-            errors = self._state._memory.errors  # of this rank; state_dict() has the mean over all
+            errors = entries_of(self._state._memory)["errors"]  # of this rank; state_dict() has the mean over all
         else:
             errors = getattr(self._state, "error_dict", {})
         return {key: error.clone() for key, error in errors.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.futures import Future
 
-from gradwire.hooks import connections, executor
+from gradwire.comm import connections, stream_executor
 
 BACKEND = "gradwire_nccl_rules"
 _DTYPES = frozenset(
@@ -204,7 +204,7 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "graph", _run_once),
             (torch.cuda, "synchronize", _nothing),
             (torch.cuda, "set_sync_debug_mode", _nothing),
-            (executor, "Future", _future_without_devices),
+            (stream_executor, "Future", _future_without_devices),
             (connections, "has_streams", lambda _: True),
         ):
             patches.enter_context(mock.patch.object(module, name, stand_in))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from gradwire.comm.collectives import Transport
+from gradwire.comm.workspace import Workspace
 from gradwire.compress.gradients import Gradients
-from gradwire.compress.transport import Transport
-from gradwire.compress.workspace import Workspace
 from gradwire.kernels import flatten, unflatten
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -77,6 +77,11 @@ class LowRankPolicy:
         shape = self.as_matrices(name, layout)
         sent = (shape.rows + shape.columns) * shape.rank * max(self.min_compression_rate, 1)
         return shape if 0 < sent < shape.rows * shape.columns else None
+
+    def matrix_shapes(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[MatrixShape | None]:
+        """`matrix_shape` of each of some parameters; without names, patterns see them as "0", "1", ..."""
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        return [self.matrix_shape(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first pattern that matches none of the names, as ``ranks['head.*']``; None if all match."""

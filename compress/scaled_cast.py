@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.comm.collectives import Transport
+from gradwire.comm.workspace import Workspace
 from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
-from gradwire.compress.transport import Transport
-from gradwire.compress.workspace import Workspace
 from gradwire.kernels import flatten, unflatten
 from gradwire.kernels.scale import MAX_EXPONENT, update_scale
 

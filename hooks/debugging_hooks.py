@@ -4,15 +4,15 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks.arguments import ddp_hook, needs_nothing
-from gradwire.hooks.reduce import bucket_work, in_place, is_sparse
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._arguments import ddp_hook, needs_nothing
+from gradwire.hooks._reduce_bucket import bucket_work, is_sparse, zero_copy
+from gradwire.hooks._types import GradBucket
 from gradwire.kernels import flatten
 
 __all__ = ["noop_hook"]
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_nothing)
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing and leave each rank its own gradients: what remains of a step is the headroom of any hook.

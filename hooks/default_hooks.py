@@ -7,12 +7,12 @@ one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 import torch
 import torch.distributed as dist
 
-from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
-from gradwire.hooks.arguments import ddp_hook, needs_nothing, needs_process_group
-from gradwire.hooks.executor import Tables
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.reduce import bucket_work, in_place, is_sparse, reduce_bucket
-from gradwire.hooks.types import CommHook, GradBucket
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.hooks._arguments import ddp_hook, needs_nothing, needs_process_group
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._reduce_bucket import Tables, bucket_work, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
 
 __all__ = [
@@ -35,7 +35,7 @@ def _cast_hook(
     return reduce_bucket(process_group, bucket, algorithm, settings=settings)
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_process_group)
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in their own dtype.
@@ -50,7 +50,7 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
     return _cast_hook(process_group, bucket, None, _SETTINGS["allreduce_hook"])
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_process_group)
 def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
@@ -70,7 +70,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     return _cast_hook(process_group, bucket, torch.float16, _SETTINGS["fp16_compress_hook"])
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_process_group)
 def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
@@ -95,7 +95,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
     wires: dict[int, torch.Tensor] = {}
     tables: Tables = {}
 
-    @in_place
+    @zero_copy
     @ddp_hook(needs_nothing)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         if is_sparse(bucket):

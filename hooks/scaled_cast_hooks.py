@@ -6,19 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.compress import (
-    BucketScale,
-    DelayedScaling,
-    Gradients,
-    Transport,
-    Workspace,
-    scaled_cast_all_reduce,
-)
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
+from gradwire.hooks._arguments import ddp_hook, needs_state
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import check_scaled_cast_state
-from gradwire.hooks.arguments import ddp_hook, needs_state
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.hooks.reduce import in_place, reduce_bucket
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._types import GradBucket
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -159,7 +153,7 @@ class ScaledCastState(NamedState):
         self.load_state_dict(state["state"])
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_state(ScaledCastState))
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bit, scaled by a power of two that each step chooses for the next.

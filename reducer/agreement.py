@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.compress import Transport
-from gradwire.hooks.meeting import SHOWN, differences
+from gradwire.comm import GroupTransport
+from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
 
 # Broadcasts under way at once: one on the wire, one being packed.
 IN_FLIGHT = 2
@@ -54,7 +54,8 @@ def verify_model(
     dist.all_gather_object(lists, (list(zip(parameters, layouts, strict=True)), facts), group=group)
     _raise_for_parameters([one for one, _ in lists], group.rank())
     lines = (
-        differences([one for _, one in lists], range(len(lists))) or "\n  the order of frozen parameters and buffers"
+        format_differences([one for _, one in lists], range(len(lists)))
+        or "\n  the order of frozen parameters and buffers"
     )
     raise RuntimeError(
         f"DDP expects same model across all ranks, but there are differences:{lines}\nBuild the same model on every "
@@ -71,7 +72,8 @@ def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: i
             raise RuntimeError(
                 f"DDP expects same model across all ranks, but Rank {this} has {len(names)} params, while rank "
                 f"{rank} has inconsistent {len(one)} params. Build the same model on every rank, and freeze the same "
-                f"parameters. Only one of the two has {', '.join(alone[:SHOWN])}{', ...' * (len(alone) > SHOWN)}."
+                f"parameters. Only one of the two has {', '.join(alone[:MAX_SHOWN])}"
+                f"{', ...' * (len(alone) > MAX_SHOWN)}."
             )
     for rank, one in enumerate(lists):
         for i, ((name, layout), (_, first)) in enumerate(zip(one, lists[0], strict=True)):
@@ -83,7 +85,7 @@ def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: i
                 )
 
 
-def broadcast_coalesced(tensors: Sequence[Tensor], transport: Transport, limit: int, source: int = 0) -> None:
+def broadcast_coalesced(tensors: Sequence[Tensor], transport: GroupTransport, limit: int, source: int = 0) -> None:
     """Overwrite ``tensors`` with those of the group's rank ``source``, in messages of about ``limit`` bytes.
 
     A collective call. Messages are bytes, whatever the dtype.
@@ -98,7 +100,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], transport: Transport, limit: 
         _unpack(transport, *under_way.popleft())
 
 
-def _unpack(transport: Transport, work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]) -> None:
+def _unpack(transport: GroupTransport, work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]) -> None:
     transport.wait(work)
     for tensor, values in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(values.view(tensor.shape))

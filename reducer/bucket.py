@@ -73,10 +73,10 @@ class GradBucket(BucketFacts):
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
-        in_place: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
+        zero_copy: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
     """
 
-    in_place: bool
+    zero_copy: bool
     _grads: Sequence[Tensor]
     _kept: dict[int, Tensor]  # gradients that this backward had nothing for, as they were
     _replaced: Tensor | None
@@ -108,7 +108,7 @@ class GradBucket(BucketFacts):
             if self._unaliased():
                 flatten(self._grads, buffer, table=self._table)
             self._is_flat = True
-            self.in_place = False
+            self.zero_copy = False
         assert self._buffer is not None
         return self._buffer
 
@@ -123,7 +123,7 @@ class GradBucket(BucketFacts):
                 f"The new buffer has shape {tuple(buffer.shape)}; expected ({self._table.numel},), as the old one."
             )
         self._replaced = buffer
-        self.in_place = False
+        self.zero_copy = False
 
     def source(self) -> Gradients:
         """The gradients where they lie now."""
@@ -155,13 +155,13 @@ class GradBucket(BucketFacts):
                 view.div_(self.divisor)
         return buffer
 
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
+    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
         """Take the parameters' gradients, which are all ready. An undefined one becomes zero.
 
         A gradient in another layout than its parameter's, as a user may have assigned, is replaced by a copy.
 
         Args:
-            in_place: whether the hook may take them where they lie.
+            zero_copy: whether the hook may take them where they lie.
             unused: parameters, by their place in the bucket, that this backward had no gradient for. If no other rank
                 has one either, their ``.grad`` stays as it is; so a copy is reduced, or with ``as_view`` kept.
 
@@ -186,7 +186,7 @@ class GradBucket(BucketFacts):
         self._grads = Fitting(grads, self._table)
         self._is_flat = False
         self._replaced = None
-        self.in_place = in_place
+        self.zero_copy = zero_copy
 
     def _raise_changed(self, i: int, grad: Tensor) -> NoReturn:
         dtype, shape = self._table.source_dtype, self._table.shapes[i]
@@ -201,13 +201,13 @@ class GradBucket(BucketFacts):
         warnings.warn(errors.other_strides(self._names[i], grad, self._strides[i]), stacklevel=2)
         return copy.copy_(grad)
 
-    def of_zeros(self, in_place: bool) -> GradBucket:
+    def of_zeros(self, zero_copy: bool) -> GradBucket:
         """This bucket with zeros for gradients, which leaves the parameters' own alone."""
         bucket = GradBucket(self._index, self._is_last, self._parameters, self._names, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
         zeros = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
         bucket._grads = Fitting(zeros, bucket._table)
-        bucket.in_place = in_place
+        bucket.zero_copy = zero_copy
         return bucket
 
     def finish(
@@ -281,7 +281,7 @@ class GradBucket(BucketFacts):
         self._grads = ()
         self._kept = {}
         self._replaced = None
-        self.in_place = False
+        self.zero_copy = False
 
     def point_gradients_at_buffer(self) -> None:
         """Make every defined ``.grad`` a view of the buffer, which must hold its values already."""

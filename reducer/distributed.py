@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
+from gradwire.comm.connections import connections_of
 from gradwire.hooks import default_hooks
-from gradwire.hooks.arguments import check_process_group
-from gradwire.hooks.connections import connections_of
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._arguments import check_process_group
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks._types import GradBucket
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.agreement import broadcast_coalesced, verify_model
 from gradwire.reducer.logging import Logger
@@ -156,7 +156,9 @@ class DistributedDataParallel(TorchDDP):
             self._syncs_at_init = False
             self._verify_model(parameters)
             with torch.no_grad():
-                broadcast_coalesced(self._module_states(), Transport(self.process_group), self.broadcast_bucket_size)
+                broadcast_coalesced(
+                    self._module_states(), GroupTransport(self.process_group), self.broadcast_bucket_size
+                )
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`

@@ -62,9 +62,9 @@ class LowPrecisionBucket(GradBucket):
     def _like_gradients(self) -> Iterable[Tensor]:
         return [parameter._mp_param for parameter in self._parameters]  # type: ignore[attr-defined]
 
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
+    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
         """Take the parameters' gradients; see `GradBucket.collect`."""
-        super().collect(in_place, unused)
+        super().collect(zero_copy, unused)
         self._absent = [i for i in unused if self._parameters[i].grad is None]
         for i in self._absent:  # PyTorch's hook casts every gradient
             self._parameters[i].grad = self._grads[i]

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.futures import Future
 
-from gradwire.compress import Gradients, Transport, Workspace, cast_all_reduce
-from gradwire.hooks.connections import ADVICE, Connections, connections_of
-from gradwire.hooks.executor import let_go_of_locals
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.hooks.reduce import is_in_place, reduce_bucket
+from gradwire.comm import GroupTransport, Transport, Workspace
+from gradwire.comm.connections import ADVICE, Connections, connections_of
+from gradwire.comm.executor import let_go_of_locals
+from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks._reduce_bucket import is_zero_copy, reduce_bucket
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.bucket import GradBucket, TakeBack
@@ -53,7 +54,7 @@ class Reducer:
     is discarded. `prepare_for_forward` raises from then on, until `resynchronize` has brought all ranks together and
     `restart` begins as after construction. A backward that raised tells nobody; it is found unfinished by the next
     forward. One that raised before the first gradient was ready has exchanged nothing, and the next batch takes its
-    place. See `gradwire.hooks.connections` and docs/fault-handling.md.
+    place. See `gradwire.comm.connections` and docs/fault-handling.md.
 
     Between the first and the second synchronised backward, `_rebuild_buckets` sorts the parameters by the order in
     which their gradients became ready on rank 0. Gradients belong to the parameters, flat buffers to the buckets, the
@@ -101,7 +102,7 @@ class Reducer:
         self.statistics = Statistics(self.device)
         self._hook: CommHook | None = None
         self.hook_state: Any = None
-        self._hook_in_place = False
+        self._hook_zero_copy = False
         self._take_back: TakeBack | None = None
         self._runs_optimizers = False
         self._upcast_stream: torch.Stream | None = None  # with mixed precision
@@ -135,7 +136,7 @@ class Reducer:
         if self._hook is not None:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         self._hook, self.hook_state = hook, state
-        self._hook_in_place = is_in_place(hook)
+        self._hook_zero_copy = is_zero_copy(hook)
         self._take_back = state.take_back if isinstance(state, NamedState) else None
 
     def _assign_first_buckets(self) -> None:
@@ -172,7 +173,7 @@ class Reducer:
         return connections_of(self.process_group)
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> GroupTransport:
         """The collectives of the reducer itself, and on CPUs of the plain all-reduce."""
         return self.connections.transport("backward", self.device)
 
@@ -364,17 +365,17 @@ class Reducer:
             with torch.no_grad():
                 bucket.divisor = self._divide_factor()
                 unused = [k for k, i in enumerate(members) if not self._used.local[i]] if self._may_leave_out else []
-                bucket.collect(self._reduces_in_place(bucket), unused)
+                bucket.collect(self._reduces_zero_copy(bucket), unused)
                 future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
                 self._raise(errors.no_future(future))
             bucket.future = future
 
-    def _reduces_in_place(self, bucket: Bucket) -> bool:
+    def _reduces_zero_copy(self, bucket: Bucket) -> bool:
         """Whether the result is written into the gradients; else it is that of the future."""
         if isinstance(bucket, SparseBucket):
             return False
-        return self._hook_in_place if self._hook is not None else bucket.device.type != "cpu"
+        return self._hook_zero_copy if self._hook is not None else bucket.device.type != "cpu"
 
     def _divide_factor(self) -> int:
         """What sums over the ranks are divided by: their number, or in `join` the number of those with inputs left."""
@@ -399,9 +400,9 @@ class Reducer:
                     continue
                 value = self.connections.wait(bucket.future)
                 flat = value if isinstance(value, Tensor) else value[0]
-                in_place = self._reduces_in_place(bucket)
+                zero_copy = self._reduces_zero_copy(bucket)
                 used = {k: self._used.used_anywhere(members[k]) for k in bucket.stand_ins}
-                bucket.finish(None if in_place else flat, scale, used, self._take_back)
+                bucket.finish(None if zero_copy else flat, scale, used, self._take_back)
                 if self._runs_optimizers:
                     _run_optimizers(bucket.parameters())
             for future in self._post_backward_futures:
@@ -558,7 +559,7 @@ class Reducer:
         self._live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.of_zeros(self._reduces_in_place(bucket)) for bucket in self.buckets]
+        buckets: list[Bucket] = [bucket.of_zeros(self._reduces_zero_copy(bucket)) for bucket in self.buckets]
         for bucket in buckets:
             bucket.divisor = self.process_group.size()
         return buckets

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.compress import Transport
-from gradwire.hooks.connections import Connections
-from gradwire.hooks.handshake import hash_bytes
-from gradwire.hooks.meeting import gather, timeout_of
-from gradwire.hooks.parameter_names import NamedState
+from gradwire.comm import GroupTransport
+from gradwire.comm.connections import Connections
+from gradwire.comm.store_collectives import collective_timeout, store_all_gather
+from gradwire.hooks._handshake import hash_bytes
+from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer.agreement import broadcast_coalesced
 from gradwire.reducer.reducer import Reducer
 
@@ -47,7 +47,9 @@ def resynchronize(
         "collectives": [_n_collectives(group, device) for device in group._device_types],
         "parameters": _digest(parameters.values()),
     }
-    everyones = [json.loads(text) for text in gather(group, CALL, json.dumps(mine), timeout_of(group))]
+    everyones = [
+        json.loads(text) for text in store_all_gather(group, CALL, json.dumps(mine), collective_timeout(group))
+    ]
     _check_source([one["from_rank"] for one in everyones])
     _check_collectives([one["collectives"] for one in everyones])
     if from_rank is None and len({one["parameters"] for one in everyones}) > 1:
@@ -71,7 +73,9 @@ def begin_together(connections: Connections) -> None:
     """
     if connections.group.size() > 1:
         mine = json.dumps([connections.generation, connections.has_failed])
-        texts = gather(connections.group, "DistributedDataParallel()", mine, timeout_of(connections.group))
+        texts = store_all_gather(
+            connections.group, "DistributedDataParallel()", mine, collective_timeout(connections.group)
+        )
         everyones = [json.loads(text) for text in texts]
         if any(has_failed for _, has_failed in everyones):
             connections.renew(1 + max(generation for generation, _ in everyones))
@@ -112,7 +116,7 @@ def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
     """Raise on every rank, naming the parameters."""
     mine = [_digest([parameter]) for parameter in parameters.values()]
-    everyones = [json.loads(text) for text in gather(group, f"{CALL}: parameters", json.dumps(mine))]
+    everyones = [json.loads(text) for text in store_all_gather(group, f"{CALL}: parameters", json.dumps(mine))]
     differing = [name for name, *digests in zip(parameters, *everyones, strict=True) if len(set(digests)) > 1]
     alike: dict[str, list[int]] = {}
     for rank, digests in enumerate(everyones):
@@ -128,7 +132,9 @@ def _by_rank(values: Sequence[Any]) -> str:
     return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
 
 
-def _share_hook_state(state: NamedState, transport: Transport, source: int, rank: int, device: torch.device) -> None:
+def _share_hook_state(
+    state: NamedState, transport: GroupTransport, source: int, rank: int, device: torch.device
+) -> None:
     """Load on every rank what the state of ``source`` has for all of them."""
     content = b""
     if rank == source:

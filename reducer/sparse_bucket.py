@@ -33,7 +33,7 @@ class SparseBucket(BucketFacts):
         """Let `buffer` stand for another tensor from now on."""
         self._gradient = buffer
 
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
+    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
         """Take a copy of the gradient; one without entries if it is undefined.
 
         Raises:
@@ -45,7 +45,7 @@ class SparseBucket(BucketFacts):
         self._gradient = self._empty() if gradient is None else gradient.detach().clone()
         self.stand_ins = list(unused)
 
-    def of_zeros(self, in_place: bool) -> SparseBucket:
+    def of_zeros(self, zero_copy: bool) -> SparseBucket:
         """This bucket with a gradient without entries."""
         bucket = SparseBucket(self._index, self._is_last, self._parameter, self._names[0])
         bucket._gradient = bucket._empty()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.profiler import record_function
 
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
 from gradwire.kernels.segments import upload
 from gradwire.reducer import errors, torch_internals
 
@@ -56,7 +56,7 @@ class UsedMap:
         self._anywhere: list[int] | None = None
         self.last = torch.zeros(n_parameters, dtype=torch.int32, device=device)
 
-    def exchange(self, transport: Transport) -> None:
+    def exchange(self, transport: GroupTransport) -> None:
         """Start to add up the maps of all ranks. A collective call; `used_anywhere` waits for it."""
         self.last = upload(list(self.local), self._device).to(torch.int32)
         (work,) = transport.start(transport.all_reduce(self.last))

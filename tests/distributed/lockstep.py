@@ -1,16 +1,7 @@
 """Several ranks in one process: their algorithms run side by side, collective by collective."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
-
-from gradwire.compress import Transport
-
-
-def transport_of(world_size):
-    """A transport of a group that nothing is sent over."""
-    return Transport(SimpleNamespace(size=lambda: world_size))
 
 
 def run_in_lockstep(algorithms, watch=None):

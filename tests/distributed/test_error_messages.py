@@ -1,4 +1,4 @@
-"""Error messages begin with PyTorch's own, to the letter, whatever TORCH_DISTRIBUTED_DEBUG says."""
+"""Error messages begin with PyTorch's own, verbatim, at every level of TORCH_DISTRIBUTED_DEBUG."""
 
 import os
 import warnings
@@ -183,7 +183,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
-def test_messages_begin_with_pytorchs(worlds, level):
+def test_error_messages_begin_with_those_of_pytorch(worlds, level):
     for rank, found in enumerate(worlds(2).run(messages_of_both, level=level)):
         for name, (theirs, ours) in found.items():
             assert theirs, name
@@ -233,6 +233,6 @@ def warnings_of(what):
         ("nothing_unused", "find_unused_parameters=True was specified in DDP constructor, but did not find any unused"),
     ],
 )
-def test_warnings_begin_with_pytorchs(worlds, what, text):
+def test_warnings_begin_with_those_of_pytorch(worlds, what, text):
     for found in worlds(2).run(warnings_of, what=what):
         assert [text in warning for warning in found].count(True) == 1, found

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register
 
 import gradwire
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
-from gradwire.hooks.reduce import reduce_bucket
+from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.reducer.agreement import broadcast_coalesced
 
 DDP = gradwire.DistributedDataParallel
@@ -586,7 +586,7 @@ def coalesced_messages():
 
     tensors = [torch.full((100,), dist.get_rank() + i) for i in range(7)]  # of 800 bytes
     with mock.patch.object(dist, "broadcast", noted):
-        broadcast_coalesced(tensors, Transport(dist.group.WORLD), 2000)
+        broadcast_coalesced(tensors, GroupTransport(dist.group.WORLD), 2000)
     return calls, [tensor.unique().tolist() for tensor in tensors]
 
 

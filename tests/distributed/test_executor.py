@@ -1,4 +1,4 @@
-"""The worker of a CPU: several algorithms under way, futures in order, one order of collectives on all ranks."""
+"""`WorkerExecutor`: several tasks in flight, futures in order, one order of collectives on all ranks."""
 
 import itertools
 import weakref
@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
 
-from gradwire.hooks import connections
-from gradwire.hooks.connections import Connections, executor_for
-from gradwire.hooks.executor import UNDER_WAY
+from gradwire.comm import connections
+from gradwire.comm.connections import Connections, executor_for
+from gradwire.comm.worker_executor import MAX_TASKS_IN_FLIGHT
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)
@@ -40,16 +40,16 @@ def begin_before_any_is_done():
     store, worker = signals(), executor_for(None, CPU)
     if dist.get_rank() != 0:
         store.wait(["begun"], LIMIT)
-    left = iter(range(UNDER_WAY - 1, -1, -1))
-    futures = [sums_of(worker, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(UNDER_WAY)]
+    left = iter(range(MAX_TASKS_IN_FLIGHT - 1, -1, -1))
+    futures = [sums_of(worker, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(MAX_TASKS_IN_FLIGHT)]
     return [future.wait() for future in futures]
 
 
-def test_several_tasks_are_under_way_each_with_its_own_memory(world):
+def test_tasks_in_flight_use_separate_workspaces(world):
     everywhere = world.run(begin_before_any_is_done)
     for results in everywhere:
-        assert [total for total, _ in results] == [k * world.size for k in range(UNDER_WAY)]
-    assert len({address for _, address in everywhere[0]}) == UNDER_WAY
+        assert [total for total, _ in results] == [k * world.size for k in range(MAX_TASKS_IN_FLIGHT)]
+    assert len({address for _, address in everywhere[0]}) == MAX_TASKS_IN_FLIGHT
 
 
 def new_executor(group=None):
@@ -79,7 +79,7 @@ def fail_while_another_waits():
     return first.done(), first.wait()[0], errors
 
 
-def test_failed_task_lets_older_tasks_finish_and_fails_younger_ones(world):
+def test_failed_task_lets_earlier_tasks_finish_and_fails_later_ones(world):
     assert world.run(fail_while_another_waits) == [(True, world.size, ["expected"] * 3)] * world.size
 
 
@@ -107,7 +107,7 @@ def fail_on_one_rank(at):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_task_that_fails_on_one_rank_ends_in_an_error_on_all_others(world, at):
+def test_task_failure_on_one_rank_raises_on_all_others(world, at):
     *others, failing = world.run(fail_on_one_rank, at=at)
     whole = world.size**2
     assert failing == [whole] + ["ValueError"] * 3
@@ -119,8 +119,9 @@ def test_task_that_fails_on_one_rank_ends_in_an_error_on_all_others(world, at):
 
 
 def lose_a_peer():
-    """A collective under way, whose peers leave without a word; the outcome."""
+    """The outcome of a collective whose peers close their executors without a notice."""
     worker = new_executor()
+    dist.barrier()  # a peer that closes while this rank still connects would fail the constructor instead
     if dist.get_rank() != 0:
         worker.close(60)
         return None
@@ -130,7 +131,7 @@ def lose_a_peer():
         return "error"
 
 
-def test_collective_of_a_lost_peer_raises(world):
+def test_collective_raises_when_a_peer_is_lost(world):
     assert world.run(lose_a_peer) == ["error"] + [None] * (world.size - 1)
 
 
@@ -175,7 +176,7 @@ def interleave(counts):
 
 
 @pytest.mark.parametrize("counts", [(3, 1, 2), (0, 4, 0, 1, 1), (1, 2) * 10])
-def test_tasks_of_any_number_of_collectives_run_together(world, counts):
+def test_tasks_with_different_numbers_of_collectives_run_concurrently(world, counts):
     expected = []
     for k, count in enumerate(counts):
         value = k

@@ -11,7 +11,7 @@ from bits import assert_same_on_all_ranks
 from training import HOOKS, SMALLEST, build, register
 
 import gradwire
-from gradwire.hooks.connections import connections_of
+from gradwire.comm.connections import connections_of
 
 N_STEPS = 8
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""While a CUDA graph is captured: no event is asked, and memory that the graph names stays. With doubles on a CPU."""
+"""CUDA graph capture, with CPU doubles: no event is queried, and captured memory stays allocated."""
 
 import gc
 import weakref
@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.compress import Workspace
+from gradwire.comm import Workspace
 from gradwire.reducer.statistics import Statistics
 
 GPU = torch.device("cuda", 0)
@@ -69,7 +69,7 @@ def step(statistics):
         statistics.mark(event)
 
 
-def test_captured_step_is_not_timed_and_the_one_before_still_is(capture):
+def test_captured_step_is_not_timed_but_the_previous_one_is(capture):
     statistics = Statistics(GPU)
     step(statistics)
     with capture:
@@ -84,7 +84,7 @@ def test_captured_step_is_not_timed_and_the_one_before_still_is(capture):
     assert statistics.reported == 2
 
 
-def test_step_with_a_captured_part_is_left_out(capture):
+def test_partly_captured_step_is_not_timed(capture):
     statistics = Statistics(GPU)
     statistics.begin_forward()
     with capture:
@@ -111,7 +111,7 @@ def workspace(capture):
     return workspace
 
 
-def steps_with(workspace, numel, steps=Workspace.MEMORY + 1):
+def steps_with(workspace, numel, steps=Workspace.STEPS_BEFORE_SHRINKING + 1):
     for _ in range(steps):
         workspace.start_step()
         wire = workspace.wire(numel, torch.float32)
@@ -128,13 +128,13 @@ def test_captured_buffer_does_not_shrink(capture, workspace):
 
 def test_buffer_does_not_shrink_during_a_capture(capture, workspace):
     large = steps_with(workspace, 1000)
-    steps_with(workspace, 10, Workspace.MEMORY)
+    steps_with(workspace, 10, Workspace.STEPS_BEFORE_SHRINKING)
     with capture:
         assert steps_with(workspace, 10, 1) == large
     assert workspace.nbytes == 4000
 
 
-def test_captured_buffer_outlives_the_larger_one_that_takes_its_place(capture, workspace):
+def test_captured_buffer_outlives_its_larger_replacement(capture, workspace):
     with capture:
         steps_with(workspace, 10, 1)
     captured, wire = weakref.ref(workspace._buffer), workspace.wire(10, torch.float32)
@@ -148,7 +148,7 @@ def test_captured_buffer_outlives_the_larger_one_that_takes_its_place(capture, w
     assert captured().data_ptr() == wire.data_ptr()
 
 
-def test_repeated_captures_of_one_buffer_keep_it_once(capture, workspace):
+def test_buffer_captured_repeatedly_is_kept_once(capture, workspace):
     steps_with(workspace, 1000)
     for _ in range(3):
         with capture:
@@ -156,7 +156,7 @@ def test_repeated_captures_of_one_buffer_keep_it_once(capture, workspace):
     assert len(workspace._captured) == 1
 
 
-def test_allocator_knows_every_stream_that_uses_a_buffer(capture, workspace):
+def test_buffer_is_recorded_on_every_stream_that_uses_it(capture, workspace):
     steps_with(workspace, 1000, 1)
     first = workspace._buffer
     capture.stream = OTHER_STREAM

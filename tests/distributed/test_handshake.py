@@ -12,11 +12,12 @@ import torch.distributed as dist
 from bits import assert_same_on_all_ranks
 from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 
+from gradwire.comm import store_collectives
+from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
-from gradwire.hooks import default_hooks, handshake, meeting
-from gradwire.hooks.connections import executor_for
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.parameter_names import NamedState
+from gradwire.hooks import _handshake, default_hooks
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._parameter_names import NamedState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -186,7 +187,7 @@ def store_accesses(hook, wrapper):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(5):
-        with mock.patch.object(meeting, "store_of", wraps=meeting.store_of) as asked:
+        with mock.patch.object(store_collectives, "gradwire_store", wraps=store_collectives.gradwire_store) as asked:
             optimizer.zero_grad()
             ddp(*ddp.module.batch(generator)).backward()
             optimizer.step()
@@ -215,7 +216,7 @@ def changing_on_all_ranks():
             state.load_state_dict(state.state_dict())
         if step == 4:
             state.ranks["*.0.weight"] = 3
-        with mock.patch.object(handshake, "gather", wraps=meeting.gather) as gather:
+        with mock.patch.object(_handshake, "store_all_gather", wraps=store_collectives.store_all_gather) as gather:
             ddp(*ddp.module.batch(torch.Generator())).backward()
         meetings.append(gather.call_count)
     return meetings
@@ -342,10 +343,10 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_numbers(worlds):
 def late_rank():
     """What rank 0 says in the log before rank 1, which waits for it, comes."""
     group = dist.distributed_c10d._get_default_group()
-    store = meeting.store_of(group)
+    store = store_collectives.gradwire_store(group)
     if dist.get_rank() == 1:
         store.wait(["rank 0 has warned"])
-        return meeting.gather(group, "A test", "late")
+        return store_collectives.store_all_gather(group, "A test", "late")
     said = []
 
     def warning(text, *values):
@@ -353,10 +354,10 @@ def late_rank():
         store.set("rank 0 has warned", "")
 
     with (
-        mock.patch.object(meeting, "PATIENCE", timedelta(milliseconds=1)),
-        mock.patch.object(meeting.logger, "warning", warning),
+        mock.patch.object(store_collectives, "WARN_AFTER", timedelta(milliseconds=1)),
+        mock.patch.object(store_collectives.logger, "warning", warning),
     ):
-        return meeting.gather(group, "A test", "in time"), said
+        return store_collectives.store_all_gather(group, "A test", "in time"), said
 
 
 def test_rank_that_is_late_is_waited_for_and_named_in_the_log(worlds):

@@ -1,4 +1,4 @@
-"""The harness itself: a failing or hanging rank fails its test, with stacks, and leaves later tests a whole world."""
+"""The test harness: a failing or hanging rank fails its test with stacks and does not harm later tests."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def process_id():
     return os.getpid()
 
 
-def test_case_returns_one_result_a_rank(world):
+def test_case_returns_one_result_per_rank(world):
     assert world.run(sum_of_ranks, offset=10) == [sum(range(10, 10 + world.size))] * world.size
 
 
@@ -104,7 +104,7 @@ def hang():
     threading.Event().wait()
 
 
-def test_fresh_case_tells_how_each_rank_ended(worlds):
+def test_fresh_case_reports_how_each_rank_ended(worlds):
     raised, exited, signalled = worlds(3).run_fresh(
         one_rank_ends_each_way, ways=[raise_error, exit_early, end_by_signal]
     )
@@ -138,13 +138,13 @@ def return_early():
 @pytest.mark.parametrize(
     ("how", "text"), [(return_early, "Timed out"), (raise_error, "Timed out"), (exit_early, "onnection")]
 )
-def test_fresh_ranks_wait_no_longer_than_their_group(worlds, how, text):
+def test_fresh_ranks_wait_no_longer_than_the_timeout_of_their_group(worlds, how, text):
     waited, _ = worlds(2).run_fresh(wait_for_a_peer_that_is_late, how=how)
     assert waited.how == "raised"
     assert text in waited.message
 
 
-def test_fresh_case_leaves_the_workers_alone(worlds):
+def test_fresh_case_leaves_pool_workers_unchanged(worlds):
     before = worlds(2).run(process_id)
     worlds(2).run_fresh(one_rank_ends_each_way, ways=[exit_early, raise_error])
     assert worlds(2).run(process_id) == before

@@ -1,4 +1,4 @@
-"""What hooks and states say to arguments that they cannot use."""
+"""Hooks and states reject wrong arguments, naming the argument, its value and the expectation."""
 
 import copy
 import itertools
@@ -68,7 +68,7 @@ def first_backwards(wrapper, hooks, states):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_powersgd_with_another_state_raises_and_names_both(worlds, wrapper):
+def test_powersgd_hook_with_wrong_state_raises_and_names_both(worlds, wrapper):
     case = {"hooks": ["powersgd", "batched", "fp16_of_powersgd"], "states": ["None", "group", "model", "scaled"]}
     (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, **case)
     assert len(messages) == 12
@@ -81,7 +81,7 @@ def test_powersgd_with_another_state_raises_and_names_both(worlds, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_scaled_cast_with_another_state_raises_and_names_both(worlds, wrapper):
+def test_scaled_cast_hook_with_wrong_state_raises_and_names_both(worlds, wrapper):
     case = {"hooks": ["scaled"], "states": ["None", "group", "model", "powersgd"]}
     (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, **case)
     for message in messages.values():
@@ -89,7 +89,7 @@ def test_scaled_cast_with_another_state_raises_and_names_both(worlds, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_hook_of_a_process_group_with_another_state_raises_and_names_it(worlds, wrapper):
+def test_process_group_hook_with_wrong_state_raises_and_names_it(worlds, wrapper):
     named = {"model": "type Linear", "string": "'gloo'", "scaled": "type ScaledCastState"}
     (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, hooks=OF_GROUPS, states=list(named))
     for (_, state), message in messages.items():
@@ -98,14 +98,14 @@ def test_hook_of_a_process_group_with_another_state_raises_and_names_it(worlds, 
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_hook_of_a_process_group_takes_a_group_or_none(worlds, wrapper):
+def test_process_group_hook_accepts_a_group_or_none(worlds, wrapper):
     (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, hooks=OF_GROUPS, states=["None", "group"])
     assert set(messages.values()) == {"no error"}
 
 
 @pytest.mark.parametrize("value", NOT_GROUPS)
 @pytest.mark.parametrize("make", [lambda group: PowerSGDState(group, 4), ScaledCastState], ids=["powersgd", "scaled"])
-def test_states_take_a_process_group_or_none(make, value):
+def test_states_accept_only_a_process_group_or_none(make, value):
     with pytest.raises(TypeError, match=r"^process_group is .*; expected a torch\.distributed\.ProcessGroup.* or None"):
         make(NOT_GROUPS[value])
     state = make(None)
@@ -114,7 +114,7 @@ def test_states_take_a_process_group_or_none(make, value):
     assert state.process_group is None
 
 
-def test_short_values_are_named_in_full():
+def test_error_messages_quote_short_values_in_full():
     with pytest.raises(TypeError, match="process_group is 'nccl';"):
         PowerSGDState("nccl")
     with pytest.raises(TypeError, match="process_group is an object of type Linear;"):
@@ -142,7 +142,7 @@ def fsdp_backwards(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
-def test_hooks_on_fsdp_say_that_they_need_ddp(worlds, strategy):
+def test_hooks_on_fsdp_raise_that_they_need_ddp(worlds, strategy):
     for message in itertools.chain.from_iterable(worlds(2).run(fsdp_backwards, strategy=strategy)):
         assert re.match(
             r"TypeError: \w+_hook was called with an object of type Tensor in place of a bucket.*for "
@@ -155,7 +155,7 @@ def test_hooks_on_fsdp_say_that_they_need_ddp(worlds, strategy):
     "bucket", [None, (torch.ones(2), torch.ones(2)), torch.ones(2)], ids=["none", "pair", "tensor"]
 )
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_take_only_buckets(hook, bucket):
+def test_hooks_reject_arguments_that_are_not_buckets(hook, bucket):
     with pytest.raises(TypeError, match="in place of a bucket of gradients"):
         HOOKS[hook](hook_states(hook), bucket)
 
@@ -180,7 +180,7 @@ def test_hooks_can_be_called_by_keyword(worlds, hook, wrapper):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["copy", "file"]
 )
-def test_copying_a_state_without_a_process_group_says_nothing(caplog, copied):
+def test_copying_a_state_without_a_process_group_does_not_warn(caplog, copied):
     with caplog.at_level(logging.WARNING):
         copied(PowerSGDState(None))
     assert not caplog.records
@@ -200,7 +200,7 @@ def copy_with_a_group():
     return state.process_group, records
 
 
-def test_copying_a_state_with_a_process_group_warns_that_it_stays_behind(worlds):
+def test_copying_a_state_with_a_process_group_warns_that_the_group_is_dropped(worlds):
     for group, records in worlds(1).run(copy_with_a_group):
         assert group is None
         assert re.match("The process group of a PowerSGDState is not pickled; set state.process_group", *records)

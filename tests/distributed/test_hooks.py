@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from training import HOOKS, SMALL, WRAPPERS, build, register, train
 
 import gradwire
+from gradwire.comm.connections import executor_for
 from gradwire.hooks import default_hooks
-from gradwire.hooks.connections import executor_for
 
 
 def on_both(model, hook, **options):

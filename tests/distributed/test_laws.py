@@ -1,4 +1,4 @@
-"""Laws 2 and 3: the same bits on every rank, and off means off."""
+"""Laws 2 and 3: bitwise equal gradients on every rank, and hooks that are off equal the plain all-reduce."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, train
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", [None, *HOOKS])
-def test_law2_same_bits_on_all_ranks(world, hook, wrapper, view):
+def test_law2_gradients_are_bitwise_equal_on_all_ranks(world, hook, wrapper, view):
     options = {"wrapper": wrapper, "hook": hook, "gradient_as_bucket_view": view, "steps": 5}
     assert_same_on_all_ranks(world.run(train, model="mixed", bucket_cap_mb=SMALLEST, **options))
 
@@ -22,7 +22,7 @@ def hooked_and_plain(wrapper, hook, model, **options):
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "mixed", "odd"])
-def test_law3_allreduce_hook_is_the_plain_all_reduce(world, model, wrapper, view):
+def test_law3_allreduce_hook_equals_the_plain_all_reduce(world, model, wrapper, view):
     options = {"wrapper": wrapper, "model": model, "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
     for hooked, plain in world.run(hooked_and_plain, hook="allreduce", **options):
         assert_same_bits(hooked, plain)
@@ -30,7 +30,7 @@ def test_law3_allreduce_hook_is_the_plain_all_reduce(world, model, wrapper, view
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_law3_allreduce_hook_is_the_plain_all_reduce_of_accumulated_gradients(worlds, wrapper, view):
+def test_law3_allreduce_hook_equals_the_plain_all_reduce_of_accumulated_gradients(worlds, wrapper, view):
     # On two ranks: there the mean rounds the same, whether gradients are multiplied by 1 / n or views divided by n.
     options = {"wrapper": wrapper, "model": "conv", "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
     for hooked, plain in worlds(2).run(hooked_and_plain, hook="allreduce", accumulate=2, set_to_none=False, **options):
@@ -43,7 +43,7 @@ def test_law3_allreduce_hook_is_the_plain_all_reduce_of_accumulated_gradients(wo
     ("model", "hook"),
     [("half", "fp16"), ("half", "fp16_of_allreduce"), ("brain", "bf16"), ("brain", "bf16_of_allreduce")],
 )
-def test_law3_16_bit_hook_on_gradients_of_that_dtype_is_the_plain_all_reduce(world, model, hook, wrapper, view):
+def test_law3_16_bit_hook_on_gradients_of_that_dtype_equals_the_plain_all_reduce(world, model, hook, wrapper, view):
     options = {"wrapper": wrapper, "model": model, "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
     for hooked, plain in world.run(hooked_and_plain, hook=hook, **options):
         assert_same_bits(hooked, plain)
@@ -59,7 +59,7 @@ def noop_and_local(model, **options):
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("model", ["mlp", "conv", "mixed", "odd"])
-def test_law3_noop_hook_leaves_each_rank_its_own_gradients(world, model, view, set_to_none):
+def test_law3_noop_hook_leaves_local_gradients_unchanged(world, model, view, set_to_none):
     options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALL}
     for with_noop, local in world.run(noop_and_local, model=model, **options):
         for record in with_noop:
@@ -98,7 +98,7 @@ def no_sync_gradients(hook, view):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law3_no_sync_leaves_gradients_alone(world, view):
+def test_law3_no_sync_leaves_local_gradients_unchanged(world, view):
     results = world.run(no_sync_gradients, hook="fp16", view=view)
     for ours, local in results:
         assert_same_bits(ours, local)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from training import HOOKS, SMALL, WRAPPERS, build, gradients, register, train
 
 import gradwire
+from gradwire.comm.connections import executor_for
 from gradwire.hooks import default_hooks
-from gradwire.hooks.connections import executor_for
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.reducer.logging import Logger
 from gradwire.reducer.reducer import Reducer

@@ -1,4 +1,4 @@
-"""What hooks and reducer hand to collectives is what NCCL takes, along the path of a GPU, on CPU tensors."""
+"""The GPU path of hooks and reducer, on CPU tensors, issues only collectives that NCCL accepts."""
 
 import re
 
@@ -12,10 +12,10 @@ from torch import nn
 from training import HOOKS, SMALL, train
 
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
+from gradwire.comm.connections import executor_for
+from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
-from gradwire.hooks.connections import executor_for
-from gradwire.hooks.executor import StreamExecutor
 
 
 class HalfAndBias(nn.Module):
@@ -89,7 +89,7 @@ def compared_with_the_worker(hook, wrapper):
 
 @pytest.mark.parametrize("wrapper", ["gradwire", "pytorch"])
 @pytest.mark.parametrize("hook", [None, *HOOKS, *MORE_HOOKS])
-def test_every_collective_of_a_hook_is_one_that_nccl_takes(worlds, hook, wrapper):
+def test_every_collective_of_a_hook_obeys_nccl_rules(worlds, hook, wrapper):
     first, second = worlds(2).run(compared_with_the_worker, hook=hook, wrapper=wrapper)
     assert first == second
     assert all(first)
@@ -103,7 +103,7 @@ def sparse_gradients(wrapper):
 
 # PyTorch's class cannot either.
 @pytest.mark.parametrize("wrapper", ["gradwire", "pytorch"])
-def test_sparse_gradients_raise_what_nccl_says_of_them(worlds, wrapper):
+def test_sparse_gradients_raise_the_error_of_nccl(worlds, wrapper):
     with pytest.raises(CaseFailed) as failure:
         worlds(2).run(sparse_gradients, wrapper=wrapper)
     for rank in range(2):
@@ -158,12 +158,12 @@ def messages_of_broken_rules():
     tensor = torch.ones(3)
     all_reduce(tensor, torch.ones(2))(group)  # one dtype
     dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.MAX, group=group)
-    Transport(group).run(Transport(group).all_reduce(tensor, torch.ones(2).half(), torch.empty(0)))
+    GroupTransport(group).run(GroupTransport(group).all_reduce(tensor, torch.ones(2).half(), torch.empty(0)))
     dist.destroy_process_group(group)
     return messages, tensor
 
 
-def test_double_refuses_on_every_rank_what_nccl_refuses(worlds):
+def test_nccl_double_refuses_on_every_rank_what_nccl_refuses(worlds):
     for messages, tensor in worlds(2).run(messages_of_broken_rules):
         assert tensor.tolist() == [4.0] * 3
         for name, (_, expected) in BROKEN.items():

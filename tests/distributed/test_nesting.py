@@ -1,4 +1,4 @@
-"""Wrappers inside wrappers: a warning where a gradient is averaged twice, an error where that bypasses a hook."""
+"""Nested DDP wrappers: a warning where a gradient is averaged twice, an error where that bypasses a hook."""
 
 import itertools
 import warnings
@@ -65,7 +65,7 @@ def call_through_pytorchs(holds, hook):
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["itself", "held"])
-def test_pytorchs_wrapper_around_ours_with_a_hook_raises_at_every_forward(worlds, holds):
+def test_pytorch_wrapper_around_ours_with_a_hook_raises_at_every_forward(worlds, holds):
     for errors, _, left in worlds(2).run(call_through_pytorchs, holds=holds, hook="allreduce"):
         for kind, text in errors:
             assert kind == "RuntimeError"
@@ -75,7 +75,7 @@ def test_pytorchs_wrapper_around_ours_with_a_hook_raises_at_every_forward(worlds
         assert left == [None] * len(left)
 
 
-def test_pytorchs_wrapper_around_ours_without_a_hook_warns_once(worlds):
+def test_pytorch_wrapper_around_ours_without_a_hook_warns_once(worlds):
     for errors, warned, _ in worlds(2).run(call_through_pytorchs, holds=False, hook=None):
         assert errors == [None, None]
         assert ["averaged twice" in text for text in warned].count(True) == 1
@@ -138,6 +138,6 @@ def ask_a_teacher(outer):
 
 
 @pytest.mark.parametrize("outer", WRAPPERS)
-def test_forward_within_another_wrappers_forward_is_fine(worlds, outer):
+def test_forward_within_forward_of_another_wrapper_trains(worlds, outer):
     for have_gradients in worlds(2).run(ask_a_teacher, outer=outer):
         assert all(have_gradients)

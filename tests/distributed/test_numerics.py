@@ -1,4 +1,4 @@
-"""Law 5 and the numbers: extreme gradients, errors against the exact mean, and what a gradient scaler needs to see."""
+"""Law 5 and accuracy: extreme gradients, error bounds against the exact mean, gradient scalers."""
 
 import itertools
 import math
@@ -34,20 +34,20 @@ def on_one_rank(world, value, elsewhere, culprit=0):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", [name for name in HOOKS if not name.startswith("fp16_of")])
-def test_law5_mean_within_range_survives_a_gradient_beyond_it(world, hook, wrapper):
+def test_law5_representable_mean_survives_an_unrepresentable_gradient(world, hook, wrapper):
     values = on_one_rank(world, 5e4 * world.size, 0.0)
     for (mean,) in world.run(reduce, values=values, hook=hook, wrapper=wrapper):
         assert math.isclose(mean.item(), 5e4, rel_tol=2.0**-8)
     assert all(mean.isinf() for (mean,) in world.run(reduce, values=values, hook="pytorchs_fp16", wrapper=wrapper))
 
 
-def test_fp16_hook_overflows_where_the_mean_does(world):
+def test_fp16_hook_overflows_only_where_the_mean_does(world):
     for (mean,) in world.run(reduce, values=on_one_rank(world, 1e5, 1e5), hook="fp16"):
         assert mean.item() == math.inf
 
 
 @pytest.mark.parametrize("hook", ["bf16", "bf16_of_allreduce", "scaled_fp16", "scaled_bf16"])
-def test_hooks_of_a_wide_range_do_not_overflow(world, hook):
+def test_hooks_with_wide_range_do_not_overflow(world, hook):
     for (mean,) in world.run(reduce, values=on_one_rank(world, 1e30, 1e30), hook=hook, steps=2):
         assert math.isclose(mean.item(), 1e30, rel_tol=2.0**-7)
 
@@ -55,7 +55,7 @@ def test_hooks_of_a_wide_range_do_not_overflow(world, hook):
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_law5_no_nan_from_any_finite_gradients(world, hook, wrapper, view):
+def test_law5_finite_gradients_never_give_nan(world, hook, wrapper, view):
     # Every combination of extremes over the ranks, in one bucket, and each extreme in a bucket of its own.
     together = torch.tensor(list(itertools.product(EXTREMES, repeat=world.size))).unbind(1)
     values = [[together[rank], *(torch.full((3,), x) for x in EXTREMES)] for rank in range(world.size)]
@@ -123,7 +123,7 @@ def real(tensor):
 
 @pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "transformer", "complex"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_are_within_their_derived_error_of_the_exact_mean(world, hook, model):
+def test_hooks_are_within_their_error_bound_of_the_exact_mean(world, hook, model):
     # Each of n contributions is rounded to the wire once, and so is each of the n - 1 sums: n u mean|g| to first order,
     # where u is half a unit in the last place: 2^-11 for fp16, 2^-8 for bf16, 2^-24 for fp32. The wrappers round once
     # more, before the division. Arithmetic in fp32 around it adds two roundings of 2^-24. Below fp16's normal range

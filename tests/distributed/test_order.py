@@ -1,4 +1,4 @@
-"""Several collectives a bucket: all ranks issue them in one order, whatever delays a backward or a worker."""
+"""All ranks issue the collectives of all buckets in one order, whatever delays a backward or a worker thread."""
 
 import random
 import time
@@ -13,8 +13,8 @@ from training import HOOKS, SMALLEST, register
 from zoo import Probe
 
 import gradwire
-from gradwire.compress import Transport
-from gradwire.hooks.reduce import reduce_bucket
+from gradwire.comm import GroupTransport
+from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 
 STEPS = 30
@@ -96,7 +96,7 @@ def train_with_delays(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_two_collectives_a_bucket_keep_their_order_under_delays(world, wrapper):
+def test_two_collectives_per_bucket_keep_their_order_under_delays(world, wrapper):
     results = world.run(train_with_delays, wrapper=wrapper)
     assert [wrong for wrong, _ in results] == [[]] * world.size
     assert_same_on_all_ranks([seen for _, seen in results])
@@ -147,7 +147,7 @@ def one_backward_through_two_models():
     return wrong
 
 
-def test_two_models_in_one_backward(world):
+def test_two_models_in_one_backward_match_separate_backwards(world):
     assert world.run(one_backward_through_two_models) == [[]] * world.size
 
 
@@ -159,7 +159,7 @@ def train_long(hook, wrapper, is_delayed):
     """Parameters after each step of a training in which every rank is late at places of its own."""
     rank = dist.get_rank()
     draw = random.Random(rank) if is_delayed else None
-    start = Transport.start
+    start = GroupTransport.start
 
     def late_start(self, *arguments):
         nap(draw)
@@ -175,7 +175,7 @@ def train_long(hook, wrapper, is_delayed):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
     steps = []
-    with mock.patch.object(Transport, "start", late_start if is_delayed else start):
+    with mock.patch.object(GroupTransport, "start", late_start if is_delayed else start):
         for _ in range(LONG):
             optimizer.zero_grad()
             ddp(*(torch.randn(shape, generator=generator) for shape in MATRICES)).backward()
@@ -187,7 +187,7 @@ def train_long(hook, wrapper, is_delayed):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["pytorch", "gradwire"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_long_training_under_delays_gives_the_bits_of_one_without(worlds, hook, wrapper):
+def test_training_under_delays_is_bitwise_equal_to_training_without(worlds, hook, wrapper):
     world = worlds(3)
     punctual, late = (world.run(train_long, hook=hook, wrapper=wrapper, is_delayed=is_delayed) for is_delayed in (0, 1))
     assert_same_on_all_ranks(late)

@@ -1,19 +1,20 @@
-"""The bytes that a transport counts: exact numbers for what each algorithm hands to collectives."""
+"""`payload_bytes` of each algorithm, hook and collective, to the byte."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from lockstep import transport_of
 from torch import nn
 from training import WRAPPERS, register
 
+from gradwire.comm import GroupTransport, Workspace
+from gradwire.comm.connections import executor_for
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
-    Factors,
     Gradients,
     LowRankBucket,
-    Workspace,
     alternating_all_reduce,
     cast_all_reduce,
     powersgd_all_reduce,
@@ -21,7 +22,6 @@ from gradwire.compress import (
     sparse_all_reduce,
 )
 from gradwire.compress.policy import MatrixShape
-from gradwire.hooks.connections import executor_for
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -47,8 +47,8 @@ class Done:
 def transport(monkeypatch):
     """Of two ranks; nothing is sent."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: None)
-    monkeypatch.setattr("gradwire.compress.transport._all_reduce", lambda tensor, op, group: Done())
-    return transport_of(2)
+    monkeypatch.setattr("gradwire.comm.collectives._all_reduce", lambda tensor, op, group: Done())
+    return GroupTransport(SimpleNamespace(size=lambda: 2))
 
 
 def drive(transport, steps):
@@ -76,7 +76,7 @@ def bucket_of(dtype=torch.float32):
     ],
     ids=str,
 )
-def test_payload_of_a_cast_is_its_elements_in_the_wires_dtype(transport, dtype, wire, expected):
+def test_payload_of_a_cast_is_its_elements_in_the_wire_dtype(transport, dtype, wire, expected):
     bucket = bucket_of(dtype)
     for _ in range(2):
         assert (
@@ -87,7 +87,7 @@ def test_payload_of_a_cast_is_its_elements_in_the_wires_dtype(transport, dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_payload_of_a_scaled_cast_is_16_bit_and_12_bytes_in_the_first_step(transport, dtype):
+def test_payload_of_a_scaled_cast_is_2_bytes_per_element_plus_12_bytes_in_the_first_step(transport, dtype):
     bucket = bucket_of()
     scale = BucketScale(torch.zeros(2, dtype=torch.int32))
     rest = (DelayedScaling(dtype=dtype), scale, torch.zeros(4, dtype=torch.int64), True, transport)
@@ -108,18 +108,20 @@ def test_payload_of_a_scaled_cast_is_16_bit_and_12_bytes_in_the_first_step(trans
     ],
     ids=["fp32", "bf16"],
 )
-def test_payload_of_powersgd_is_its_factors_and_what_is_not_compressed(transport, factors, both, alternating):
+def test_payload_of_powersgd_is_its_factors_and_its_uncompressed_gradients(transport, factors, both, alternating):
     bucket = bucket_of()
     shapes = [MatrixShape(1, ROWS, COLUMNS, RANK), None]
     workspace = Workspace(torch.device("cpu"))
     for is_alternating, expected in ((False, [both] * 3), (True, alternating)):
-        low_rank = LowRankBucket(["w", "b"], bucket.tensors, shapes, factors, None, Factors(), 0, 0, is_alternating)
+        low_rank = LowRankBucket(
+            bucket.tensors, shapes, error_feedback=False, factor_dtype=factors, alternating=is_alternating
+        )
         sent = []
         for i in range(3):
             if is_alternating:
                 steps = alternating_all_reduce(low_rank, bucket.tensors, bucket.tensors, i, transport, workspace)
             else:
-                steps = powersgd_all_reduce(low_rank, bucket.tensors, bucket.tensors, i, True, transport, workspace)
+                steps = powersgd_all_reduce(low_rank, bucket.tensors, bucket.tensors, i, transport, workspace)
             sent.append(drive(transport, steps))
         assert sent == expected
 
@@ -129,7 +131,7 @@ def test_payload_of_a_sparse_gradient_is_its_values_and_indices(transport):
     assert drive(transport, sparse_all_reduce(gradient, transport, 2)) == 3 * 4 * 4 + 3 * 8
 
 
-def test_payload_of_a_collective_is_counted_once_however_it_is_run(transport):
+def test_payload_of_a_collective_is_counted_once_by_run_and_by_start(transport):
     tensor = torch.ones(5)
     transport.run(transport.all_reduce(tensor))
     assert transport.payload_bytes == 20
@@ -159,7 +161,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_payload_of_a_hooks_steps_is_counted_exactly(world_of_one, hook, wrapper):
+def test_payload_of_each_hook_step_is_exact(world_of_one, hook, wrapper):
     make, expected = HOOKS[hook]
     model = nn.Linear(COLUMNS, ROWS)
     model.bias = nn.Parameter(torch.zeros(BIAS))

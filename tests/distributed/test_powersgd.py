@@ -16,8 +16,9 @@ from powersgd_oracle import PowerSGD, one_step_bound, random_q
 from torch import nn
 from training import SMALL, SMALLEST, WRAPPERS, gradients, register, train
 
-from gradwire.compress import Transport
+from gradwire.comm import Transport
 from gradwire.hooks import default_hooks
+from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 START = 2  # the first compressed step, as early as a state with error feedback allows
@@ -100,7 +101,7 @@ def run_steps(
         ddp.zero_grad()
         ddp(*tensors).backward()
         reduced = list(gradients(ddp).values())
-        memory = (state._memory.errors, state._factors.q, state._factors.p) if remember else ({}, {}, {})
+        memory = entries_of(state._memory).values() if remember else ({}, {}, {})
         steps.append(Step(reduced, *({name: tensor.clone() for name, tensor in kind.items()} for kind in memory)))
     return steps
 
@@ -338,9 +339,10 @@ def run_with_delays(options, hook, wrapper, steps=START + 20):
         for ranks in values:
             ddp.zero_grad()
             ddp(*ranks[dist.get_rank()]).backward()
-            tensors = [*gradients(ddp).values(), *state._factors.q.values(), *state._factors.p.values()]
+            entries = entries_of(state._memory)
+            tensors = [*gradients(ddp).values(), *entries["q"].values(), *entries["p"].values()]
             seen.append(torch.cat([tensor.flatten() for tensor in tensors]))
-    return seen, len(state._plans)
+    return seen, len(state._buckets)
 
 
 DELAYED = {
@@ -382,7 +384,7 @@ OFF = {
 def on_and_off(model, wrapper, options, **ddp_options):
     state = new_state(**options)
     compressed = train(wrapper, model, hook=(state, powerSGD_hook), steps=5, **ddp_options)
-    assert not state._memory.errors
+    assert not entries_of(state._memory)["errors"]
     return compressed, train(wrapper, model, hook="allreduce", steps=5, **ddp_options)
 
 

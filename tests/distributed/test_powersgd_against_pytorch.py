@@ -25,7 +25,7 @@ from training import SMALLEST, WRAPPERS, register
 from worker import join_group
 from zoo import Probe
 
-from gradwire.compress import transport
+from gradwire.comm import collectives
 from gradwire.hooks import powerSGD_hook as ours
 
 MODULES = {"ours": ours, "pytorchs": pytorchs}
@@ -614,7 +614,7 @@ def lifetimes(library, values):
     state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     ddp = wrapped(values[0][0])
     register(ddp, (state, module.powerSGD_hook))
-    module_of, name = {"ours": (transport, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
+    module_of, name = {"ours": (collectives, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
     all_reduce = getattr(module_of, name)
     seen = []
 

@@ -1,6 +1,5 @@
 """`PowerSGDState`: its options, its statistics, its memory, and what a checkpoint of it keeps."""
 
-import asyncio
 import copy
 import gc
 import inspect
@@ -21,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 from zoo import Probe
 
-from gradwire.compress import Factors, LowRankBucket, Workspace
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import LowRankBucket
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
@@ -946,13 +946,6 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-class OneRank:
-    world_size = 1
-
-    async def all_reduce(self, *tensors):
-        pass
-
-
 @pytest.mark.parametrize("kind", ["warm", "cold", "alternating"])
 @pytest.mark.parametrize("feedback", [True, False], ids=["remembers", "forgets"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -960,19 +953,20 @@ def test_a_step_makes_no_tensor_of_the_size_of_a_gradient(dtype, feedback, kind)
     generator = torch.Generator().manual_seed(0)
     sources = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1024, 1024), (2048, 512), (1000,))]
     shapes = [MatrixShape(1, 1024, 1024, 4), MatrixShape(2, 1024, 512, 4), None]
-    errors = [torch.zeros(source.shape) for source in sources[:2]] if feedback else None
     alternating = kind == "alternating"
-    bucket = LowRankBucket(["a", "b", "c"], sources, shapes, None, errors, Factors(), 0, 0, alternating)
-    workspace = Workspace(torch.device("cpu"))
+    bucket = LowRankBucket(sources, shapes, error_feedback=feedback, alternating=alternating)
+    transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
     with Allocations() as allocations:
         for i in range(4):
             if i == 2:
                 allocations.nbytes = []
             if alternating:
-                steps = alternating_all_reduce(bucket, sources, sources, i, OneRank(), workspace)
+                steps = alternating_all_reduce(bucket, sources, sources, i, transport, workspace)
             else:
-                steps = powersgd_all_reduce(bucket, sources, sources, i, kind == "warm", OneRank(), workspace)
-            asyncio.run(steps)
+                steps = powersgd_all_reduce(
+                    bucket, sources, sources, i, transport, workspace, warm_start=kind == "warm"
+                )
+            run_algorithm(steps, transport)
     # All P of the bucket together, in fp64, are 3 * 4 * 1024 * 8 bytes: 1/21 of a matrix in 16 bit.
     assert allocations.nbytes, "the factors' small tensors are seen"
     assert max(allocations.nbytes) <= sources[0].nbytes / 20

@@ -1,4 +1,4 @@
-"""Process groups that come and go: what gradwire opens for one ends with it, and a new one starts clean."""
+"""Destroyed and reinitialised process groups: everything that gradwire opens for a group ends with it."""
 
 import gc
 import os
@@ -73,7 +73,7 @@ def train_in_groups(hook, rendezvous, signals):
 
 @pytest.mark.parametrize("rendezvous", ["env://", "reused store"])
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
-def test_process_group_initialised_anew_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
+def test_reinitialised_process_group_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
     signals = str(tmp_path / "signals")
     outcomes = worlds(2).run_fresh(train_in_groups, hook=hook, rendezvous=rendezvous, signals=signals)
     for outcome in outcomes:
@@ -101,7 +101,7 @@ def destroy_on_one_rank(hook):
 
 
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd"])
-def test_process_group_destroyed_on_one_rank_ends_training_on_all(worlds, hook):
+def test_process_group_destroyed_on_one_rank_raises_on_all(worlds, hook):
     here, peer = worlds(2).run_fresh(destroy_on_one_rank, hook=hook)
     assert here.how == peer.how == "returned", (here, peer)
     assert len(here.value) == len(peer.value) == 2
@@ -112,7 +112,7 @@ def test_process_group_destroyed_on_one_rank_ends_training_on_all(worlds, hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
-def test_process_group_initialised_anew_trains_with_every_hook(worlds, tmp_path, hook):
+def test_reinitialised_process_group_trains_with_every_hook(worlds, tmp_path, hook):
     signals = str(tmp_path / "signals")
     for outcome in worlds(3).run_fresh(train_in_groups, hook=hook, rendezvous="env://", signals=signals):
         assert outcome.how == "returned", outcome

@@ -261,13 +261,13 @@ def assert_parity(world, plan):
 
 @settings(PROPERTY, max_examples=80)
 @given(plan=PLANS)
-def test_law4_any_graph_matches_pytorch(worlds, plan):
+def test_law4_random_graph_matches_pytorch(worlds, plan):
     assert_parity(worlds(2), plan)
 
 
 @settings(PROPERTY, max_examples=40)
 @given(plan=PLANS)
-def test_law4_any_graph_matches_pytorch_on_three_ranks(worlds, plan):
+def test_law4_random_graph_matches_pytorch_on_three_ranks(worlds, plan):
     assert_parity(worlds(3), plan)
 
 
@@ -275,5 +275,5 @@ def test_law4_any_graph_matches_pytorch_on_three_ranks(worlds, plan):
 @pytest.mark.parametrize("size", [2, 3])
 @settings(PROPERTY, max_examples=200)
 @given(plan=PLANS)
-def test_law4_any_of_many_graphs_matches_pytorch(worlds, size, plan):
+def test_law4_many_random_graphs_match_pytorch(worlds, size, plan):
     assert_parity(worlds(size), plan)

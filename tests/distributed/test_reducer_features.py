@@ -21,6 +21,7 @@ from zoo import Probe
 
 import gradwire
 from gradwire.hooks import default_hooks
+from gradwire.hooks._powersgd_checkpoint import entries_of
 
 DDP = gradwire.DistributedDataParallel
 CAP = 0.0001  # MiB: buckets of two or three parameters of `Parts`
@@ -750,7 +751,7 @@ def kept_errors(feature, view):
     for step in range(8):
         ddp.zero_grad()
         ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (4, 6) else (0, 1, 2)).backward()
-        before, error = error, state._memory.errors.get("parts.1.weight", torch.zeros(())).clone()
+        before, error = error, entries_of(state._memory)["errors"].get("parts.1.weight", torch.zeros(())).clone()
         seen.append((before, error, ddp.module.parts[1].weight.grad is not None))
     return seen
 

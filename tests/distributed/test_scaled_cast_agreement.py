@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
-from lockstep import run_in_lockstep, transport_of
+from lockstep import run_in_lockstep
 from training import SMALLEST, WRAPPERS, gradients, register
 from zoo import Probe
 
-from gradwire.compress import BucketScale, DelayedScaling, Gradients, Workspace, scaled_cast_all_reduce
+from gradwire.comm import Transport, Workspace
+from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import SegmentTable
 
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 def step(scales, values, scaling=None, watch=None):
     """One step of a bucket: rank r holds ``scales[r]`` and the gradient ``values[r]``, which becomes the mean."""
-    transport = transport_of(len(scales))
+    transport = Transport(len(scales))
     algorithms = []
     for scale, value in zip(scales, values, strict=True):
         bucket = Gradients([value], SegmentTable([value]))

@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from training import SMALLEST, WRAPPERS, register
 
+from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
-from gradwire.hooks.connections import executor_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 

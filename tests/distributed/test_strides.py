@@ -1,4 +1,4 @@
-"""Gradients and errors lie as their parameters do, element by element, whatever the strides of those."""
+"""Gradients and error memory have the strides of their parameters."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from training import HOOKS, SMALL, WRAPPERS, register
 
+from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 CHANNELS_LAST = {"memory_format": torch.channels_last}
@@ -86,7 +87,11 @@ def steps_with(hook, wrapper, view):
         if step == ASSIGNED:
             assign_row_major(module)
         ddp(**inputs_of(dist.get_rank(), step)).backward()
-        errors = {name: error.clone() for name, error in state._memory.errors.items()} if hook in LOSSY else {}
+        errors = (
+            {name: error.clone() for name, error in entries_of(state._memory)["errors"].items()}
+            if hook in LOSSY
+            else {}
+        )
         gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
         odd = {name for name, parameter in module.named_parameters() if parameter.grad.stride() != expected[name]}
         odd |= {f"error of {name}" for name, error in errors.items() if error.stride() != expected[name]}
@@ -124,7 +129,7 @@ both_modes = pytest.mark.parametrize("view", [False, True], ids=["copies", "view
 
 @both_ddps
 @both_modes
-def test_gradients_keep_strides_and_places(worlds, wrapper, view):
+def test_gradients_keep_the_strides_of_their_parameters(worlds, wrapper, view):
     world = worlds(2)
     results = world.run(with_hooks, hooks=list(EXACT), wrapper=wrapper, view=view)
     assert_layout(results, wrapper)
@@ -138,7 +143,7 @@ def test_gradients_keep_strides_and_places(worlds, wrapper, view):
 
 @both_ddps
 @both_modes
-def test_errors_keep_strides_and_places(worlds, wrapper, view):
+def test_error_memory_keeps_the_strides_of_its_parameters(worlds, wrapper, view):
     """Gradient + old error == result + new error, each element in its place, in the mean over the ranks."""
     world = worlds(2)
     results = world.run(with_hooks, hooks=list(LOSSY), wrapper=wrapper, view=view)

@@ -1,4 +1,4 @@
-"""Transport: which collectives may be under way at once."""
+"""`GroupTransport`: how many sparse all-reduces are in flight, and what it counts."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from bits import assert_same_bits
 from torch import nn
 
 import gradwire
-from gradwire.compress import Transport
+from gradwire.comm import GroupTransport
 
 
 class Unfinished:
@@ -30,7 +30,7 @@ class Unfinished:
 
 
 # Two of a group corrupt the heap, within seconds (docs/log.md).
-def test_one_sparse_all_reduce_is_under_way_at_once():
+def test_sparse_all_reduces_run_one_at_a_time():
     works = []
 
     def allreduce(tensors, options):
@@ -39,7 +39,7 @@ def test_one_sparse_all_reduce_is_under_way_at_once():
         assert sum(work.is_sparse and not work.is_done for work in works) <= 1
         return works[-1]
 
-    transport = Transport(SimpleNamespace(size=lambda: 2, allreduce=allreduce))
+    transport = GroupTransport(SimpleNamespace(size=lambda: 2, allreduce=allreduce))
     dense, sparse = torch.ones(3), torch.eye(3).to_sparse()
     for tensor in [sparse, dense, sparse, dense, sparse]:
         transport.start(transport.all_reduce(tensor))
@@ -47,10 +47,10 @@ def test_one_sparse_all_reduce_is_under_way_at_once():
 
 
 @pytest.mark.parametrize("way", ["run", "start"])
-def test_payload_is_the_bytes_of_every_tensor_once(monkeypatch, way):
+def test_payload_counts_each_tensor_once(monkeypatch, way):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
     group = SimpleNamespace(size=lambda: 2, allreduce=lambda tensors, _: Unfinished(*tensors))
-    transport = Transport(group)
+    transport = GroupTransport(group)
     both = torch.ones(3), torch.ones(5, dtype=torch.bfloat16)
     sizes = []
     for collective in (transport.all_reduce(both[0]), transport.all_reduce(*both), transport.all_reduce_max(both[1])):
@@ -84,7 +84,7 @@ def gradients_of_tables(steps):
 
 
 @pytest.mark.slow
-def test_many_sparse_gradients_are_averaged_for_long(worlds):
+def test_many_sparse_gradients_are_averaged_over_many_steps(worlds):
     results = worlds(2).run(gradients_of_tables, steps=1500, limit=300)
     mean = sum(torch.bincount(words, minlength=50) for words, _ in results) / 2.0
     for _, gradients in results:

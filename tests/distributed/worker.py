@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks.connections import connections_of
+from gradwire.comm.connections import connections_of
 from gradwire.reducer.resynchronization import begin_together
 
 ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}

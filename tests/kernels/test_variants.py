@@ -12,14 +12,13 @@ import torch
 from ahead_of_time import recorded_launches, variant
 
 from gradwire.bench.shapes import buckets, gpt2
+from gradwire.comm import Workspace
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
-    Factors,
     Gradients,
     LowRankBucket,
     LowRankPolicy,
-    Workspace,
     cast_all_reduce,
     powersgd_all_reduce,
     scaled_cast_all_reduce,
@@ -76,14 +75,13 @@ def powersgd(model, rank, factor_dtype):
     workspace, policy, low_rank = Workspace(CPU), LowRankPolicy(rank=rank), []
 
     def bucket(tensors):
-        shapes = [policy.matrix_shape("", tensor) for tensor in tensors]
-        errors = [torch.empty_like(t) for t, shape in zip(tensors, shapes, strict=True) if shape is not None]
-        return LowRankBucket(list(map(str, shapes)), tensors, shapes, factor_dtype, errors, Factors(), 0, STEPS[0])
+        shapes = policy.matrix_shapes(tensors)
+        return LowRankBucket(tensors, shapes, factor_dtype=factor_dtype, iteration=STEPS[0])
 
     def step(iteration):
         low_rank.extend(bucket(tensors) for tensors in model[len(low_rank) :])  # in the first step: it launches, too
         return [
-            powersgd_all_reduce(b, tensors, tensors, iteration, True, OneRank(), workspace)
+            powersgd_all_reduce(b, tensors, tensors, iteration, OneRank(), workspace)
             for b, tensors in zip(low_rank, model, strict=True)
         ]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.hooks.arguments import check_process_group
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.reduce import is_in_place_bucket
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._arguments import check_process_group
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._reduce_bucket import is_zero_copy_bucket
+from gradwire.hooks._types import GradBucket
 
 NUMBERED = "parameter."
 # Submodules that torch.compile, activation checkpointing and FSDP put around a module.
@@ -189,7 +189,7 @@ class ParameterNames:
             ValueError: a parameter is not one of the module's, or appears for the first time after
                 `close`.
         """
-        if is_in_place_bucket(bucket):
+        if is_zero_copy_bucket(bucket):
             return tuple(map(plain_name, bucket.parameter_names()))
         parameters = bucket.parameters()
         unnamed = [parameter for parameter in parameters if parameter not in self._names]
@@ -229,7 +229,7 @@ class NamedState(HookSettings):
         self._names = ParameterNames(self)
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:  # noqa: D102 - see the class
+    def process_group(self) -> dist.ProcessGroup | None:
         return self._process_group
 
     @process_group.setter
@@ -254,7 +254,7 @@ class NamedState(HookSettings):
         """
         self._names.bind(module)
 
-    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:  # noqa: D102
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
         return self._names.of(bucket)
 
     def take_back(self, name: str, gradient: torch.Tensor) -> None:

@@ -26,9 +26,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire._version import __version__
-from gradwire.hooks.connections import connections_of
-from gradwire.hooks.meeting import RanksMissing, describe, differences, gather, timeout_of
-from gradwire.hooks.types import GradBucket
+from gradwire.comm.connections import connections_of
+from gradwire.comm.store_collectives import (
+    RanksMissing,
+    collective_timeout,
+    format_differences,
+    format_ranks,
+    store_all_gather,
+)
+from gradwire.hooks._types import GradBucket
 
 # For the other ranks to shake hands again, or half of the process group's timeout: those that do not come wait in a
 # collective already, and should hear the reason before that times out. The first time, when ranks may still be loading
@@ -127,18 +133,18 @@ def hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
 def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
     """Raise on every rank unless all have the same facts."""
     text = json.dumps(facts, sort_keys=True)
-    timeout = min(AGAIN_TIMEOUT, timeout_of(group) / 2) if again else timeout_of(group)
+    timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
     try:
-        digests = gather(group, _PURPOSE, digest(text), timeout, connections_of(group).check_peers)
+        digests = store_all_gather(group, _PURPOSE, digest(text), timeout, connections_of(group).check_peers)
     except RanksMissing as error:
         problem = (
             f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
             if again
             else f"This rank runs {facts['hook']}, but no hook of gradwire's has begun on"
         )
-        raise RuntimeError(f"{problem} {describe(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
+        raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
     if len(set(digests)) == 1:
         return
-    everybodys = [json.loads(each) for each in gather(group, f"{_PURPOSE}, after a mismatch", text)]
-    lines = differences(everybodys, dist.get_process_group_ranks(group))
+    everybodys = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
+    lines = format_differences(everybodys, dist.get_process_group_ranks(group))
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")

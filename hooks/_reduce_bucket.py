@@ -1,7 +1,7 @@
 """What every hook does: find the bucket's gradients, run an algorithm in order, and hand back the result.
 
 A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's is a list of gradients, read and written where
-they lie, when the reducer itself calls a hook marked with `in_place`. Called by anybody else's wrapper, the same hook
+they lie, when the reducer itself calls a hook marked with `zero_copy`. Called by anybody else's wrapper, the same hook
 sees the flat buffer and returns it, as PyTorch's would.
 """
 
@@ -14,36 +14,40 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.compress import Gradients, Steps, Transport, Workspace, sparse_all_reduce
-from gradwire.hooks.connections import executor_for
-from gradwire.hooks.executor import Tables
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.types import GradBucket
+from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.comm.torch_internals import default_group
+from gradwire.compress import Gradients, sparse_all_reduce
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._types import GradBucket
 from gradwire.kernels import SegmentTable
 
+Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
 Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not an attribute of the function: functools.wraps would copy that to a user's wrapper, which expects flat buffers.
-_in_place_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+_zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+# Layouts of flat buckets, kept from step to step.
+_tables_of: weakref.WeakKeyDictionary[Executor, Tables] = weakref.WeakKeyDictionary()
 
 
-def in_place(hook: Hook) -> Hook:
+def zero_copy(hook: Hook) -> Hook:
     """Mark a hook that asks for a bucket's gradients through `bucket_work`, and so may take them where they lie."""
-    _in_place_hooks.add(hook)
+    _zero_copy_hooks.add(hook)
     return hook
 
 
-def is_in_place(hook: Callable[..., object]) -> bool:
-    """Whether ``hook`` is marked by `in_place`."""
-    return any(marked is hook for marked in _in_place_hooks)  # a hook need not be hashable
+def is_zero_copy(hook: Callable[..., object]) -> bool:
+    """Whether ``hook`` is marked by `zero_copy`."""
+    return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
 
 
-class InPlaceBucket(Protocol):
+class ZeroCopyBucket(Protocol):
     """What gradwire's bucket has besides PyTorch's interface."""
 
     device: torch.device
-    in_place: bool
+    zero_copy: bool
 
     def source(self) -> Gradients:
         """The gradients where they lie."""
@@ -58,9 +62,9 @@ class InPlaceBucket(Protocol):
         """Their names."""
 
 
-def is_in_place_bucket(bucket: GradBucket | InPlaceBucket) -> TypeGuard[InPlaceBucket]:
+def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCopyBucket]:
     """Whether ``bucket`` is gradwire's own."""
-    return hasattr(bucket, "in_place")
+    return hasattr(bucket, "zero_copy")
 
 
 class BucketWork(NamedTuple):
@@ -79,24 +83,24 @@ class BucketWork(NamedTuple):
 
 def is_sparse(bucket: GradBucket) -> bool:
     """Whether it holds the sparse gradient of one parameter, which no hook compresses: see `reduce_bucket`."""
-    return not is_in_place_bucket(bucket) and bucket.buffer().is_sparse
+    return not is_zero_copy_bucket(bucket) and bucket.buffer().is_sparse
 
 
 def bucket_device(bucket: GradBucket) -> torch.device:
     """Where the bucket's gradients are."""
-    return bucket.device if is_in_place_bucket(bucket) else bucket.buffer().device
+    return bucket.device if is_zero_copy_bucket(bucket) else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
     """The real dtype of the bucket's gradients, or of the buffer that a wrapper has put in their place."""
-    if is_in_place_bucket(bucket) and bucket.in_place:
+    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
         return bucket.parameters()[0].dtype.to_real()
     return bucket.buffer().dtype
 
 
 def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     """The gradients of ``bucket``: where they lie if it lends them, else its flat buffer, whose table is kept."""
-    if is_in_place_bucket(bucket) and bucket.in_place:
+    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
         target = bucket.target()
         return BucketWork(bucket.source(), target, target.tensors[0])
     buffer = bucket.buffer()
@@ -125,9 +129,9 @@ def agree(settings: HookSettings, process_group: dist.ProcessGroup | None, bucke
     A hook that remembers something about the bucket before it reduces that calls this first.
 
     Raises:
-        RuntimeError: the ranks run different hooks, or one with different options; see `handshake`.
+        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
     """
-    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    group = process_group if process_group is not None else default_group()
     settings.agree(group, bucket, partial(_layout, bucket))
 
 
@@ -145,13 +149,13 @@ def reduce_bucket(
     one that has nothing to compare.
 
     Raises:
-        RuntimeError: the ranks run different hooks, or one with different options; see `handshake`.
+        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
     """
     if settings is not None:
         agree(settings, process_group, bucket)
     executor = executor_for(process_group, bucket_device(bucket))
     transport, workspaces = executor.transport, executor.workspaces
-    work = bucket_work(bucket, executor.tables) if not is_sparse(bucket) else None
+    work = bucket_work(bucket, _tables_of.setdefault(executor, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
     is_first = bucket.index() == 0
 

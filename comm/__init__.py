@@ -1,0 +1,29 @@
+"""How collectives are issued: transports, executors, wire buffers and process groups. Knows no kernels and no hooks."""
+
+from gradwire.comm.collectives import (
+    Collective,
+    GroupTransport,
+    LocalTransport,
+    Steps,
+    Transport,
+    run_algorithm,
+    wait_for,
+)
+from gradwire.comm.connections import Connections, connections_of, executor_for
+from gradwire.comm.executor import Executor
+from gradwire.comm.workspace import Workspace
+
+__all__ = [
+    "Collective",
+    "Connections",
+    "Executor",
+    "GroupTransport",
+    "LocalTransport",
+    "Steps",
+    "Transport",
+    "Workspace",
+    "connections_of",
+    "executor_for",
+    "run_algorithm",
+    "wait_for",
+]

@@ -1,0 +1,64 @@
+"""Executors run bucket algorithms in bucket order, off the critical path of the backward pass.
+
+An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
+the same collectives in the same order, however long each of them takes.
+
+- `StreamExecutor`, on a GPU: enqueues the whole task on a side stream at once. The host never waits.
+- `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight. It has process groups of its own: two
+  threads that issue collectives on one gloo group take their order from thread timing.
+
+A task that raises is the last to issue collectives: later ones would be matched with those that the peers still issue
+for the failed task. Every later task fails with the same exception; see `gradwire.comm.connections` for what follows.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+from gradwire.comm.collectives import GroupTransport, Steps
+from gradwire.comm.workspace import Workspace
+
+Task = Callable[[Workspace], Steps[Any]]
+
+
+class Executor:
+    """Runs tasks in order. One per process group and device; see `gradwire.comm.connections.executor_for`.
+
+    Attributes:
+        transport: the collectives that tasks await.
+        workspaces: wire buffers, one for each task that may be in flight.
+    """
+
+    def __init__(self, transport: GroupTransport, workspaces: list[Workspace]) -> None:
+        self.transport = transport
+        self.workspaces = workspaces
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task has raised; every later task fails."""
+        raise NotImplementedError
+
+    def submit(self, task: Task) -> Future[Any]:
+        """Run ``task`` in its turn; the future holds its result or its exception. Futures complete in order."""
+        raise NotImplementedError
+
+    def close(self, timeout: float) -> None:
+        """Accept no more tasks, and end when all submitted ones are done.
+
+        Args:
+            timeout: seconds to wait for that end.
+        """
+
+    def abandon(self) -> None:
+        """Accept no more tasks, and fail all unfinished ones, which may wait for a rank that has left."""
+
+
+def let_go_of_locals(error: BaseException | None) -> None:
+    """Clear the local variables in the traceback of ``error``: a work among them keeps gloo's connections open."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -1,0 +1,152 @@
+"""Barriers and gathers through the process group's key-value store, outside of every collective.
+
+They work while collectives are stuck, and a rank that waits knows which ranks are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gradwire.comm.collectives import POLL_SECONDS
+from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, store_of_group
+
+DEFAULT_TIMEOUT = timedelta(minutes=2)
+WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
+MAX_SHOWN = 12  # differences between ranks that an error lists
+
+logger = logging.getLogger(__name__)
+
+
+class RanksMissing(RuntimeError):
+    """Some ranks did not join a store collective in time.
+
+    Attributes:
+        ranks: their numbers in the default group.
+    """
+
+    def __init__(self, purpose: str, ranks: list[int], timeout: timedelta) -> None:
+        who = f"ranks {ranks} have not made it" if ranks else "some ranks have not made it"
+        super().__init__(f"{purpose} is a collective call: {who} within {timeout}. Call it on every rank.")
+        self.ranks = ranks
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def gradwire_store(group: dist.ProcessGroup) -> Store:
+    """The group's key-value store, under a prefix of gradwire's own."""
+    return PrefixStore("gradwire", store_of_group(group))
+
+
+def collective_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The shortest collective timeout of the group's backends."""
+    return min(device_timeouts(group), default=DEFAULT_TIMEOUT)
+
+
+def store_all_gather(
+    group: dist.ProcessGroup,
+    purpose: str,
+    value: str,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    check: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Return the value of every rank, in rank order. A collective call.
+
+    The n-th call on one rank joins the n-th call for the same purpose on every other rank. The first rank that has
+    seen all others, or has given up, decides the outcome for all. A rank that calls after a failed attempt joins the
+    next one.
+
+    Args:
+        group: the ranks that take part.
+        purpose: names the call, in keys and in the error message.
+        value: of this rank, some kilobytes at most.
+        timeout: how long to wait for the other ranks.
+        check: called every `POLL_SECONDS` while waiting; raises to give up.
+
+    Raises:
+        RanksMissing: some ranks did not call within ``timeout``; names them.
+    """
+    store = PrefixStore("meet", gradwire_store(group))
+    attempt = ""
+    while not attempt or _has_failed(store, attempt):
+        attempt = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
+    keys = [f"{attempt}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], value)
+    try:
+        missing = wait_for_ranks(group, store, keys, min(timeout, WARN_AFTER), check)
+        if missing and timeout > WARN_AFTER:
+            logger.warning("%s: still waiting for %s after %s.", purpose, format_ranks(missing), WARN_AFTER)
+            missing = wait_for_ranks(group, store, keys, timeout - WARN_AFTER, check)
+    except BaseException:
+        _decide(store, attempt, "failed")
+        raise
+    if _decide(store, attempt, "failed" if missing else "met") == "failed":
+        raise RanksMissing(purpose, missing, timeout)
+    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
+    return [each.decode() for each in values]
+
+
+def _decide(store: Store, attempt: str, outcome: str) -> str:
+    """Propose an outcome, "met" or "failed"; return that of the first rank to propose one."""
+    if store.add(f"{attempt}/deciders", 1) == 1:
+        store.set(f"{attempt}/outcome", outcome)
+    return store.get(f"{attempt}/outcome").decode()
+
+
+def _has_failed(store: Store, attempt: str) -> bool:
+    return store.check([f"{attempt}/outcome"]) and store.get(f"{attempt}/outcome") == b"failed"
+
+
+def wait_for_ranks(
+    group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
+) -> list[int]:
+    """Wait until every rank has set its key; return the ranks that have not after ``timeout``.
+
+    Args:
+        group: the ranks; those returned are numbered in the default group.
+        store: where the keys are set.
+        keys: one for each rank of the group.
+        timeout: how long to wait.
+        check: called every `POLL_SECONDS`; raises to give up.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            store.wait(keys, timedelta(seconds=max(min(left, POLL_SECONDS), 0.001)))  # 0 would mean no limit
+        except RuntimeError:
+            check()
+        else:
+            return []
+    ranks = zip(dist.get_process_group_ranks(group), keys, strict=True)
+    return [rank for rank, key in ranks if not store.check([key])]
+
+
+def named_barrier(group: dist.ProcessGroup, purpose: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Return once every rank has called it for the same purpose as often as this one; see `store_all_gather`."""
+    store_all_gather(group, purpose, "here", timeout)
+
+
+def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """One line for each fact that differs between ranks: every value, and the ranks that hold it.
+
+    Args:
+        facts_by_rank: the facts of each rank, by name.
+        ranks: the numbers of these ranks.
+    """
+    lines = []
+    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in zip(ranks, facts_by_rank, strict=True):
+            holders.setdefault(facts.get(name, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {format_ranks(of)}" for value, of in holders.items()))
+    if len(lines) > MAX_SHOWN:
+        lines[MAX_SHOWN:] = [f"and {len(lines) - MAX_SHOWN} more differences"]
+    return "".join(f"\n  {line}" for line in lines)
