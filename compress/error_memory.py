@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress.transport import Transport
-from gradwire.kernels.flattening import compute_dtype
-from gradwire.kernels.segments import SegmentTable, memory_order
+from gradwire.kernels import SegmentTable, compute_dtype, memory_order
 
 
 class ErrorMemory:

@@ -22,13 +22,26 @@ from torch import Tensor
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.transport import Transport
 from gradwire.compress.workspace import Workspace
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.lowrank import backproject, can_keep, project, reconstruct
-from gradwire.kernels.matrices import ALIGNMENT, Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.orthogonalization import orthogonalize
-from gradwire.kernels.segments import is_capturing, memory_order
-from gradwire.kernels.warm_start import draw, renew
+from gradwire.kernels import (
+    ALIGN_NUMEL,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    backproject,
+    can_keep,
+    draw,
+    flatten,
+    is_capturing,
+    memory_order,
+    orthogonalize,
+    project,
+    random_key,
+    reconstruct,
+    renew,
+    unflatten,
+)
 
 
 class Factors:
@@ -118,7 +131,7 @@ class LowRankBucket:
         keep = keep and self._errors is not None and can_keep(self.table)
         return Operands(self.table, matrices[0], matrices[1], self._errors, keep)
 
-    def wires(self, workspace: Workspace, sent: Factor, *sizes: tuple[Factor, bool]) -> Wires:
+    def wires(self, workspace: Workspace, sent: FactorLayout, *sizes: tuple[FactorLayout, bool]) -> Wires:
         """Memory of one step: the message of ``sent`` and what is not compressed, and more factors.
 
         Args:
@@ -157,14 +170,14 @@ class LowRankBucket:
             for matrix in memory_order(tensor).view(shape.matrices, shape.rows, shape.columns)
         ]
 
-    def _remembered(self, factor: Factor, names: Sequence[str], known: dict[str, Tensor]) -> Tensor:
+    def _remembered(self, factor: FactorLayout, names: Sequence[str], known: dict[str, Tensor]) -> Tensor:
         """The packed factors of one side, random where ``known`` has none; its entries become views of them."""
         buffer = torch.zeros(factor.numel, dtype=self.table.compute, device=self.table.device)
         draw(factor, self.table.keys, self.step, buffer)
         first = 0
         for i, shape in self._compressed:
             length = factor.lengths[first]
-            distance = -(-factor.sizes[first] // ALIGNMENT) * ALIGNMENT
+            distance = -(-factor.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
             size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
             view = buffer.as_strided(size, stride, factor.offsets[first])
             if names[i] in known and known[names[i]].shape == view.shape:

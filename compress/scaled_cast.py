@@ -22,8 +22,7 @@ from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
 from gradwire.compress.transport import Transport
 from gradwire.compress.workspace import Workspace
-from gradwire.kernels import flatten, unflatten
-from gradwire.kernels.scale import MAX_EXPONENT, update_scale
+from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale
 
 
 @dataclass(frozen=True, kw_only=True)

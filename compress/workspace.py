@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from gradwire.kernels.segments import is_capturing
+from gradwire.kernels import is_capturing
 
 # Bytes; a buffer on any device begins at least so aligned.
 ALIGNMENT = 64

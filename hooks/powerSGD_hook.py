@@ -38,9 +38,7 @@ from gradwire.hooks.meeting import meet
 from gradwire.hooks.parameter_names import NamedState, is_number, parameter_names, plain_name
 from gradwire.hooks.reduce import agree, bucket_dtype, in_place, is_sparse, reduce_bucket
 from gradwire.hooks.types import GradBucket
-from gradwire.kernels import SegmentTable
-from gradwire.kernels.flattening import compute_dtype
-from gradwire.kernels.segments import as_real, gradient_layout
+from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

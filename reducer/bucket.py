@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.compress import Gradients
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.segments import Fitting, gradient_layout
+from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
 from gradwire.reducer import errors
 
 # Of a parameter's name and what was reduced for it, beyond its gradient, but not applied.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradwire.kernels.segments import is_capturing
+from gradwire.kernels import is_capturing
 
 # Of the first iterations, every one is timed.
 WARM_UP = 10
