@@ -1,14 +1,20 @@
-"""What the tests of the benches share: made-up provenance, what a terminal shows of tables, a world of one rank.
+"""What is slow, and fixtures of the bench tests: made-up provenance, printed tables, a world of one rank.
 
 On a machine with a GPU and nothing but torch, triton, pytest and gradwire, only `tests/gpu` is collected.
 """
 
 import io
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pairwise import mark_surplus_cases
 
 MISSING = [
     name for name in ("hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer") if find_spec(name) is None
@@ -20,13 +26,18 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "timeout(seconds): for pytest-timeout, where it is installed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own hook, which deselects slow cases
+def pytest_collection_modifyitems(items):
+    mark_surplus_cases(items)
+
+
 def pytest_report_header():
     return f"not installed: {', '.join(MISSING)}; collecting tests/gpu alone" if MISSING else []
 
 
 @pytest.fixture
 def facts():
-    """Where, when and with what numbers were made."""
+    """Made-up provenance."""
     return {
         "date": "2000-01-01T00:00:00+00:00",
         "gradwire": "1",
@@ -42,12 +53,14 @@ def facts():
 
 @pytest.fixture
 def printed():
-    """What 80 columns show of tables."""
+    """The text of tables in a terminal of 80 columns."""
     from rich.console import Console  # not installed on every machine that runs tests/gpu
+
+    from gradwire.bench.tables import print_tables
 
     def text_of(*tables):
         console = Console(file=io.StringIO(), width=80)
-        console.print(*tables)
+        print_tables(tables, console)
         return console.file.getvalue()
 
     return text_of
