@@ -7,7 +7,7 @@ For each matrix M of n x m, with Q (m x r) from the step before:
     Q = all-reduce(M' P)
     G = P Q',             E = M - G
 
-It sends r (n + m) elements in place of n m. Gradients that are not compressed travel with P.
+It sends r (n + m) elements instead of n m. Gradients that are not compressed travel with P.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -80,7 +80,6 @@ async def powersgd_all_reduce(
     await transport.all_reduce(q)
     renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
     reconstruct(m, p, q, bucket.finite)
-
     bucket.unpack_uncompressed(step, target)
 
 
@@ -112,20 +111,19 @@ async def alternating_all_reduce(
     """
     table, mean = bucket.table, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
-    sends_p = iteration % 2 == 0
-    fixed, before, sent, after = (
-        (table.q, bucket.q, table.p, bucket.p) if sends_p else (table.p, bucket.p, table.q, bucket.q)
-    )
-    step = bucket.start_step(source, target, iteration, workspace, mean, sent=sent, basis=fixed)
-    p, q = (step.sent, step.basis) if sends_p else (step.basis, step.sent)
-
-    orthogonalize(before, fixed, step.basis, bucket.finite)
-    if sends_p:
-        project(step.matrices, q, p, scale=mean)
+    if iteration % 2 == 0:
+        step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.p, basis=table.q)
+        m, p, q = step.matrices, step.sent, step.basis
+        orthogonalize(bucket.q, table.q, q, bucket.finite)
+        project(m, q, p, scale=mean)
+        await transport.all_reduce(*step.messages)
+        renew(p, table.p, table.keys, bucket.counter.add_(1), bucket.p, bucket.finite)
     else:
-        backproject(step.matrices, p, q, scale=mean)
-    await transport.all_reduce(*step.messages)
-    renew(step.sent, sent, table.keys, bucket.counter.add_(1), after, bucket.finite)
-    reconstruct(step.matrices, p, q, bucket.finite)
-
+        step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.q, basis=table.p)
+        m, p, q = step.matrices, step.basis, step.sent
+        orthogonalize(bucket.p, table.p, p, bucket.finite)
+        backproject(m, p, q, scale=mean)
+        await transport.all_reduce(*step.messages)
+        renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
+    reconstruct(m, p, q, bucket.finite)
     bucket.unpack_uncompressed(step, target)

@@ -1,6 +1,6 @@
 """`PowerSGDMemory`: the error feedback and the warm start of one parameter.
 
-    M = G + E,    E = M - (what was applied in place of M)
+    M = G + E,    E = M - (the applied approximation of M)
 
 Nothing is lost: summed over ranks and steps, gradients = results + remaining error.
 """

@@ -19,7 +19,7 @@ from gradwire.kernels import as_real, compute_dtype, gradient_layout, memory_ord
 Memory = Mapping[str, PowerSGDMemory]  # by parameter name
 Entries = dict[str, dict[str, Tensor]]
 
-# How long a rank waits for the others. `state_dict` is short: a rank that waits is probably the only one to call it.
+# How long a rank waits for the others. Short for `state_dict`: a rank that waits is probably the only one to call it.
 STATE_DICT_TIMEOUT = timedelta(seconds=10)
 PREPARE_TIMEOUT = timedelta(minutes=2)
 
@@ -118,7 +118,7 @@ def initial_memory(
 
 
 def check_can_be_saved(names: ParameterNames, has_begun: bool) -> None:
-    """Raise RuntimeError if a checkpoint would have numbers in place of names, or no entries.
+    """Raise RuntimeError if a checkpoint would have numbers for names, or no entries.
 
     Args:
         names: of the parameters. Their model is searched for if it is unknown.

@@ -108,7 +108,7 @@ class PowerSGDOptions:
             name: shape for name, shape in shapes.items() if min(layouts[name].dim(), shape.rows, shape.columns) > 1
         }
         if not matrices:
-            return "No parameter is a matrix, and the rest is sent as it is."
+            return "No parameter is a matrix, and only matrices are compressed."
         compressible = {name: shape for name, shape in matrices.items() if shape.rank > 0}
         if not compressible:
             return "ranks exempts every matrix."

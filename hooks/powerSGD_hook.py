@@ -1,8 +1,8 @@
 """PowerSGD: the names of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
 
-PyTorch's hook runs one matrix at a time. For each bucket it waits three times for collectives and once for the device,
-and its error memory belongs to bucket indices. This hook runs the matrices of a bucket together, waits for two
-collectives and never for the device, and its memory belongs to parameter names: it resumes on any number of ranks.
+Differences from PyTorch's hook: the matrices of a bucket are batched, not looped over. A bucket takes two all-reduces
+instead of three, and no synchronisation with the host. Memory is keyed by parameter name instead of bucket index, so a
+checkpoint resumes with any world size.
 """
 
 import warnings
