@@ -1,7 +1,4 @@
-"""The factors of the next step and their random numbers.
-
-The oracle of the random numbers is SplitMix64 in Python's integers, after the paper.
-"""
+"""The factors of the next step: unit columns, random ones where a column is zero."""
 
 from __future__ import annotations
 
@@ -12,145 +9,16 @@ import pytest
 import torch
 from cases import INTERPRETED, PROPERTY, name
 from exact import Guarded, assert_same_bits
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, assert_within, numbers, packed, rounding, values
+from random_oracle import at, key_of_the_middle, uniform_oracle
 
 from gradwire.kernels import FactorLayout, column_norms, draw, random_key, renew, renew_reference, uniform
-from gradwire.kernels.counter_random import uniform_triton
 from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.language import jit, tl
 
 INF, NAN = float("inf"), float("nan")
 FOLLOWING = (torch.float32, torch.float64)
-MASK = 2**64 - 1
-INT64 = st.integers(-(2**63), 2**63 - 1)
-EXTREMES = (0, 1, -1, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63))
-
-
-def at(step, device="cpu"):
-    """A step as the product keeps it."""
-    return torch.tensor([step], device=device)
-
-
-def splitmix64(state):
-    """The generator of Steele, Lea and Flood: the next state, and the number that comes out."""
-    state = (state + 0x9E3779B97F4A7C15) & MASK
-    z = state
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return state, z ^ (z >> 31)
-
-
-def uniform_oracle(key, step, numel, first=0):
-    """Numbers ``first`` and on of a stream: SplitMix64, seeded with the number after ``step - 1`` of another."""
-    _, state = splitmix64((key + (step - 1) * 0x9E3779B97F4A7C15) & MASK)
-    state = (state + first * 0x9E3779B97F4A7C15) & MASK
-    result = []
-    for _ in range(numel):
-        state, z = splitmix64(state)
-        result.append((2 * (z >> 40) + 1) / 2**24 - 1)
-    return torch.tensor(result, dtype=torch.float64)
-
-
-def test_the_oracle_is_splitmix64():
-    # The first numbers from seed 1234567, as published with several implementations of the generator.
-    state, found = 1234567, []
-    for _ in range(5):
-        state, z = splitmix64(state)
-        found.append(z)
-    assert found == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-
-
-@PROPERTY
-@given(key=INT64, step=INT64)
-@example(key=0, step=0)
-@example(key=2**63 - 1, step=2**63 - 1)
-@example(key=-(2**63), step=-(2**63))
-def test_random_numbers_are_those_of_splitmix64(device, key, step):
-    found = uniform(key, at(step, device), torch.arange(40, device=device))
-    assert found.dtype == torch.float32
-    assert_same_bits(found.cpu().double(), uniform_oracle(key, step, 40), f"stream {key}, {step}")
-
-
-def test_a_stream_is_the_same_at_any_indices(device):
-    long = uniform(5, at(3, device), torch.arange(1000, device=device))
-    for index in ([], [0], [999, 3, 3], [[1, 2], [998, 0]]):
-        index = torch.tensor(index, dtype=torch.int64, device=device)
-        assert_same_bits(uniform(5, at(3, device), index), long[index], f"at {index}")
-
-
-@jit
-def _uniform_kernel(out_ptr, counters_ptr, N: tl.constexpr):
-    offs = tl.arange(0, N)
-    key, step, first = tl.load(counters_ptr), tl.load(counters_ptr + 1), tl.load(counters_ptr + 2)
-    tl.store(out_ptr + offs, uniform_triton(key, step, first + offs))
-
-
-@pytest.mark.parametrize("first", [0, 2**31 - 5, 2**40])
-@pytest.mark.parametrize("step", EXTREMES)
-@pytest.mark.parametrize("key", EXTREMES)
-def test_kernels_draw_the_same_bits(key, step, first, device):
-    if not use_triton(device):
-        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
-    out = torch.full((64,), NAN, device=device)
-    _uniform_kernel[(1,)](out, torch.tensor([key, step, first], device=device), N=64)
-    assert_same_bits(out.cpu().double(), uniform_oracle(key, step, 64, first), f"stream {key}, {step} from {first}")
-    if first == 0:
-        assert_same_bits(out, uniform(key, at(step, device), torch.arange(64, device=device)), f"stream {key}, {step}")
-
-
-N = 1 << 16
-STREAMS = [(0, 0), (0, 1), (1, 0), (2, 0), (-1, 7), (random_key(0, "weight"), 0), (random_key(0, "weight"), 1)]
-
-
-def within_five_sigma(samples, mean, variance, what):
-    deviation = (samples.mean() - mean) / np.sqrt(variance / samples.numel())
-    assert abs(deviation) < 5, f"{what}: the mean is {deviation:.1f} standard deviations off"
-
-
-@pytest.mark.parametrize("key, step", STREAMS)
-def test_a_stream_is_uniform_and_its_numbers_independent(key, step, device):
-    u = uniform(key, at(step, device), torch.arange(N, device=device)).double()
-    assert u.min() > -1
-    assert u.max() < 1
-    within_five_sigma(u, 0, 1 / 3, "u")
-    within_five_sigma(u**2, 1 / 3, 1 / 5 - 1 / 9, "u squared")
-    for lag in (1, 2, 3, 64, 1024):
-        within_five_sigma(u[lag:] * u[:-lag], 0, 1 / 9, f"u times the one {lag} before")
-    counts = torch.histc(u, 256, -1, 1)
-    statistic = ((counts - N / 256) ** 2 / (N / 256)).sum().item()
-    assert abs(statistic - 255) < 5 * np.sqrt(2 * 255), "chi squared of 256 bins"
-    bits = ((u + 1) * 2**23).long()
-    for bit in range(24):
-        within_five_sigma(((bits >> bit) & 1).double(), 0.5, 0.25, f"bit {bit}")
-
-
-def test_streams_are_independent_of_each_other(device):
-    drawn = [uniform(key, at(step, device), torch.arange(N, device=device)).double() for key, step in STREAMS]
-    for i, u in enumerate(drawn):
-        for v in drawn[:i]:
-            assert (u == v).sum() < 5, "two streams share numbers"
-            within_five_sigma(u * v, 0, 1 / 9, "products of two streams")
-
-
-def test_keys_depend_on_seed_and_name_alone():
-    assert random_key(0, "weight") == random_key(0, "weight")
-    keys = {random_key(seed, name) for seed in (0, 1, -1, 2**70) for name in ("", "a", "b", "a/0", "a/1", "0/a", "ä")}
-    assert len(keys) == 28
-    assert all(-(2**63) <= key < 2**63 for key in keys)
-    assert min(keys) < 0 < max(keys), "all 64 bits are used"
-
-
-def test_keys_are_those_of_earlier_versions():
-    # States that are resumed draw the columns that they would have drawn.
-    assert random_key(0, "weight") == -2227690008018053774
 
 
 class Renewal:
@@ -214,7 +82,7 @@ def factors(draw):
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 @PROPERTY
 @given(rows=factors(), step=st.sampled_from((0, 1, 2**31 - 1, 2**40)), offset=st.sampled_from((0, 1, 3)))
-def test_rows_become_unit_vectors_and_zero_rows_random_ones(wire, following, device, rows, step, offset):
+def test_renew_normalises_rows_and_draws_zero_rows(wire, following, device, rows, step, offset):
     keys = [random_key(step, str(i)) for i in range(len(rows))]
     renewal = Renewal(rows, wire, following, device, keys=keys, step=step, offset=offset)
     for i in range(len(rows)):
@@ -223,7 +91,7 @@ def test_rows_become_unit_vectors_and_zero_rows_random_ones(wire, following, dev
 
 @pytest.mark.parametrize("following", FOLLOWING, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_the_reference_does_the_same(wire, following, device):
+def test_renew_reference_normalises_rows_and_draws_zero_rows(wire, following, device):
     rows = [
         torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((3, 40), (1, 1), (2, 9), (2, 5))
     ]
@@ -238,14 +106,14 @@ def test_the_reference_does_the_same(wire, following, device):
 
 
 @pytest.mark.parametrize("shape", [(2, 1023), (1, 1024), (1, 1025), (2, 2049)], ids=str)
-def test_long_rows_become_unit_vectors(shape, device):
+def test_renew_normalises_rows_longer_than_a_block(shape, device):
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     rows[-1] = 0
     for wire in (torch.float32, torch.bfloat16):
         Renewal([rows, torch.ones(1, 3)], wire, torch.float32, device).check(0)
 
 
-def test_the_last_element_of_a_long_row_counts(device):
+def test_renew_of_long_row_includes_last_element(device):
     row = torch.zeros(1, 2049)
     row[0, -1] = -1e30
     renewal = Renewal([row], torch.float32, torch.float32, device)
@@ -256,7 +124,7 @@ def test_the_last_element_of_a_long_row_counts(device):
 
 
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_the_scale_of_a_row_does_not_matter(wire, device):
+def test_result_is_independent_of_scale_of_rows(wire, device):
     rows = numbers(torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).to(wire))
     first = Renewal([rows], wire, torch.float32, device).after[0]
     for power in (2.0**-100, 2.0**-64, 2.0**64, 2.0**100):
@@ -265,7 +133,7 @@ def test_the_scale_of_a_row_does_not_matter(wire, device):
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
-def test_the_largest_and_smallest_numbers_are_ordinary(wire, device):
+def test_largest_and_smallest_normal_numbers_are_ordinary_input(wire, device):
     info = torch.finfo(wire)
     rows = torch.tensor([[info.max, -info.max, info.max], [info.smallest_normal, 0, -info.smallest_normal]])
     Renewal([rows], wire, torch.float32, device).check(0)
@@ -274,12 +142,12 @@ def test_the_largest_and_smallest_numbers_are_ordinary(wire, device):
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("following", FOLLOWING, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_a_factor_that_is_not_finite_leaves_the_next_one_as_it_was_and_clears_the_flag(wire, following, poison, device):
+def test_renew_of_non_finite_factor_keeps_next_factor_and_clears_flag(wire, following, poison, device):
     rows = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((2, 9), (1, 1), (3, 40))]
     clean = Renewal(rows, wire, following, device)
-    for hit, at in ((0, (0, 0)), (0, (1, 8)), (1, (0, 0)), (2, (1, 20))):
+    for hit, place in ((0, (0, 0)), (0, (1, 8)), (1, (0, 0)), (2, (1, 20))):
         poisoned = [q.clone() for q in rows]
-        poisoned[hit][at] = poison
+        poisoned[hit][place] = poison
         renewal = Renewal(poisoned, wire, following, device)
         assert renewal.flags == [int(i != hit) for i in range(3)]
         for i in range(3):
@@ -287,13 +155,13 @@ def test_a_factor_that_is_not_finite_leaves_the_next_one_as_it_was_and_clears_th
             assert_same_bits(renewal.after[i], expected, f"factor {i} with {poison} in {hit}")
 
 
-def test_two_factors_that_are_not_finite_both_tell(device):
+def test_renew_of_two_non_finite_factors_clears_both_flags(device):
     rows = [torch.tensor([[NAN, 1.0]]), torch.ones(1, 3), torch.tensor([[1.0, 2.0], [3.0, INF]])]
     assert Renewal(rows, torch.float32, torch.float32, device).flags == [0, 1, 0]
 
 
 @pytest.mark.parametrize("following", FOLLOWING, ids=name)
-def test_a_flag_that_is_cleared_already_leaves_the_next_factor_as_it_was(following, device):
+def test_renew_with_cleared_flag_keeps_next_factor(following, device):
     rows = [torch.ones(2, 5), torch.zeros(1, 4), torch.ones(1, 3), torch.full((1, 2), NAN)]
     renewal = Renewal(rows, torch.float32, following, device, flags=[0, 0, 1, 0])
     assert renewal.flags == [0, 0, 1, 0]
@@ -302,7 +170,7 @@ def test_a_flag_that_is_cleared_already_leaves_the_next_factor_as_it_was(followi
     renewal.check(2)
 
 
-def test_zero_is_zero_with_either_sign(device):
+def test_renew_draws_same_rows_for_negative_zero(device):
     plus, minus = (Renewal([torch.zeros(2, 6) * s], torch.float32, torch.float32, device) for s in (1, -1))
     plus.check(0)
     assert_same_bits(minus.after[0], plus.after[0], "minus zero")
@@ -320,14 +188,14 @@ def drawn(keys, step, dtype, device, layout=LAYOUT):
 
 
 @pytest.mark.parametrize("dtype", FOLLOWING, ids=name)
-def test_drawn_factors_are_those_of_zero_factors(dtype, device):
+def test_draw_matches_renew_of_zero_factors(dtype, device):
     renewal = Renewal(ZEROS, dtype, dtype, device, keys=[7, -7, 2**60], step=3)
     for i, found in enumerate(drawn([7, -7, 2**60], 3, dtype, device)):
         renewal.check(i, 3)
         assert_same_bits(found, renewal.after[i], f"factor {i}")
 
 
-def test_drawn_factors_depend_on_key_and_step_and_on_nothing_else(device):
+def test_draw_depends_on_key_and_step_alone(device):
     keys = [7, 8, 9]
     first = drawn(keys, 3, torch.float32, device)
     for i, found in enumerate(drawn(keys, 3, torch.float32, device)):
@@ -339,30 +207,12 @@ def test_drawn_factors_depend_on_key_and_step_and_on_nothing_else(device):
     assert_same_bits(alone, first[1], "without its neighbours")
 
 
-def test_matrices_with_one_key_draw_the_same(device):
+def test_draw_with_equal_keys_gives_equal_columns(device):
     first, second = drawn([7, 7], 0, torch.float32, device, FactorLayout([2, 2], [9, 9]))
     assert_same_bits(second, first, "the same key")
 
 
-def key_of_the_middle():
-    """A key whose first random bits, in step 0, are 100...0, the middle: SplitMix64 backwards."""
-
-    def undo_shift(z, bits):
-        x = z
-        for _ in range(64 // bits):
-            x = z ^ (x >> bits)
-        return x
-
-    def undo_mix(z):
-        z = undo_shift(z, 31)
-        z = undo_shift((z * pow(0x94D049BB133111EB, -1, 2**64)) & MASK, 27)
-        return undo_shift((z * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & MASK, 30)
-
-    key = undo_mix((undo_mix(2**63) - 0x9E3779B97F4A7C15) & MASK)
-    return key - 2**64 if key >= 2**63 else key
-
-
-def test_no_random_number_is_zero(device):
+def test_uniform_of_middle_bits_is_not_zero(device):
     # Were the middle zero, one in 2^24 rows of one element would be NaN, and stay so for the rest of the run.
     assert (
         uniform(key_of_the_middle(), at(0, device), torch.zeros((), dtype=torch.int64, device=device)).item()
@@ -381,7 +231,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("side", ["wire", "following"])
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
+def test_misfitting_buffer_raises(misfit, side, device):
     good = torch.full((96,), 3.0, device=device)
     bad = MISFITS[misfit](device)
     wire, following = (bad, good) if side == "wire" else (good, bad)
@@ -394,14 +244,14 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
 
 
 @pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
-def test_step_of_another_dtype_or_size_is_refused(step, device):
+def test_step_of_wrong_dtype_or_size_raises(step, device):
     buffer = torch.full((96,), 3.0, device=device)
     with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
         draw(FactorLayout([2], [48]), [0], step.to(device), buffer)
     assert (buffer == 3).all()
 
 
-def test_replayed_launches_draw_the_columns_of_the_step_in_device_memory(device, monkeypatch):
+def test_replayed_launches_draw_columns_of_step_in_device_memory(device, monkeypatch):
     if not use_triton(device):
         pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
     layout, keys, launches = FactorLayout([2], [9]), [7], []

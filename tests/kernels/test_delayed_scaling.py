@@ -77,7 +77,7 @@ options = st.fixed_dictionaries(
     counters=st.tuples(*[st.integers(0, 2**40)] * 3, st.integers(0, 1)),
     is_last=st.booleans(),
 )
-def test_update_matches_reference_and_formula(device, exponent, calibrated, absmax, options, counters, is_last):
+def test_update_scale_matches_reference_and_formula(device, exponent, calibrated, absmax, options, counters, is_last):
     state, reference = (State(exponent, calibrated, absmax, counters, device) for _ in range(2))
     update_scale(*state.tensors(), **options, is_last=is_last)
     update_scale_reference(*reference.tensors(), **options, is_last=is_last)
@@ -95,7 +95,7 @@ def test_update_matches_reference_and_formula(device, exponent, calibrated, absm
     assert state.counters.window.tolist() == expected
 
 
-def test_scales_are_exact_powers_of_two_at_every_exponent(device):
+def test_scales_at_every_exponent_are_exact_powers_of_two(device):
     for exponent in range(-MAX_EXPONENT, MAX_EXPONENT + 1):
         state = State(exponent, 1, NAN, [0, 0, 0, 0], device)
         update_scale(*state.tensors(), **{**OPTIONS, "inverse_world": 1.0}, is_last=True)
@@ -105,7 +105,7 @@ def test_scales_are_exact_powers_of_two_at_every_exponent(device):
 
 @settings(PROPERTY, max_examples=10 if INTERPRETED else 40)
 @given(start=exponents, calibrated=st.integers(0, 1), options=options, steps=st.lists(absmaxima, max_size=12))
-def test_the_exponent_stays_in_range_whatever_comes(device, start, calibrated, options, steps):
+def test_exponent_for_any_input_stays_in_range(device, start, calibrated, options, steps):
     state = State(start, calibrated, 0.0, [0, 0, 0, 0], device)
     for absmax in steps:
         state.absmax.window.fill_(absmax)
@@ -126,7 +126,7 @@ def test_the_exponent_stays_in_range_whatever_comes(device, start, calibrated, o
 )
 @example(start=100, calibrated=1, absmax=1.5, options=OPTIONS)
 @example(start=-100, calibrated=1, absmax=1.5, options={**OPTIONS, "growth": 16})
-def test_a_constant_gradient_brings_the_exponent_to_its_target_for_good(device, start, calibrated, absmax, options):
+def test_exponent_for_constant_gradient_reaches_target_and_stays(device, start, calibrated, absmax, options):
     target = clamp(options["top"] - 1 - options["margin"] - (math.frexp(absmax)[1] - 1))
     state = State(start, calibrated, 0.0, [0, 0, 0, 0], device)
     needed = 3 + (2 * MAX_EXPONENT + options["backoff"]) // options["growth"]
@@ -141,7 +141,7 @@ def test_a_constant_gradient_brings_the_exponent_to_its_target_for_good(device, 
         update_scale(*state.tensors(), **options, is_last=True)
 
 
-def test_the_same_inputs_give_the_same_bits(device):
+def test_update_scale_called_twice_gives_same_bits(device):
     states = [State(7, 1, 3.25, [1, 2, 3, 0], device) for _ in range(2)]
     for state in states:
         update_scale(*state.tensors(), **OPTIONS, is_last=False)
@@ -166,13 +166,13 @@ def test_the_same_inputs_give_the_same_bits(device):
         ((0, 0), 2.0**-149, (MAX_EXPONENT, 1)),
     ],
 )
-def test_updates_written_down(before, absmax, after, device):
+def test_update_scale_gives_written_down_exponents(before, absmax, after, device):
     state = State(*before, absmax, [0, 0, 0, 0], device)
     update_scale(*state.tensors(), **OPTIONS, is_last=True)
     assert tuple(state.exponent.window.tolist()) == after
 
 
-def test_a_step_with_several_nonfinite_buckets_counts_once(device):
+def test_step_with_several_non_finite_buckets_counts_once(device):
     counters = torch.zeros(4, dtype=torch.int64, device=device)
     for step, (absmaxima, expected) in enumerate([((NAN, 1.0, INF), 1), ((1.0, 2.0, 3.0), 1), ((1.0, 1.0, NAN), 2)]):
         for bucket, absmax in enumerate(absmaxima):

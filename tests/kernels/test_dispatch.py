@@ -16,7 +16,7 @@ def choose(monkeypatch):
     return lambda choice: monkeypatch.setenv("GRADWIRE_KERNELS", choice)
 
 
-def test_kernels_run_on_cpu_tensors_only_in_the_interpreter(monkeypatch, choose):
+def test_cpu_tensors_use_triton_only_in_interpreter(monkeypatch, choose):
     monkeypatch.delenv("GRADWIRE_KERNELS", raising=False)
     assert is_interpreted() == INTERPRETED
     assert use_triton(CPU) == INTERPRETED
@@ -24,7 +24,7 @@ def test_kernels_run_on_cpu_tensors_only_in_the_interpreter(monkeypatch, choose)
     assert use_triton(CPU) == INTERPRETED
 
 
-def test_kernels_run_on_gpu_tensors_unless_told_otherwise(choose):
+def test_gpu_tensors_use_triton_unless_torch_is_chosen(choose):
     choose("auto")
     assert use_triton(CUDA)
     choose("triton")
@@ -33,7 +33,7 @@ def test_kernels_run_on_gpu_tensors_unless_told_otherwise(choose):
     assert not use_triton(CUDA)
 
 
-def test_torch_is_always_possible(choose):
+def test_choice_torch_works_on_cpu(choose):
     choose("torch")
     assert not use_triton(CPU)
     out = torch.empty(2, dtype=torch.float16)
@@ -42,7 +42,7 @@ def test_torch_is_always_possible(choose):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
-def test_asking_for_triton_where_it_cannot_run_names_the_remedy(choose):
+def test_choice_triton_on_cpu_raises_with_remedy(choose):
     choose("triton")
     remedy = r"GRADWIRE_KERNELS=triton, but the tensors are on cpu: .* TRITON_INTERPRET=1 .* Set GRADWIRE_KERNELS=auto"
     with pytest.raises(RuntimeError, match=remedy):
@@ -51,7 +51,7 @@ def test_asking_for_triton_where_it_cannot_run_names_the_remedy(choose):
         unflatten(torch.ones(2), [torch.empty(2)])
 
 
-def test_other_choices_are_refused(choose):
+def test_unknown_choice_raises(choose):
     choose("cuda")
     with pytest.raises(ValueError, match=r"GRADWIRE_KERNELS is 'cuda'; expected one of auto, triton, torch"):
         use_triton(CPU)
@@ -65,7 +65,7 @@ def without_triton(monkeypatch):
     is_interpreted.cache_clear()
 
 
-def test_without_triton_nothing_runs_as_a_kernel(without_triton, choose):
+def test_missing_triton_disables_kernels(without_triton, choose):
     choose("auto")
     assert not use_triton(CPU) and not use_triton(CUDA)
     choose("triton")
@@ -85,12 +85,12 @@ assert gradient.tolist() == [1.0, 70016.0], gradient
 """
 
 
-def test_the_library_works_without_triton_installed():
+def test_flatten_and_unflatten_work_without_triton_installed():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_kernels_reads_no_environment_and_touches_no_device():
+def test_import_reads_no_environment_and_touches_no_device():
     probe = "import gradwire.kernels, torch, sys; assert not torch.cuda.is_initialized()"
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", probe],

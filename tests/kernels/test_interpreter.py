@@ -20,7 +20,7 @@ def _cast_kernel(source_ptr, out_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=name)
-def test_casts_from_fp32_round_to_nearest_even(target):
+def test_interpreter_casts_from_fp32_round_to_nearest_even(target):
     integers = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=torch.Generator().manual_seed(0))
     source = integers.to(torch.int32).view(torch.float32)
     source[:5] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 65520.0, 1 + 2.0**-11, torch.finfo(torch.float32).max])
@@ -39,7 +39,7 @@ def test_casts_from_fp32_round_to_nearest_even(target):
         (torch.bfloat16, 2.0**-1074, 0.0),
     ],
 )
-def test_casts_from_fp64_round_once(target, value, expected):
+def test_interpreter_casts_from_fp64_round_once(target, value, expected):
     out = torch.full((1,), torch.nan, dtype=target)
     _cast_kernel[(1,)](torch.tensor([value], dtype=torch.float64), out, N=1)
     assert out.item() == expected
@@ -74,7 +74,7 @@ def _address_kernel(base, start_ptr, out_ptr, INDEX: tl.constexpr):
 
 
 @pytest.mark.parametrize("index, is_right", [(tl.int64, True), (tl.int32, False)], ids=["int64", "int32"])
-def test_the_probe_tells_64_bit_indices_from_32_bit_ones(index, is_right):
+def test_address_probe_tells_64_bit_indices_from_32_bit_indices(index, is_right):
     base, start = 2**46, 2**31 + 5
     out = torch.zeros(1, dtype=torch.int64)
     _address_kernel[(1,)](base, torch.tensor([start]), out, INDEX=index)

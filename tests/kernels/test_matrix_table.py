@@ -16,7 +16,7 @@ def table(*matrices, dtype=torch.float32):
     return MatrixTable([Matrix(*matrix) for matrix in matrices], dtype, CPU)
 
 
-def test_factors_are_packed_in_list_order_each_64_aligned_bytes_of_fp32():
+def test_factors_are_packed_in_list_order_and_aligned():
     layout = table((5, 7, 2), (3, 3, 3), (1, 32, 1), (9, 4, 4))
     p, q = layout.p, layout.q
     assert (p.ranks, p.lengths, p.sizes, p.offsets) == ([2, 3, 1, 4], [5, 3, 1, 9], [10, 9, 1, 36], [0, 16, 32, 48])
@@ -25,14 +25,14 @@ def test_factors_are_packed_in_list_order_each_64_aligned_bytes_of_fp32():
     assert (q.numel, q.has_gaps) == (80, True)
 
 
-def test_factors_of_whole_units_have_no_gaps():
+def test_factors_of_aligned_size_have_no_gaps():
     factor = FactorLayout([1, 2, 4], [16, 24, 4])
     assert (factor.offsets, factor.numel, factor.has_gaps) == ([0, 16, 64], 80, False)
 
 
 @PROPERTY
 @given(drawn=st.lists(places(), min_size=1, max_size=8))
-def test_views_are_disjoint_in_order_and_less_than_one_unit_apart(drawn):
+def test_views_are_disjoint_in_order_and_minimally_padded(drawn):
     layout = MatrixTable([Matrix(p.rows, p.columns, p.rank) for p in drawn], torch.float32, CPU)
     for factor, lengths in ((layout.p, [p.rows for p in drawn]), (layout.q, [p.columns for p in drawn])):
         buffer = torch.arange(factor.numel)
@@ -48,7 +48,7 @@ def test_views_are_disjoint_in_order_and_less_than_one_unit_apart(drawn):
         assert factor.has_gaps == (factor.numel != sum(view.numel() for view in views))
 
 
-def test_views_are_the_buffers_own_memory():
+def test_views_share_memory_with_buffer():
     factor = FactorLayout([2, 1], [3, 4])
     buffer = torch.zeros(factor.numel)
     first, second = factor.views(buffer)
@@ -57,20 +57,20 @@ def test_views_are_the_buffers_own_memory():
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_arithmetic_is_in_fp32_but_for_fp64(dtype):
+def test_compute_dtype_is_fp32_except_for_fp64(dtype):
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     assert table((2, 2, 1), dtype=dtype).compute == expected
     assert table((2, 2, 1), dtype=dtype).scratch(0).dtype == expected
 
 
-def test_a_table_remembers_its_matrices_and_keys():
+def test_table_keeps_matrices_and_keys():
     matrices = [Matrix(5, 7, 2, -(2**63)), Matrix(3, 3, 3), Matrix(1, 9, 1, 2**63 - 1)]
     layout = MatrixTable(matrices, torch.bfloat16, CPU)
     assert (layout.matrices, layout.dtype, layout.device, len(layout)) == (matrices, torch.bfloat16, CPU, 3)
     assert layout.keys == [-(2**63), 0, 2**63 - 1]
 
 
-def test_a_table_does_not_follow_its_list():
+def test_table_is_independent_of_callers_list():
     matrices = [Matrix(5, 7, 2)]
     layout = MatrixTable(matrices, torch.float32, CPU)
     matrices.append(Matrix(1, 1, 1))
@@ -78,7 +78,7 @@ def test_a_table_does_not_follow_its_list():
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1000, 3), (3, 300_001), (1, 2**19), (2**19, 1), (700, 600)])
-def test_scratch_holds_a_block_of_rows_of_each_matrix(shape):
+def test_scratch_holds_block_of_rows_of_each_matrix(shape):
     layout = table((2, 3, 1), (*shape, 1))
     scratch = layout.scratch(1)
     assert 1 <= len(scratch) <= shape[0]
@@ -88,13 +88,13 @@ def test_scratch_holds_a_block_of_rows_of_each_matrix(shape):
     assert layout.scratch(0).shape == (2, 3)
 
 
-def test_an_empty_table_is_refused():
+def test_empty_table_raises():
     with pytest.raises(ValueError, match=r"at least one matrix; got an empty list"):
         MatrixTable([], torch.float32, CPU)
 
 
 @pytest.mark.parametrize("rows, columns, rank", [(4, 6, 5), (6, 4, 5), (4, 6, 0), (4, 6, -1), (0, 6, 1), (6, 0, 0)])
-def test_ranks_that_no_matrix_of_the_size_has_are_refused(rows, columns, rank):
+def test_impossible_rank_raises(rows, columns, rank):
     message = rf"Matrix 1 is {rows} x {columns} with rank {rank}; expected 1 to min\(rows, columns\)"
     with pytest.raises(ValueError, match=message):
         table((2, 2, 1), (rows, columns, rank))
@@ -111,14 +111,14 @@ def test_ranks_that_no_matrix_of_the_size_has_are_refused(rows, columns, rank):
     ],
     ids=["short", "long", "empty", "2-D", "strided"],
 )
-def test_buffers_that_do_not_fit_are_refused(buffer, shape):
+def test_misfitting_buffer_raises(buffer, shape):
     with pytest.raises(
         ValueError, match=rf"^the wire has shape {shape}; expected a contiguous 1-D tensor of 32 elements"
     ):
         FactorLayout([2, 1], [8, 16]).check(buffer, "the wire")
 
 
-def test_buffers_that_fit_are_taken():
+def test_fitting_buffer_is_accepted():
     FactorLayout([2, 1], [8, 16]).check(torch.empty(34)[1:33], "the wire")
 
 
@@ -132,7 +132,7 @@ def operands(layout, *, keep=False, has_error=True, **replaced):
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_matrices_that_fit_are_taken(dtype):
+def test_fitting_matrices_are_accepted(dtype):
     layout = table((2, 3, 1), (4, 1, 1), dtype=dtype)
     operands(layout).check()
     operands(layout, has_error=False).check()
@@ -141,7 +141,7 @@ def test_matrices_that_fit_are_taken(dtype):
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_m_is_kept_only_with_error_feedback_and_where_the_target_is_as_wide(dtype):
+def test_keep_without_error_feedback_or_wide_target_raises(dtype):
     layout = table((2, 3, 1), dtype=dtype)
     message = rf"M can be kept only with error feedback and in {layout.compute}, not in {dtype}"
     with pytest.raises(ValueError, match=message):
@@ -152,7 +152,7 @@ def test_m_is_kept_only_with_error_feedback_and_where_the_target_is_as_wide(dtyp
 
 
 @pytest.mark.parametrize("part", ["source", "target", "error"])
-def test_lists_of_another_length_are_refused(part):
+def test_list_of_wrong_length_raises(part):
     layout = table((2, 3, 1), (4, 1, 1))
     for count in (0, 1, 3):
         with pytest.raises(ValueError, match=rf"Got {count} matrices for a table of 2"):
@@ -170,13 +170,13 @@ MISFITS = {
 
 @pytest.mark.parametrize("part", ["source", "target", "error"])
 @pytest.mark.parametrize("misfit, found", MISFITS.values(), ids=MISFITS)
-def test_matrices_of_another_layout_are_refused(misfit, found, part):
+def test_matrix_of_wrong_layout_raises(misfit, found, part):
     layout = table((4, 1, 1), (2, 3, 1))
     with pytest.raises(ValueError, match=rf"Matrix 1 is {found}; expected a contiguous torch\.float32 \(2, 3\)"):
         operands(layout, **{part: [torch.empty(4, 1), misfit]}).check()
 
 
-def test_the_error_memory_is_as_wide_as_the_arithmetic():
+def test_error_memory_narrower_than_arithmetic_raises():
     layout = table((2, 3, 1), dtype=torch.bfloat16)
     narrow = [torch.empty(2, 3, dtype=torch.bfloat16)]
     with pytest.raises(

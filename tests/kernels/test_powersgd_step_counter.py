@@ -34,7 +34,7 @@ def factors_after(kind, iterations):
 
 
 @pytest.mark.parametrize("kind", ["warm", "cold", "alternating"])
-def test_captured_step_counts_on_from_the_step_before(kind, monkeypatch):
+def test_captured_step_continues_from_previous_step(kind, monkeypatch):
     eager, after = factors_after(kind, [10, 11, 12])
     assert after == 13
     monkeypatch.setattr(powersgd_bucket, "is_capturing", lambda _: True)
@@ -44,7 +44,7 @@ def test_captured_step_counts_on_from_the_step_before(kind, monkeypatch):
     assert_same_bits(captured, eager, "the factors of the next step")
 
 
-def test_step_is_the_hosts_number_where_nothing_is_captured():
+def test_eager_step_uses_the_hosts_number():
     first, _ = factors_after("warm", [10, 11, 500])
     second, step = factors_after("warm", [500])
     assert step == 501

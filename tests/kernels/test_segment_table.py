@@ -1,5 +1,3 @@
-import gc
-import weakref
 from itertools import product
 
 import pytest
@@ -9,7 +7,7 @@ from exact import as_float64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import Fitting, Matrix, MatrixTable, SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels import Fitting, SegmentTable, memory_order, segment_table, uploads
 from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
 
 
@@ -36,7 +34,7 @@ def test_segments_are_packed_in_list_order(device, dtype, case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)
 @PROPERTY
 @given(case=cases())
-def test_the_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
+def test_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
     tensors = case.views(case.sources(dtype, device))
     table = SegmentTable(tensors)
     packed = table.packed(tensors)
@@ -66,7 +64,7 @@ def test_blocks_cover_the_wire_once_in_order(case, block):
         assert end == table.numel
 
 
-def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypatch):
+def test_addresses_are_uploaded_again_only_after_a_change(device, monkeypatch):
     sizes = []
     pinned = uploads.pinned
     monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
@@ -86,86 +84,26 @@ def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypat
     assert packed[2:4].tolist() == [5000, 3]
 
 
-@pytest.fixture
-def sources(monkeypatch):
-    """Weak references to the host tensors that are sent to the device."""
-    references = []
-    pinned = uploads.pinned
-
-    def watched(numbers, device):
-        source = pinned(numbers, device)
-        references.append(weakref.ref(source))
-        return source
-
-    monkeypatch.setattr(uploads, "pinned", watched)
-    return references
-
-
-def packed_table(tensors):
-    table = SegmentTable(tensors)
-    return table, table.packed
-
-
-def address_table(tensors):
-    table = MatrixTable([Matrix(*t.shape, 1) for t in tensors], tensors[0].dtype, tensors[0].device)
-    return table, lambda tensors: table.addresses(tensors, tensors, tensors)
-
-
-of_both_tables = pytest.mark.parametrize("make", [packed_table, address_table], ids=["segments", "matrices"])
-
-
-@of_both_tables
-def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, device, monkeypatch):
-    lists = [tensors_of((4, 5), (2, 3), device=device) for _ in range(4)]
-    table, upload = make(lists[0])
-    for tensors, is_captured in zip(lists, (True, True, False, False), strict=True):
-        monkeypatch.setattr(uploads, "is_capturing", lambda _, is_captured=is_captured: is_captured)
-        upload(tensors)
-    gc.collect()
-    assert [source() is not None for source in sources] == [True, True, False, False]
-    del table, upload
-    gc.collect()
-    assert not any(source() for source in sources)
-
-
-def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, monkeypatch):
-    table = MatrixTable([Matrix(4, 5, 1)], torch.float32, device)
-    monkeypatch.setattr(uploads, "is_capturing", lambda _: True)
-    table.packed()
-    gc.collect()
-    assert [source() is not None for source in sources] == [True]
-
-
-@of_both_tables
-def test_device_table_stays_at_one_address_when_pointers_change(make, device):
-    first, second = tensors_of((4, 5), (2, 3), device=device), tensors_of((4, 5), (2, 3), device=device)
-    _, upload = make(first)
-    address = upload(first).data_ptr()
-    moved = upload(second)
-    assert moved.data_ptr() == address, "a captured graph would read freed memory"
-    assert moved[:2].tolist() == [tensor.data_ptr() for tensor in second]
-
-
 @given(
     dimensions=st.lists(
         st.tuples(st.sampled_from((0, 1, 1, 2, 3, 4)), st.sampled_from((0, 1, 2, 3, 4, 6, 8, 12))), max_size=4
     )
 )
 @PROPERTY
-def test_dense_means_that_every_address_is_used_once(dimensions):
+def test_dense_layout_uses_every_address_once(dimensions):
     shape, strides = [d[0] for d in dimensions], [d[1] for d in dimensions]
     addresses = [sum(i * s for i, s in zip(at, strides, strict=True)) for at in product(*map(range, shape))]
     assert is_dense(shape, strides) == (sorted(addresses) == list(range(len(addresses))))
 
 
-def test_a_slice_without_elements_has_no_gaps():
+def test_empty_slice_is_dense():
     assert is_dense((0, 3), torch.empty(4, 6)[:0, ::2].stride())
 
 
 @pytest.mark.parametrize("dtype", SOURCES, ids=name)
 @PROPERTY
 @given(case=cases())
-def test_memory_order_is_the_order_of_addresses(dtype, case):
+def test_memory_order_sorts_elements_by_address(dtype, case):
     guarded = case.sources(dtype, "cpu")
     for one, tensor in zip(guarded, case.views(guarded), strict=True):
         flat = memory_order(tensor)
@@ -187,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("tensors, message", REFUSED.values(), ids=REFUSED)
-def test_lists_that_no_table_can_describe_are_refused(tensors, message):
+def test_indescribable_list_raises(tensors, message):
     with pytest.raises(ValueError, match=message):
         SegmentTable(tensors)
 
@@ -210,13 +148,13 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("tensors, message", MISFITS.values(), ids=MISFITS)
-def test_tensors_that_do_not_fit_the_table_are_refused(tensors, message):
+def test_misfitting_tensors_raise(tensors, message):
     table = SegmentTable([other()])
     with pytest.raises(ValueError, match=message):
         table.check(tensors, torch.empty(12))
 
 
-def test_another_dtype_at_the_same_address_is_refused():
+def test_other_dtype_at_same_address_raises():
     tensor = other()
     table = SegmentTable([tensor])
     table.check([tensor], torch.empty(12))
@@ -224,7 +162,7 @@ def test_another_dtype_at_the_same_address_is_refused():
         table.check([tensor.view(torch.int32)], torch.empty(12))
 
 
-def test_tensors_known_to_fit_are_not_looked_at_again():
+def test_fitting_tensors_are_not_checked_again():
     table, same = SegmentTable([other()]), SegmentTable([other()])
     misfit = [other(strides=(1, 4))]
     table.check(Fitting(misfit, table), torch.empty(12))
@@ -238,6 +176,6 @@ def test_tensors_known_to_fit_are_not_looked_at_again():
     [torch.empty(11), torch.empty(12, 1), torch.empty(24)[::2], torch.empty(12, device="meta")],
     ids=["length", "dimensions", "stride", "device"],
 )
-def test_wires_that_do_not_fit_the_table_are_refused(wire):
+def test_wire_misfitting_table_raises(wire):
     with pytest.raises(ValueError, match="expected a contiguous 1-D tensor of 12 elements on cpu"):
         SegmentTable([other()]).check([other()], wire)
