@@ -35,8 +35,8 @@ SIZES = {
     "off by one": ((4096,), (4097,), (61, 67)),
     "odd": ((1,), (), (7, 3), (0, 5), (12289,), (2047,)),
 }
-ORTHONORMAL = 1e-5  # what `orthogonalize` promises
-REHEARSED = 1 << 16  # elements that stand for more than 2^31 on a CPU
+ORTHONORMAL = 1e-5  # guaranteed by `orthogonalize`
+REHEARSED = 1 << 16  # elements on a CPU, in place of more than 2^31
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int, seed: int) -> Tensor:
@@ -120,7 +120,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _stored(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bound of what is known to ``error`` and then stored in ``dtype``."""
+    """The error bound of a value known to within ``error`` and then stored in ``dtype``."""
     info = torch.finfo(dtype)
     return error + (expected.abs() + error) * _unit(dtype) + info.tiny * info.eps
 

@@ -13,7 +13,6 @@ from gradwire.bench.converge import (
     TRAINED_HOOKS,
     Training,
     compressed_step_ms,
-    summary,
     tables,
     to_target,
 )
@@ -88,13 +87,6 @@ def test_table_fits_80_columns_with_notes(records, printed):
     assert max(map(len, text.splitlines())) <= 80
     for phrase in ("link: 100 Mb/s", "test accuracy (%) >= 97.5", "median of 3 seeds", "first 10 steps uncompressed"):
         assert phrase in " ".join(text.split())
-
-
-def test_summary_puts_implementations_side_by_side(records):
-    (only,) = summary(records)
-    assert only.rows[0][1:3] == ["12 (10-30) / -", "1.00x / -"]
-    assert only.rows[2][1:3] == ["- / 2.00 (1.00-3.00)", "- / 6.00x"]
-    assert only.rows[1][1:3] == ["2 of 3 reach it / -", "missed / -"]
 
 
 def test_plot_is_drawn_with_missed_targets(tmp_path, records):
