@@ -35,7 +35,7 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m slow
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels || test $$? -eq 5
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
 
 # The kernels with the oldest Triton that is supported, which GPU builds of PyTorch 2.11 bring along.
 test-triton36: install

@@ -1,14 +1,20 @@
-"""What the tests of the benches share: made-up provenance, what a terminal shows of tables, a world of one rank.
+"""What is slow, and fixtures of the bench tests: made-up provenance, printed tables, a world of one rank.
 
 On a machine with a GPU and nothing but torch, triton, pytest and gradwire, only `tests/gpu` is collected.
 """
 
 import io
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pairwise import mark_surplus_cases
 
 MISSING = [
     name for name in ("hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer") if find_spec(name) is None
@@ -18,6 +24,11 @@ collect_ignore_glob = ["test_*.py", "conformance", "distributed", "kernels"] if 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "timeout(seconds): for pytest-timeout, where it is installed")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own hook, which deselects slow cases
+def pytest_collection_modifyitems(items):
+    mark_surplus_cases(items)
 
 
 def pytest_report_header():

@@ -27,3 +27,12 @@ def test_train_ddp_on_two_ranks_learns_with_fewer_elements_sent():
     assert losses[-1] < 0.5 * losses[0]
     (rate,) = re.findall(r"elements instead of \S+: (\S+) times fewer", output)
     assert float(rate) > 5
+
+
+def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
+    output = output_of(str(EXAMPLES / "compress_tensors.py"))
+    errors = [float(error) for error in re.findall(r"relative errors of the mean: (\S+),", output)]
+    assert len(errors) == 3
+    assert errors[-1] < 0.5 * errors[0]
+    ((sent, whole),) = re.findall(r"sent (\S+) bytes per step instead of (\S+)", output)
+    assert 10 * int(sent.replace(",", "")) < int(whole.replace(",", ""))

@@ -25,7 +25,8 @@ from unittest import mock
 
 import worker
 
-PRELOAD = ["torch", "torch._dynamo", "gradwire", "pytest"]  # every DDP imports the second
+FOLDER = str(Path(__file__).parent)
+PRELOAD = ["torch", "torch._dynamo", "gradwire", "pytest", "frozen_heap"]  # every DDP imports the second
 # Seconds. They end what hangs, and are many times what anything takes: a busy machine fails no test.
 START_LIMIT = 240.0
 CASE_LIMIT = 240.0
@@ -206,6 +207,7 @@ def _context():
     context.set_forkserver_preload(PRELOAD)
     # A test of the kernels may have switched Triton's interpreter on for this process: far too slow for training.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, [environment.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, environment | worker.ENVIRONMENT, clear=True):
         multiprocessing.forkserver.ensure_running()
     return context

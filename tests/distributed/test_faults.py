@@ -8,27 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALLEST, build, register
+from training import HOOKS, SMALLEST, FailsInBackward, Fault, build, register
 
 import gradwire
 from gradwire.comm.connections import connections_of
 
 N_STEPS = 8
 CPU = torch.device("cpu")
-
-
-class Fault(Exception):
-    """What the tests make go wrong."""
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise Fault
 
 
 def raise_fault(*_, **__):

@@ -1,5 +1,6 @@
 """The test harness: a failing or hanging rank fails its test with stacks and does not harm later tests."""
 
+import gc
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ def sum_of_ranks(offset):
 
 
 def fail_on_rank_0():
+    dist.barrier()  # every rank is in here when one fails
     if dist.get_rank() == 0:
         raise ValueError("the reason")
     dist.barrier()
@@ -33,6 +35,10 @@ def die_on_rank_0():
         os._exit(3)
 
 
+def frozen_objects():
+    return gc.get_freeze_count()
+
+
 def process_id():
     return os.getpid()
 
@@ -43,6 +49,10 @@ def test_case_returns_one_result_per_rank(world):
 
 def test_workers_stay_alive_between_cases(world):
     assert world.run(process_id) == world.run(process_id)
+
+
+def test_garbage_collection_of_workers_passes_over_what_the_fork_server_imported(worlds):
+    assert all(frozen > 100_000 for frozen in worlds(2).run(frozen_objects))
 
 
 def test_exception_of_one_rank_fails_the_case(worlds):

@@ -109,7 +109,7 @@ WRITTEN_FOR_PYTORCH = {
     "fp16_wrapper": lambda: (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)),
     "noop": lambda: (None, torch_debugging.noop_hook),
     "post_local_sgd": lambda: (PostLocalSGDState(None, alone(), start_localSGD_iter=2), post_localSGD_hook),
-    "in_place": lambda: (None, in_place_halving_hook),
+    "zero_copy": lambda: (None, in_place_halving_hook),
     "other_dtype": lambda: (None, other_dtype_hook),
     "then": lambda: (None, scaled_then_hook),
     "wraps": lambda: (None, wrapping_hook),

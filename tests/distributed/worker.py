@@ -82,8 +82,6 @@ def main(connection, log, rank, size, rendezvous):
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=LAST_RESORT)
     )
-    gc.collect()
-    gc.freeze()  # makes the collection after each case cheap
     connection.send_bytes(pickle.dumps(("result", None)))
     while True:
         try:

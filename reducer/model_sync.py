@@ -1,4 +1,4 @@
-"""How ranks come to have the same model before the first step: they compare it, and take rank 0's values."""
+"""Model synchronisation at construction: ranks compare their models, and rank 0 broadcasts its values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from gradwire.comm import GroupTransport
 from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
 
-# Broadcasts under way at once: one on the wire, one being packed.
-IN_FLIGHT = 2
+__all__ = ["broadcast_coalesced", "verify_model"]
+
+MAX_BROADCASTS_IN_FLIGHT = 2  # one is sent while the next is packed
 
 
 def verify_model(
@@ -24,33 +25,33 @@ def verify_model(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Raise, on every rank, unless all ranks have the same model as far as collectives depend on it.
+    """Raise, on every rank, unless all ranks have the same model, as far as their collectives depend on it.
 
-    16 bytes a rank; only where these differ do the ranks exchange what they have, to tell what differs. A collective
-    call.
+    A collective call: an all-gather of 16 bytes per rank. Only if these differ, the ranks exchange the full description
+    to name the differences.
 
     Args:
-        parameters: those that are reduced, by name: their number, shapes, strides and dtypes must agree.
-        states: whatever else is broadcast, frozen parameters and buffers, under names that an error shows: their
-            number, shapes, dtypes and kinds of device must agree.
-        options: what decides which collectives there are, and their order.
+        parameters: those that are reduced, by name. Number, shapes, strides and dtypes must agree.
+        states: frozen parameters and buffers that are broadcast, by the name to show in an error. Number, shapes,
+            dtypes and device types must agree.
+        options: that decide which collectives are issued, and in which order.
         group: the ranks.
-        device: for the exchange.
+        device: of the all-gather.
 
     Raises:
-        RuntimeError: something differs.
+        RuntimeError: the ranks differ.
     """
     layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters.values()]
     facts = {name: f"{tuple(each.shape)} {each.dtype} on {each.device.type}" for name, each in states.items()}
     facts |= {name: str(value) for name, value in options.items()}
     text = repr((layouts, list(facts.values())))
     digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    mine = torch.tensor([len(layouts), digest], device=device)
-    everybodys = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everybodys, mine, group=group)
-    if len({tuple(one.tolist()) for one in everybodys}) == 1:
+    own = torch.tensor([len(layouts), digest], device=device)
+    digests = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(digests, own, group=group)
+    if len({tuple(one.tolist()) for one in digests}) == 1:
         return
-    lists: list[tuple[list[tuple[str, object]], dict[str, str]]] = [([], {}) for _ in everybodys]
+    lists: list[tuple[list[tuple[str, object]], dict[str, str]]] = [([], {}) for _ in digests]
     dist.all_gather_object(lists, (list(zip(parameters, layouts, strict=True)), facts), group=group)
     _raise_for_parameters([one for one, _ in lists], group.rank())
     lines = (
@@ -64,7 +65,7 @@ def verify_model(
 
 
 def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: int) -> None:
-    """Raise if the ranks have other parameters to reduce: with PyTorch's words, and the parameter's name."""
+    """Raise PyTorch's error, with the parameter's name, if the ranks have different parameters to reduce."""
     names = [name for name, _ in lists[this]]
     for rank, one in enumerate(lists):
         if len(one) != len(names):
@@ -86,18 +87,22 @@ def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: i
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], transport: GroupTransport, limit: int, source: int = 0) -> None:
-    """Overwrite ``tensors`` with those of the group's rank ``source``, in messages of about ``limit`` bytes.
+    """Overwrite ``tensors`` with those of the group's rank ``source``. A collective call.
 
-    A collective call. Messages are bytes, whatever the dtype.
+    Args:
+        tensors: of any dtypes; sent as bytes.
+        transport: carries the broadcasts.
+        limit: approximate size of a message in bytes.
+        source: a rank of the group.
     """
-    under_way: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
+    in_flight: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
     for chunk in _chunks(tensors, limit):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        under_way.append((transport.broadcast(flat.view(torch.uint8), source), flat, chunk))
-        if len(under_way) == IN_FLIGHT:
-            _unpack(transport, *under_way.popleft())
-    while under_way:
-        _unpack(transport, *under_way.popleft())
+        in_flight.append((transport.broadcast(flat.view(torch.uint8), source), flat, chunk))
+        if len(in_flight) == MAX_BROADCASTS_IN_FLIGHT:
+            _unpack(transport, *in_flight.popleft())
+    while in_flight:
+        _unpack(transport, *in_flight.popleft())
 
 
 def _unpack(transport: GroupTransport, work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]) -> None:
@@ -107,7 +112,7 @@ def _unpack(transport: GroupTransport, work: dist.Work, flat: Tensor, chunk: Seq
 
 
 def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, in order, up to ``limit`` bytes, or one that is larger."""
+    """Runs of tensors of one dtype and device, of at most ``limit`` bytes, or of one larger tensor."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

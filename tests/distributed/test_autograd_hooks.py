@@ -1,4 +1,4 @@
-"""A bucket is launched at the moment when its last gradient has come, in whatever order they come."""
+"""When buckets are launched: as soon as the last gradient is ready, in whatever order gradients come."""
 
 import sys
 import threading
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from training import WRAPPERS
 
-from gradwire.reducer.arrivals import Arrivals
+from gradwire.reducer.autograd_hooks import AutogradHooks
+from gradwire.reducer.backward import Phase
 
 PAIRS = 5e-6  # MiB: a bucket for every two numbers
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=60)
@@ -31,17 +32,17 @@ class Chain(nn.Module):
 
 
 def launches(wrapper, orders, count, caps, mode):
-    """What happened in each step: "came" for a gradient, "went" for a bucket, in turn."""
+    """The events of each step: "ready" for a gradient, "launched" for a bucket."""
     options = {"find": {"find_unused_parameters": True}, "static": {"static_graph": True}, "plain": {}}[mode]
     model = Chain(count)
     ddp = WRAPPERS[wrapper](model, bucket_cap_mb_list=caps, **options)
     place = {id(number): i for i, number in enumerate(model.numbers)}
-    happened = []
+    events = []
     for i, number in enumerate(model.numbers):
-        number.register_post_accumulate_grad_hook(lambda _, i=i: happened.append(("came", i)))
+        number.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("ready", i)))
 
     def hook(_, bucket):
-        happened.append(("went", [place[id(p)] for p in bucket.parameters()]))
+        events.append(("launched", [place[id(p)] for p in bucket.parameters()]))
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -49,13 +50,13 @@ def launches(wrapper, orders, count, caps, mode):
     ddp.register_comm_hook(None, hook)
     steps = []
     for order in orders:
-        happened.clear()
+        events.clear()
         ddp(torch.ones(1), order).backward()
-        steps.append(list(happened))
+        steps.append(list(events))
     return steps
 
 
-# In which the gradients of five numbers come, by rank.
+# The order of the five gradients on each rank.
 ORDERS = [[3, 0, 4, 1, 2], [1, 4, 2, 0, 3], [2, 3, 1, 4, 0]]
 
 
@@ -70,11 +71,11 @@ def rebuild_from_own_order(mode):
         ddp.zero_grad()
         ddp(torch.ones(1) + dist.get_rank(), ORDERS[dist.get_rank()]).backward()
         seen.append([number.grad.item() for number in model.numbers])
-    return ddp.reducer.has_rebuilt_buckets, ddp.reducer.members, seen
+    return ddp.reducer.has_rebuilt_buckets, [bucket.members for bucket in ddp.reducer.buckets], seen
 
 
 @pytest.mark.parametrize("mode", ["plain", "static"])
-def test_ranks_of_other_arrival_orders_rebuild_the_buckets_of_rank_0(world, mode):
+def test_ranks_with_other_gradient_orders_rebuild_the_buckets_of_rank_0(world, mode):
     mean = sum(range(1, world.size + 1)) / world.size
     for rebuilt, members, seen in world.run(rebuild_from_own_order, mode=mode):
         assert rebuilt
@@ -102,7 +103,7 @@ def loops(draw):
     }
 
 
-def test_buckets_are_launched_when_pytorch_launches_them(worlds):
+def test_bucket_launches_match_pytorch(worlds):
     world = worlds(1)
 
     @given(loop=loops())
@@ -115,10 +116,10 @@ def test_buckets_are_launched_when_pytorch_launches_them(worlds):
     launches_agree()
 
 
-def test_quiet_parameters_are_noted_and_react_the_second_time():
+def test_deferred_hook_records_once_and_notifies_the_second_time():
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     seen = Watcher(parameters)
-    seen.arrivals.quieten(bytes([1, 1, 0]))
+    seen.hooks.defer(bytes([1, 1, 0]))
     (parameters[0] * parameters[1]).backward()
     assert seen.calls == 0
     (parameters[2] * 1).backward()
@@ -129,16 +130,16 @@ def test_quiet_parameters_are_noted_and_react_the_second_time():
     assert seen.taken[3:] == [1]
 
 
-def test_no_arrival_is_lost_between_threads():
-    """Threads arrive at quiet parameters while another wakes them: each must be taken by somebody."""
+def test_hooks_in_several_threads_lose_no_gradient():
+    """Threads call deferred hooks while another thread stops deferring them: every gradient is taken once."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(20):
             parameters = [nn.Parameter(torch.ones(1)) for _ in range(64)]
-            seen = Watcher(parameters, wakes=True)
-            seen.arrivals.quieten(bytes([0, *[1] * 63]))
-            threads = [threading.Thread(target=arrive, args=(parameters[k::4],)) for k in range(4)]
+            seen = Watcher(parameters, expects_others=True)
+            seen.hooks.defer(bytes([0, *[1] * 63]))
+            threads = [threading.Thread(target=backward_of, args=(parameters[k::4],)) for k in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -148,29 +149,29 @@ def test_no_arrival_is_lost_between_threads():
         sys.setswitchinterval(interval)
 
 
-def arrive(parameters):
+def backward_of(parameters):
     for parameter in parameters:
         (parameter * 1).backward()
 
 
 class Watcher:
-    """Takes arrivals as the reducer does: one that is awaited wakes another, until all have come."""
+    """Takes gradients as the reducer does: the one expected last makes it expect another, until all have come."""
 
-    def __init__(self, parameters, wakes=False):
-        self.arrivals = Arrivals(parameters, self.react)
+    def __init__(self, parameters, expects_others=False):
+        self.hooks = AutogradHooks(parameters, self.notify)
         self.lock = threading.Lock()
         self.taken = []
         self.calls = 0
-        self.wakes = wakes
-        self.awaited = 0
+        self.expects_others = expects_others
+        self.expected_last = 0
 
-    def react(self):
+    def notify(self):
         with self.lock:
             self.calls += 1
-            for index in self.arrivals.new():
+            for index in self.hooks.recorded():
                 self.taken.append(index)
-                if self.wakes and index == self.awaited:
-                    self.awaited = self.arrivals.wake_one(set(range(64)).difference(self.taken))
+                if self.expects_others and index == self.expected_last:
+                    self.expected_last = self.hooks.expect_one(set(range(64)).difference(self.taken))
 
 
 class Doubles(nn.Module):
@@ -184,14 +185,14 @@ class Doubles(nn.Module):
         return [2 * number for number in self.numbers]
 
 
-def arrive_while_the_first_is_taken():
-    """A gradient comes in a second thread while the reducer takes the first; gradients, and what is left pending."""
+def backward_in_two_threads():
+    """A gradient comes in a second thread while the reducer takes the first; the gradients, and the backward."""
     ddp = WRAPPERS["gradwire"](Doubles())
     reducer = ddp.reducer
     sum(ddp()).backward()
     ddp.zero_grad()
     outputs = ddp()
-    early, late, first, awaited = reducer.members[0]  # the last is awaited; the first would be woken in its place
+    early, late, first, awaited = reducer.buckets[0].members  # the last is expected last; the first would be next
     second = threading.Thread(target=outputs[early].backward)
     begin = reducer._begin_reduction
     has_come = threading.Event()
@@ -200,7 +201,7 @@ def arrive_while_the_first_is_taken():
         reducer.parameters[early].register_post_accumulate_grad_hook(lambda _: has_come.set())
         second.start()
         has_come.wait()
-        while not reducer._arrivals._noted:  # its hook runs next, and then waits for the reducer's lock
+        while not reducer._autograd_hooks._recorded:  # its hook runs next, and then waits for the reducer's lock
             pass
         begin(index)
 
@@ -210,10 +211,10 @@ def arrive_while_the_first_is_taken():
     reducer._begin_reduction = begin
     outputs[awaited].backward()
     outputs[late].backward()
-    pending = [bucket.pending for bucket in reducer.buckets]
-    return [number.grad.item() for number in ddp.module.numbers], pending, reducer._requires_finalize
+    backward = reducer._backward
+    return [number.grad.item() for number in ddp.module.numbers], backward._n_pending, backward.phase
 
 
-def test_a_gradient_that_has_come_is_not_waited_for(worlds):
-    (result,) = worlds(1).run(arrive_while_the_first_is_taken)
-    assert result == ([2.0] * 4, [4], False)
+def test_gradient_that_is_ready_is_not_expected_last(worlds):
+    (result,) = worlds(1).run(backward_in_two_threads)
+    assert result == ([2.0] * 4, [0], Phase.DONE)

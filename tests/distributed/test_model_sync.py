@@ -7,19 +7,11 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
-from training import SMALL, build, train
+from training import SMALL, build, error_of, train
 
 import gradwire
 
 DDP = gradwire.DistributedDataParallel
-
-
-def error_of(action, *arguments, **options):
-    try:
-        action(*arguments, **options)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
 
 
 class WithState(nn.Module):

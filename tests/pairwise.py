@@ -1,0 +1,46 @@
+"""The ordinary lane runs every pair of a test's parameter values; cases that add no pair to it are slow."""
+
+from collections import defaultdict
+from itertools import combinations
+from operator import itemgetter
+
+
+def mark_surplus_cases(items):
+    """Mark as slow what the ordinary lane leaves out of each test's cases; GPU cases are counted in neither lane."""
+    tests = defaultdict(list)
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        if hasattr(item, "callspec") and not markers & {"slow", "gpu"}:
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        for index in surplus([case.callspec.params for case in cases]):
+            cases[index].add_marker("slow")
+
+
+def surplus(cases):
+    """Indices of the cases, given as dictionaries of parameters, whose pairs of values are in the others."""
+    return sorted(set(range(len(cases))) - _covering([_pairs_of(case) for case in cases]))
+
+
+def _pairs_of(parameters):
+    """The values of a case's parameters, alone and in pairs."""
+    axes = [(name, type(value), _hashable(value)) for name, value in sorted(parameters.items(), key=itemgetter(0))]
+    return {*combinations(axes, 1), *combinations(axes, 2)}
+
+
+def _hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _covering(sets):
+    """Indices of sets whose union is that of all. Greedy: each adds the most elements; among equals, the first."""
+    missing, chosen = set().union(*sets), set()
+    while missing:
+        best = max(range(len(sets)), key=lambda index: len(sets[index] & missing))
+        chosen.add(best)
+        missing -= sets[best]
+    return chosen
