@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -191,7 +191,8 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
                 if not running:
                     break
             records += [record for training in trainings for record in training.records(seed)]
-    return records
+    of = {"task": settings["task"], "rate": settings["rate"]}
+    return [replace(record, case=of | record.case) for record in records]
 
 
 def to_target(records: Iterable[Record], metric: str) -> list[float] | None:

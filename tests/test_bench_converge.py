@@ -144,6 +144,7 @@ def test_command_over_loopback_trains_to_target(tmp_path):
     # Without a hook the gradients are equal to the bit, and so are the scores.
     assert ours.series == theirs.series
     assert not any(metric == SENT for _, _, metric in of)
+    assert {(r["task"], r["rate"]) for r in records} == {("digits", "loopback")}
 
 
 @pytest.mark.parametrize(
