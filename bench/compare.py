@@ -79,7 +79,7 @@ def _name(record: Record) -> str:
     return f"{record.bench}, {case}, ranks {record.ranks}"
 
 
-_NAMING = ("kernel", "model", "bucket_mib", "rate", "hook")
+_NAMING = ("kernel", "model", "bucket_mib", "task", "rate", "hook")
 
 
 def _to_pytorch(records: Sequence[Record]) -> Iterator[tuple[str, float]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,7 @@ from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, Tor
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of
 from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, unique
-from gradwire.bench.tables import Cell, Group, Table, count, format_bytes, format_rate, pivot
+from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
 from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -191,7 +191,8 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
                 if not running:
                     break
             records += [record for training in trainings for record in training.records(seed)]
-    return records
+    of = {"task": settings["task"], "rate": settings["rate"]}
+    return [replace(record, case=of | record.case) for record in records]
 
 
 def to_target(records: Iterable[Record], metric: str) -> list[float] | None:
@@ -220,23 +221,21 @@ def target_of(settings: dict[str, Any]) -> str:
     return f"{settings['score']} {'>=' if settings['rises'] else '<='} {settings['target']:g}"
 
 
-def _at_target(metric: str, text: Any) -> Cell:
+def _at_target(metric: str) -> Cell:
     def cell(group: Group) -> str:
         values = to_target(group, metric)
-        return "" if values is None else text(values)
+        return "" if values is None else format_value(metric, median(values))
 
     return cell
-
-
-def _seconds(values: Sequence[float]) -> str:
-    digits = 0 if median(values) >= 10 else 2
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def _time_to_target(group: Group) -> str:
     found = [record.p50 for record in group if record.metric == TARGET_S]
     reached = [number for number in found if number is not None]
-    return _seconds(reached) if len(reached) == len(found) else f"{len(reached)} of {len(found)} reach it"
+    if len(reached) < len(found):
+        return f"{len(reached)} of {len(found)} reach it"
+    digits = 0 if median(reached) >= 10 else 2
+    return f"{median(reached):.{digits}f} ({min(reached):.{digits}f}-{max(reached):.{digits}f})"
 
 
 def _step_ms(group: Group) -> str:
@@ -256,61 +255,29 @@ def _speed_up(records: Sequence[Record]) -> Cell:
     return cell
 
 
-_STEPS_CELL = _at_target(STEPS, lambda values: f"{median(values):g}")
-_SENT_CELL = _at_target(SENT, lambda values: format_bytes(median(values)))
-
-
 def tables(records: Sequence[Record]) -> list[Table]:
     """A row per hook and implementation."""
     settings = records[0].provenance["settings"]
-    names = {"hook": lambda record: label(record["hook"]), "": lambda record: record.implementation}
-    columns = [
-        (STEPS, _STEPS_CELL),
-        (TARGET_S, _time_to_target),
-        ("step time (ms)", _step_ms),
-        ("sent", _SENT_CELL),
-        ("speed-up", _speed_up(records)),
-    ]
-    return [pivot(_title(settings), records, names, columns, _notes(records))]
-
-
-def _notes(records: Sequence[Record]) -> list[str]:
-    plain_steps = records[0].provenance["settings"]["plain_steps"]
-    seeds = len(unique(record["seed"] for record in records))
-    return [
-        f"time to target: median of {count(seeds, 'seed')} (range), evaluations not counted",
-        "step time: mean from the first evaluation on, when all hooks compress",
-        f"sent: by the interface of rank 0; low-rank hooks send the first {plain_steps} steps uncompressed",
-        "speed-up: of the time to target, over PyTorch's DDP without a hook",
-    ]
-
-
-def _title(settings: dict[str, Any]) -> str:
-    return (
+    title = (
         f"{settings['task']}, {settings['parameters']:,} parameters, {count(settings['hosts'], 'host')}, "
         f"link: {format_rate(settings['rate'])}; target: {target_of(settings)}"
     )
-
-
-def summary(records: Sequence[Record]) -> list[Table]:
-    """A row per hook, PyTorch's and gradwire's numbers side by side."""
-
-    def pair(cell: Cell) -> Cell:
-        def both(group: Group) -> str:
-            sides = ([record for record in group if record.implementation == by] for by in (PYTORCH, GRADWIRE))
-            return " / ".join(cell(side) or "missed" if side else "-" for side in sides)
-
-        return both
-
+    names = {"hook": lambda record: label(record["hook"]), "": lambda record: record.implementation}
     columns = [
-        (TARGET_S, pair(_time_to_target)),
-        ("speed-up", pair(_speed_up(records))),
-        (STEPS, pair(_STEPS_CELL)),
-        ("step time (ms)", pair(_step_ms)),
-        ("sent", pair(_SENT_CELL)),
+        (STEPS, _at_target(STEPS)),
+        (TARGET_S, _time_to_target),
+        ("step time (ms)", _step_ms),
+        ("sent", _at_target(SENT)),
+        ("speed-up", _speed_up(records)),
     ]
-    names = {"hook: PyTorch / gradwire": lambda record: label(record["hook"])}
-    return [pivot(_title(records[0].provenance["settings"]), records, names, columns, _notes(records)[:1])]
+    seeds = len(unique(record["seed"] for record in records))
+    notes = [
+        f"time to target: median of {count(seeds, 'seed')} (range), evaluations not counted",
+        "step time: mean from the first evaluation on, when all hooks compress",
+        f"sent: by the interface of rank 0; low-rank hooks send the first {settings['plain_steps']} steps uncompressed",
+        "speed-up: of the time to target, over PyTorch's DDP without a hook",
+    ]
+    return [pivot(title, records, names, columns, notes)]
 
 
 if __name__ == "__main__":

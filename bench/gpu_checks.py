@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+REHEARSED = 1 << 16  # elements on a CPU, in place of more than 2^31
+
 
 class Skipped(Exception):
     """A case cannot run here; the message says why."""
@@ -44,3 +46,19 @@ def require(is_so: object, what: str) -> None:
     """Raise with the message ``what`` unless ``is_so``."""
     if not is_so:
         raise AssertionError(what)
+
+
+def large_numel(device: torch.device, nbytes_per_element: int) -> int:
+    """More than 2^31 elements, if there is memory for them; on a CPU, `REHEARSED`."""
+    if device.type != "cuda":
+        return REHEARSED
+    numel, free = (1 << 31) + 4097, torch.cuda.mem_get_info(device)[0]
+    if numel * nbytes_per_element * 1.1 > free:
+        raise Skipped(f"needs {numel * nbytes_per_element / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+    return numel
+
+
+def skip_if_rehearsed(numel: int) -> None:
+    """Raise `Skipped` after a case that passed with the numel of a rehearsal."""
+    if numel == REHEARSED:
+        raise Skipped(f"right with {numel:,} elements; 2^31 take a GPU")

@@ -1,6 +1,6 @@
 """Cases of `gpu_lane`: the hooks and both DDPs on every rank of the default process group.
 
-A case is a function of the device, called on all ranks; it raises where what it is named after does not hold.
+A case is a function of the device, called on all ranks; it raises if the property in its name does not hold.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
 
 
-# Each makes state and hook anew: states remember, and wrappers keep buffers.
+# Each makes a new state and hook: states and wrappers keep memory between steps.
 HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "fp16": lambda: (None, default_hooks.fp16_compress_hook),
@@ -64,16 +64,16 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "powersgd, batched": _powersgd(batched_powerSGD_hook),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
-# Before a capture: PyTorch asks for 11, so that nothing is made or timed for the first time in it.
+# Before a capture: PyTorch requires 11, so that nothing is allocated or timed for the first time in it.
 WARM_UP_STEPS = 11
-# Not the alternating form: each of its steps does something else than the one before.
+# Not the alternating form: consecutive steps differ.
 CAPTURED = ("allreduce", "fp16", "scaled fp16", "powersgd")
-# Two dtypes on the wire at once where a bucket also holds what is not compressed.
+# With two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 
 
 def mixed_dtypes(device: torch.device) -> None:
-    """Buckets of which two dtypes are on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
+    """Buckets with two dtypes on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
     for net in (HalfNet, Net):
         for name in MIXED:
             for wrapper in (OurDDP, TorchDDP):
@@ -131,7 +131,7 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
         return model
 
     eager = model_after_warm_up()
-    stream = torch.cuda.Stream(device)  # a capture takes what was warmed up in a stream that is not the default one
+    stream = torch.cuda.Stream(device)  # the capture needs a warm-up on a stream that is not the default one
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         captured = model_after_warm_up()
@@ -163,7 +163,7 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
 
 def cast_hooks_match_the_mean(device: torch.device) -> None:
-    """Casts lose no more than their roundings."""
+    """Cast hooks give the mean within the rounding of their wire dtype."""
     _, exact = train(TorchDDP, device)
     for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled fp16", 2**-11), ("scaled bf16", 2**-8)):
         _, rounded = train(OurDDP, device, HOOKS[name]())
@@ -175,7 +175,7 @@ def cast_hooks_match_the_mean(device: torch.device) -> None:
 
 
 def no_flat_buffer_is_allocated(device: torch.device) -> None:
-    """A hook of gradwire's reads gradients where they lie."""
+    """A zero-copy hook allocates no flat buffer."""
     model, _ = train(OurDDP, device, HOOKS["fp16"]())
     assert isinstance(model, OurDDP)
     is_flat = [getattr(bucket, "_buffer", None) is not None for bucket in model.reducer.buckets]
@@ -229,7 +229,7 @@ def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
 
 
 def powersgd_loses_nothing(device: torch.device) -> None:
-    """What all ranks put in is what came out of all steps and what is left in their errors, up to rounding."""
+    """The sum of all gradients equals the sum of all results plus the final errors, up to rounding."""
     for name in ("powersgd", "powersgd, rank 32", "powersgd, bf16 factors", "powersgd, alternating"):
         module = nn.Linear(300, 200, bias=False)
         model = wrap(OurDDP, module, device)
@@ -296,14 +296,14 @@ def powersgd_launches_a_dozen_kernels_for_each_bucket(device: torch.device) -> N
 
 
 def wrapped_hooks_of_pytorch_run(device: torch.device) -> None:
-    """Our wrapper around PyTorch's hook does what PyTorch's wrapper does."""
+    """Our wrapper around PyTorch's hook gives the gradients of PyTorch's wrapper."""
     _, theirs = train(TorchDDP, device, (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
     _, ours = train(OurDDP, device, (None, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
     assert_same(ours, theirs, "both DDPs")
 
 
 def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> None:
-    """The model of a slow link: collectives take longer, with the same results."""
+    """On an emulated link, collectives take longer and give the same results."""
     if device.type != "cuda":
         raise Skipped("the model of a link spins on a GPU")
     rate = Rate.parse("1gbit")

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu_checks import Skipped, name_of, same, within
+from gradwire.bench.gpu_checks import large_numel, name_of, same, skip_if_rehearsed, within
 from gradwire.kernels import (
     WIRE_DTYPES,
     FactorLayout,
@@ -49,8 +49,7 @@ SIZES = {
     "off by one": ((4096,), (4097,), (61, 67)),
     "odd": ((1,), (), (7, 3), (0, 5), (12289,), (2047,)),
 }
-ORTHONORMAL = 1e-5  # what `orthogonalize` promises
-REHEARSED = 1 << 16  # elements that stand for more than 2^31 on a CPU
+ORTHONORMAL = 1e-5  # guaranteed by `orthogonalize`
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int, seed: int) -> Tensor:
@@ -134,7 +133,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _stored(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bound of what is known to ``error`` and then stored in ``dtype``."""
+    """The error bound of a value known to within ``error`` and then stored in ``dtype``."""
     info = torch.finfo(dtype)
     return error + (expected.abs() + error) * _unit(dtype) + info.tiny * info.eps
 
@@ -292,24 +291,9 @@ def warm_start(rank: int, device: torch.device) -> None:
         within(one.double().norm(dim=1), torch.ones_like(one[:, 0]).double(), torch.full_like(one[:, 0], 1e-5), "draw")
 
 
-def _large(device: torch.device, nbytes_per_element: int) -> int:
-    """More than 2^31 elements, if there is memory for them; on a CPU, `REHEARSED`."""
-    if device.type != "cuda":
-        return REHEARSED
-    numel, free = (1 << 31) + 4097, torch.cuda.mem_get_info(device)[0]
-    if numel * nbytes_per_element * 1.1 > free:
-        raise Skipped(f"needs {numel * nbytes_per_element / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
-    return numel
-
-
-def _tell_if_rehearsed(numel: int) -> None:
-    if numel == REHEARSED:
-        raise Skipped(f"right with {numel:,} elements; 2^31 take a GPU")
-
-
 def flattening_beyond_int32(device: torch.device) -> None:
     """A tensor of more than 2^31 elements, and an unaligned one after it in the wire."""
-    numel = _large(device, 2 + 2 + 2)
+    numel = large_numel(device, 2 + 2 + 2)
     step = min(numel, 1 << 26)
     tensors = [torch.empty(size, dtype=torch.float16, device=device) for size in (numel, 4099)]
     for tensor in tensors:
@@ -329,12 +313,12 @@ def flattening_beyond_int32(device: torch.device) -> None:
             same(result, (sent.float() * 2.0).half(), f"unflatten, tensor {i}, part {k}")
             largest = torch.maximum(largest, result.abs().max().float())
     same(absmax[0], largest, "the largest magnitude")
-    _tell_if_rehearsed(numel)
+    skip_if_rehearsed(numel)
 
 
 def lowrank_beyond_int32(device: torch.device) -> None:
     """A matrix of more than 2^31 elements; its first and last rows, and those around element 2^31, are checked."""
-    numel = _large(device, 2 + 4)
+    numel = large_numel(device, 2 + 4)
     columns = 32_768 if numel > 1 << 31 else 256
     rows = numel // columns + 1
     rank, scale = 4, 1.0
@@ -376,7 +360,7 @@ def lowrank_beyond_int32(device: torch.device) -> None:
         within(gradient[r], expected, bound, f"reconstruct, rows {r.start} to {r.stop}")
         left = m - gradient[r].double()
         within(error[r], left, 2**-22 * (m.abs() + left.abs()), f"error, rows {r.start} to {r.stop}")
-    _tell_if_rehearsed(numel)
+    skip_if_rehearsed(numel)
 
 
 KERNEL_CASES: dict[str, KernelCase] = {

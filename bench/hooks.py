@@ -44,7 +44,7 @@ from gradwire.bench.record import (
     percentiles_ms,
     unique,
 )
-from gradwire.bench.tables import Cell, Table, count, format_bytes, groups_of, median_of, pivot, speed_up, value
+from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
 from gradwire.bench.timing import bench_device, driver_calls, in_turn, peak_memory, slowest
 
 DEFAULT_HOOKS = (
@@ -176,7 +176,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     result = []
     for (ranks,), group in groups_of(timed, "ranks"):
         columns = [
-            *((name, _milliseconds(OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
+            *((name, value(OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
             ("speed-up", _own_speed_up),
             ("step time (ms), gradwire", value(STEP_MS, GRADWIRE)),
             ("speed-up of the step", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
@@ -185,8 +185,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     fewest = [record for record in records if record.ranks == records[0].ranks or record.metric == MEMORY]
     noop = next(record.p50 for record in records if record.metric == MEMORY and record.implementation == GRADWIRE)
     columns = [
-        *((f"host time (ms), {name}", _milliseconds(HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
-        *((f"memory, {name}", _memory(name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
+        *((f"host time (ms), {name}", value(HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
+        *((f"memory, {name}", beyond(MEMORY, name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
     ]
     title = f"Host time and peak memory of a step, {count(records[0].ranks, 'rank')}"
     result.append(pivot(title, fewest, names, columns, () if _has_calls(records) else _notes(records)))
@@ -200,25 +200,9 @@ def _has_calls(records: Sequence[Record]) -> bool:
     return any(record.metric == LAUNCHES for record in records)
 
 
-def _milliseconds(metric: str, name: str) -> Cell:
-    def cell(group: Sequence[Record]) -> str:
-        median = median_of(group, metric, name)
-        return "" if median is None else f"{median:.1f}"
-
-    return cell
-
-
 def _own_speed_up(group: Sequence[Record]) -> str:
     # Of noop, nothing but noise is left.
     return "" if group[0]["hook"] == "noop" else speed_up(OWN_MS, PYTORCH, GRADWIRE)(group)
-
-
-def _memory(name: str, noop: float) -> Cell:
-    def cell(group: Sequence[Record]) -> str:
-        peak = median_of(group, MEMORY, name)
-        return "" if peak is None else format_bytes(max(peak - noop, 0))
-
-    return cell
 
 
 def _notes(records: Sequence[Record]) -> list[str]:

@@ -44,14 +44,12 @@ from gradwire.bench.record import (
     unique,
 )
 from gradwire.bench.tables import (
-    Cell,
     Table,
     count,
     find,
     format_number,
     format_rate,
     groups_of,
-    median_of,
     pivot,
     speed_up,
     value,
@@ -244,7 +242,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         columns = [
             *((name, value(STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
             ("speed-up", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
-            *((f"exposed, {name}", _exposed(name)) for name in (PYTORCH, GRADWIRE)),
+            *((f"exposed, {name}", value(EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
             ("sent per step", value(SENT_PER_STEP, GRADWIRE)),
         ]
         steps = [record for record in group if record.metric != LINK_RATE]
@@ -252,14 +250,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         names = {"hook": hook_label}
         result.append(pivot(f"{title}{format_number(reached.p50)} Mb/s)", steps, names, columns, notes))
     return result
-
-
-def _exposed(name: str) -> Cell:
-    def cell(group: Sequence[Record]) -> str:
-        median_ms = median_of(group, EXPOSED_MS, name)
-        return "" if median_ms is None or group[0]["hook"] == REFERENCE else f"{median_ms:,.0f}"
-
-    return cell
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:

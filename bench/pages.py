@@ -24,7 +24,6 @@ TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     "network": network.tables,
     "converge_digits": converge.tables,
     "converge_text": converge.tables,
-    "converge_text-summary": converge.summary,
     "hooks": hooks.tables,
     "reducer": reducer.tables,
     "kernels": kernels.tables,

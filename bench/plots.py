@@ -206,7 +206,7 @@ def draw_kernels(records: Records, path: Path) -> None:
                 values, range(len(buckets)), marker, color=colour, markersize=size, label=f" {name}", zorder=order
             )
         if not is_small and copied:
-            axes.axvline(copied, color="#444444", linestyle="--", linewidth=1, label="copy_ of as many bytes")
+            axes.axvline(copied, color="#444444", linestyle="--", linewidth=1, label="copy_")
         _name_rows(axes, [f"{model}, {size} MiB" for model, size in buckets])
         axes.grid(axis="y", alpha=0.15)
         if is_small:

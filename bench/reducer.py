@@ -29,9 +29,9 @@ from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percent
 from gradwire.bench.tables import (
     Cell,
     Table,
+    beyond,
     count,
     find,
-    format_bytes,
     format_number,
     groups_of,
     median_of,
@@ -204,7 +204,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         result.append(pivot(f"{BACKWARD_MS}, {count(ranks, 'rank')}", group, names, columns, notes))
     if memory:
         base = median_of(memory, MEMORY, NO_REDUCER) or 0
-        columns = [(name, _beyond(name, base)) for name in sides]
+        columns = [(name, beyond(MEMORY, name, base)) for name in sides]
         title = f"Peak memory beyond {NO_REDUCER}, {MEMORY_MODEL}"
         reducers = [record for record in memory if record.implementation != NO_REDUCER]
         result.append(pivot(title, reducers, {"hook": names["hook"]}, columns, _notes(timed)))
@@ -218,10 +218,6 @@ def _per_parameter(name: str, bare: dict[str, float]) -> Cell:
         return format_number(1e3 * (record.p50 - bare[record["model"]]) / record["parameters"])
 
     return cell
-
-
-def _beyond(name: str, base: float) -> Cell:
-    return lambda group: format_bytes((median_of(group, MEMORY, name) or base) - base)
 
 
 def _notes(records: Sequence[Record]) -> list[str]:

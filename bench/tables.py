@@ -94,6 +94,16 @@ def spread(metric: str, implementation: str | None = None) -> Cell:
     return cell
 
 
+def beyond(metric: str, implementation: str, base: float) -> Cell:
+    """A cell with the median above ``base``, or zero."""
+
+    def cell(group: Group) -> str:
+        found = median_of(group, metric, implementation)
+        return "" if found is None else format_value(metric, max(found - base, 0))
+
+    return cell
+
+
 def speed_up(metric: str, old: str, new: str) -> Cell:
     """A cell with the median of implementation ``old`` in units of ``new``'s; empty unless both are positive."""
 

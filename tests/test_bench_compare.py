@@ -74,11 +74,11 @@ def test_ratio_of_time_to_target_is_of_medians_over_seeds_and_missing_without_ta
     seconds = {(PYTORCH, "none"): (4.0, 9.0, 5.0), (GRADWIRE, "none"): (1.0, 2.0, 20.0)}
     seconds |= {(PYTORCH, "fp16"): (4.0, 4.0, 4.0), (GRADWIRE, "fp16"): (1.0, None, 1.0)}
     records = [
-        record({"hook": hook, "seed": seed}, by, value, metric=TARGET_S, bench="converge", ranks=2)
+        record({"task": "text", "hook": hook, "seed": seed}, by, value, metric=TARGET_S, bench="converge", ranks=2)
         for (by, hook), values in seconds.items()
         for seed, value in enumerate(values)
     ]
-    assert dict(ratios(records)) == {"converge, hook none, ranks 2: gradwire to PyTorch": 0.4}
+    assert dict(ratios(records)) == {"converge, task text, hook none, ranks 2: gradwire to PyTorch": 0.4}
 
 
 def test_missing_result_fails_comparison(tmp_path):

@@ -105,8 +105,8 @@ def test_table_has_a_row_for_each_hook_and_for_noop_in_one_bucket(facts):
     (only,) = tables_of(facts, ["1gbit"], ["powersgd-r4"])
     assert only.title == "Step time (ms), 2 hosts, link: 1 Gb/s (all-reduce reaches 1,234 Mb/s)"
     assert only.rows == [
-        ["noop", "20", "10", "2.00x", "", "", "1 kB"],
-        ["noop, one bucket", "40", "", "", "", "", ""],
+        ["noop", "20", "10", "2.00x", "0", "0", "1 kB"],
+        ["noop, one bucket", "40", "", "", "0", "", ""],
         ["powersgd-r4", "160", "30", "5.33x", "120", "20", "123 MB"],
     ]
 
