@@ -31,7 +31,7 @@ import gradwire
 from gradwire.bench.gpu_hook_cases import HOOK_CASES
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu_worker import CASE_LIMIT, Case, Crew
-from gradwire.bench.results import provenance
+from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
 RANKS = {"smoke": 1, "ranks": 2}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu_kernel_cases import Skipped
+from gradwire.bench.gpu_checks import Skipped
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
 Case = Callable[[torch.device], None]

@@ -1,4 +1,8 @@
-"""Compression algorithms and their memory: straight-line code that awaits its collectives; no streams, no futures."""
+"""Compression algorithms and their memory.
+
+An algorithm is a coroutine that awaits its collectives. It touches no stream and no future, so it reads like its paper
+and runs in one process too: see `powersgd_all_reduce`.
+"""
 
 from gradwire.compress.cast import cast_all_reduce, sparse_all_reduce
 from gradwire.compress.gradients import Gradients

@@ -1,15 +1,16 @@
-"""PowerSGD: gradients as products of low-rank factors, with the rest remembered for the next step.
+"""PowerSGD: all-reduce of matrices as low-rank factors, with error feedback and a warm start.
 
-For each matrix M of n rows and m columns, with Q from the step before:
+For each matrix M of n x m, with Q (m x r) from the step before:
 
     M = G + E                                   error feedback
-    P = all-reduce(M Q),  P = orthogonalise(P)  one step of power iteration, from a warm start
+    P = all-reduce(M Q),  P = orthogonalise(P)  one step of power iteration; P: n x r
     Q = all-reduce(M' P)
     G = P Q',             E = M - G
 
-M is n x m, P is n x r, Q is m x r: r (n + m) elements are sent in place of n m. What is not compressed travels with P.
-Source: Vogels, Karimireddy,
-Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algorithms 1, 2.
+It sends r (n + m) elements in place of n m. Gradients that are not compressed travel with P.
+
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019, algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ async def powersgd_all_reduce(
     *,
     warm_start: bool = True,
 ) -> None:
-    """Write the mean over all ranks of ``source`` into ``target``: of matrices an approximation of rank r.
+    """Write the mean of ``source`` over all ranks into ``target``, with each matrix approximated to rank r.
 
-    A matrix that is not finite on some rank becomes NaN on all, and leaves its error and its factors as they were.
+    A matrix with an inf or NaN on any rank becomes NaN on all ranks; its error and factors stay as they were.
 
     Args:
-        bucket: the layout of the gradients, and their memory. Modified.
-        source: the gradients, real. Modified if ``target`` is the same memory.
-        target: where the result goes; may be ``source``.
-        iteration: counts the steps, equal on all ranks.
-        transport: sums over the ranks. Two waits.
-        workspace: wire memory.
-        warm_start: whether Q begins as the last step's; else it is drawn anew.
+        bucket: layout and memory of the gradients. Its memory is modified.
+        source: the gradients, real. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, or other tensors like it.
+        iteration: number of the step, equal on all ranks.
+        transport: the two all-reduces over the ranks.
+        workspace: provides the wire buffers.
+        warm_start: whether to start from Q of the last step; else from a random one.
 
-    Example: one process compresses two tensors, and error feedback makes up for it in later steps::
+    Example: without a process group, on a list of tensors. The same gradient is compressed in 20 steps; error feedback
+    sends in later steps what earlier ones left out, so the mean of the results is closer to it than any one of them::
 
         >>> import torch
         >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
@@ -68,9 +70,8 @@ async def powersgd_all_reduce(
         True
     """
     table, mean = bucket.table, 1 / transport.world_size
-    step = bucket.start_step(source, target, iteration, workspace, sent=table.p, basis=table.p, answer=table.q)
+    step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.p, basis=table.p, answer=table.q)
     m, p, q = step.matrices, step.basis, step.answer
-    bucket.pack_uncompressed(source, step.uncompressed, mean)
     if not warm_start:
         draw(table.q, table.keys, bucket.counter, bucket.q)
 
@@ -82,7 +83,7 @@ async def powersgd_all_reduce(
     renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
     reconstruct(m, p, q, bucket.finite)
 
-    bucket.unpack_uncompressed(step.uncompressed, target)
+    bucket.unpack_uncompressed(step, target)
 
 
 async def alternating_all_reduce(
@@ -93,21 +94,23 @@ async def alternating_all_reduce(
     transport: Transport,
     workspace: Workspace,
 ) -> None:
-    """`powersgd_all_reduce` with one side a step, and so one wait on the wire and about half the bytes.
+    """`powersgd_all_reduce` of one side per step: one all-reduce and about half the bytes.
 
         even steps:  Q = orthogonalise(Q of the last step),  P = all-reduce(M Q),   G = P Q',  E = M - G
         odd steps:   P = orthogonalise(P of the last step),  Q = all-reduce(M' P),  G = P Q',  E = M - G
 
-    The fixed side is a step old, so each result is a little worse. Source: Zhang, Zhang, Shi, Chu, Li, "Evaluation and
-    Optimization of Gradient Compression for Distributed Deep Learning" (ACP-SGD), ICDCS 2023, algorithm 2.
+    The other side is one step old, so each approximation is slightly worse.
+
+    Source: Zhang, Zhang, Shi, Chu, Li, "Evaluation and Optimization of Gradient Compression for Distributed Deep
+    Learning" (ACP-SGD), ICDCS 2023, algorithm 2.
 
     Args:
-        bucket: the layout of the gradients, and their memory, made with ``alternating``. Modified.
-        source: the gradients, real. Modified if ``target`` is the same memory.
-        target: where the result goes; may be ``source``.
-        iteration: counts the steps, equal on all ranks. Its parity chooses the side.
-        transport: sums over the ranks. One wait.
-        workspace: wire memory.
+        bucket: layout and memory of the gradients, made with ``alternating=True``. Its memory is modified.
+        source: the gradients, real. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, or other tensors like it.
+        iteration: number of the step, equal on all ranks. Even steps send P, odd ones Q.
+        transport: the all-reduce over the ranks.
+        workspace: provides the wire buffers.
     """
     table, mean = bucket.table, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
@@ -115,9 +118,8 @@ async def alternating_all_reduce(
     fixed, before, sent, after = (
         (table.q, bucket.q, table.p, bucket.p) if sends_p else (table.p, bucket.p, table.q, bucket.q)
     )
-    step = bucket.start_step(source, target, iteration, workspace, sent=sent, basis=fixed)
+    step = bucket.start_step(source, target, iteration, workspace, mean, sent=sent, basis=fixed)
     p, q = (step.sent, step.basis) if sends_p else (step.basis, step.sent)
-    bucket.pack_uncompressed(source, step.uncompressed, mean)
 
     orthogonalize(before, fixed, step.basis, bucket.finite)
     if sends_p:
@@ -128,4 +130,4 @@ async def alternating_all_reduce(
     renew(step.sent, sent, table.keys, bucket.counter.add_(1), after, bucket.finite)
     reconstruct(step.matrices, p, q, bucket.finite)
 
-    bucket.unpack_uncompressed(step.uncompressed, target)
+    bucket.unpack_uncompressed(step, target)

@@ -1,4 +1,8 @@
-"""`LowRankBucket`: the gradients of one bucket as PowerSGD's matrices, with their memory."""
+"""`LowRankBucket`: the gradients of one bucket as PowerSGD's matrices, with their memory.
+
+In formulas M is n x m, P is n x r and Q is m x r. Factors are stored transposed, P as r x n and Q as r x m: each column
+is contiguous.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,18 @@ from gradwire.kernels.warm_start import draw
 
 
 class Step(NamedTuple):
-    """The tensors of one step of a bucket.
+    """The tensors of one bucket in one step.
 
-    The buffers are in the workspace, and valid until it is used again. A buffer of factors holds those of all matrices.
+    All but ``matrices`` are buffers in the workspace, valid until its next use. Each buffer of factors holds one side,
+    P or Q, of all matrices of the bucket.
 
     Attributes:
-        matrices: gradients, results and errors of the compressed parameters, where they lie.
-        messages: what the first all-reduce takes: ``sent`` and ``uncompressed``, as one tensor if they have one dtype.
-        sent: the factors in ``messages``.
-        uncompressed: the other gradients in ``messages``.
+        matrices: gradients, results and errors of the compressed parameters, zero-copy.
+        messages: the payload of the first all-reduce: ``sent`` and ``uncompressed``, one tensor if their dtypes agree.
+        sent: the factors among ``messages``.
+        uncompressed: the other gradients among ``messages``.
         basis: factors with orthonormal columns, in the dtype of the arithmetic.
-        answer: the factors of the second all-reduce; empty in a step with one.
+        answer: the factors of the second all-reduce; empty in a step that has only one.
     """
 
     matrices: Operands
@@ -45,31 +50,32 @@ class Step(NamedTuple):
 
 
 class LowRankBucket:
-    """The gradients of a bucket: some are matrices to compress, the others are sent as they are.
+    """One bucket: matrices that are compressed, other gradients that are not, and the memory of the matrices.
 
-    A bucket serves every step until its parameters, their dtype or the options change. Its successor takes over
-    ``memory``.
+    It serves every step until its parameters, their dtype or the options change; the next bucket of these parameters
+    starts from its ``memory``. An algorithm calls `start_step`, then works on the tensors of the `Step`, then calls
+    `unpack_uncompressed`.
 
     Args:
-        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, such as the gradients.
-        shapes: how each is compressed, or None; see `LowRankPolicy.matrix_shapes`. Not all None.
-        names: of the parameters, for ``memory`` and the random columns; by default "0", "1", ...
-        memory: what is remembered, by name. Not modified.
-        error_feedback: whether to remember what compression leaves out, and add it to the next gradient.
-        factor_dtype: of the factors on the wire; None for the gradients' own, or bf16 for fp16 gradients, because
-            factors have the range of gradients.
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
+        shapes: from `LowRankPolicy.matrix_shapes`: the matrices of each, or None to send it uncompressed. Not all None.
+        names: of the parameters, keys of ``memory`` and of the random columns; by default "0", "1", ...
+        memory: of earlier buckets, by parameter name. Not modified.
+        error_feedback: whether to add what compression leaves out to the next gradient.
+        factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16 gradients: factors have
+            the range of gradients, which fp16 has not.
         seed: of the random columns, equal on all ranks.
-        iteration: the step, for the random columns of factors that are not remembered.
-        alternating: whether to remember both sides, as `alternating_all_reduce` needs.
+        iteration: the step at hand, for the random columns of new factors.
+        alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
 
     Attributes:
-        layout: where each gradient is in a flat buffer of the bucket.
-        table: the sizes of the matrices, and where their factors are in a packed buffer.
+        layout: position of each gradient in a flat buffer of the bucket.
+        table: sizes of the matrices, and positions of their factors in packed buffers.
         memory: of the compressed parameters, by name.
-        q: the remembered Q of all matrices, packed as ``table.q``; unit columns, equal on all ranks.
-        p: the same of P, if ``alternating``.
-        counter: the step of the random columns, in device memory: int64, one element.
-        finite: scratch of one step: whether each matrix is finite on all ranks.
+        q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
+        p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
+        counter: int64 [1], in device memory: the step, for the random columns.
+        finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class LowRankBucket:
         self.memory = dict(zip(compressed, known, strict=True))
 
     def sent_numel(self, iteration: int) -> int:
-        """Real elements that a step hands to collectives."""
+        """Payload of a step in real elements."""
         p, q = sum(self.table.p.sizes), sum(self.table.q.sizes)
         factors = p + q if self.p is None else (p, q)[iteration % 2]
         return factors + self._others_numel
@@ -133,22 +139,24 @@ class LowRankBucket:
         target: Sequence[Tensor],
         iteration: int,
         workspace: Workspace,
+        scale: float,
         *,
         sent: Factor,
         basis: Factor,
         answer: Factor | None = None,
     ) -> Step:
-        """Set ``counter``, and find the tensors of a step.
+        """Set ``counter``, lay out the tensors of a step, and pack the gradients that are not compressed.
 
         Args:
             source: the gradients, real.
-            target: where the result goes; may be the same memory.
-            iteration: the number of the step. A step that a CUDA graph records ignores it, because every replay would
-                set the same number: there ``counter`` is what the step before has left, one more.
-            workspace: where the buffers come from.
-            sent: the factors of the first all-reduce: ``table.p`` or ``table.q``.
-            basis: the factors to orthogonalise.
-            answer: the factors of the second all-reduce; None in a step with one.
+            target: where the result goes; may be ``source``.
+            iteration: the number of the step. Ignored while a CUDA graph is captured, because every replay would set
+                the same number: there ``counter`` has counted on from the step before.
+            workspace: provides the buffers.
+            scale: multiplier of the gradients on the wire: 1 / world size for the mean.
+            sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
+            basis: layout of the factors to orthogonalise.
+            answer: layout of the factors of the second all-reduce; None in a step that has only one.
         """
         if not is_capturing(self.counter.device):
             self.counter.fill_(iteration)
@@ -170,24 +178,21 @@ class LowRankBucket:
         for factors, buffer in ((sent, step.sent), (basis, step.basis), (answer, step.answer)):
             if factors is not None and factors.has_gaps:
                 buffer.zero_()
+        if self._others_table is not None:
+            flatten([source[i] for i in self._others], step.uncompressed, table=self._others_table, scale=scale)
         return step
 
-    def pack_uncompressed(self, source: Sequence[Tensor], wire: Tensor, scale: float) -> None:
-        """Write the gradients that are not compressed, times ``scale``, into ``wire``."""
+    def unpack_uncompressed(self, step: Step, target: Sequence[Tensor]) -> None:
+        """Write the gradients that were not compressed into ``target``."""
         if self._others_table is not None:
-            flatten([source[i] for i in self._others], wire, table=self._others_table, scale=scale)
-
-    def unpack_uncompressed(self, wire: Tensor, target: Sequence[Tensor]) -> None:
-        """Write ``wire`` into the gradients that are not compressed."""
-        if self._others_table is not None:
-            unflatten(wire, [target[i] for i in self._others], table=self._others_table)
+            unflatten(step.uncompressed, [target[i] for i in self._others], table=self._others_table)
 
     @property
     def _others_numel(self) -> int:
         return self._others_table.numel if self._others_table is not None else 0
 
     def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The matrices of the compressed parameters, as they are in memory: n x m each, in order."""
+        """The matrices of the compressed parameters as views in memory order, n x m each."""
         return [
             matrix
             for (_, shape), tensor in zip(self._compressed, tensors, strict=True)
@@ -195,9 +200,9 @@ class LowRankBucket:
         ]
 
     def _packed(self, factors: Factor, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """The factors of one side in one buffer, and the view of each parameter's: as known, or else random.
+        """One buffer with P or Q of all matrices, and the view of each parameter: as ``known``, or else random.
 
-        Factors of another rank begin anew, as when the rank changes in training.
+        Factors of another rank r do not fit: they start anew when r changes in training.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
         draw(factors, self.table.keys, self.counter, buffer)
@@ -222,21 +227,21 @@ def flat_low_rank_bucket(
     error_feedback: bool = True,
     **options: Any,
 ) -> LowRankBucket | None:
-    """The flat bucket as one matrix, as nearly square as possible; the few elements that remain are not compressed.
+    """A `LowRankBucket` of the flat bucket as one nearly square matrix; the remaining elements are not compressed.
 
-    Errors are remembered by parameter, and views of one flat tensor. The factors belong to the bucket: their name is
-    made of the first and the last parameter's.
+    Errors belong to parameters and are views of one flat tensor. Factors belong to the bucket, and are named after its
+    first and last parameter.
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients.
         rank: r, clamped to min(n, m).
         names: of the parameters.
-        memory: what is remembered, by name. Not modified.
-        error_feedback: whether to remember what compression leaves out, and add it to the next gradient.
+        memory: of earlier buckets, by name. Not modified.
+        error_feedback: whether to add what compression leaves out to the next gradient.
         options: further ones of `LowRankBucket`.
 
     Returns:
-        The bucket, whose gradients are the matrix and the remainder; None if it would not shrink.
+        The bucket, with two gradients: the matrix and the remainder. None if the matrix would not shrink.
     """
     table = SegmentTable(layouts)
     columns = max(1, math.isqrt(max(table.numel - 1, 0)) + 1)  # the square root, rounded up

@@ -1,8 +1,8 @@
-"""Memory of PowerSGD: what one step leaves to the next, for each parameter.
+"""`PowerSGDMemory`: the error feedback and the warm start of one parameter.
 
     M = G + E,    E = M - (what was applied in place of M)
 
-Nothing is lost: summed over ranks and steps, gradients in = results out + the error that is left.
+Nothing is lost: summed over ranks and steps, gradients = results + remaining error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDMemory:
-    """What PowerSGD remembers of one parameter. The tensors are updated in place.
+    """What PowerSGD keeps of one parameter from step to step. Its tensors are updated in place.
 
     Attributes:
         error: E, the residual of this rank: in the shape and strides of the gradient, in fp32, or fp64 for fp64
@@ -29,7 +29,7 @@ class PowerSGDMemory:
     q: Tensor | None = None
 
     def error_like(self, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-        """``error`` itself if it has this layout and dtype; else a copy that has, zeros if there is no error yet.
+        """``error``, as a copy if it has another layout or dtype; zeros if there is none yet.
 
         Args:
             layout: a real dense tensor with the shape, strides and device of the gradient.

@@ -1,4 +1,4 @@
-"""Checks of what users hand to hooks and states."""
+"""Argument checks of hooks and states."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ StateCheck = Callable[[str, object], None]  # of the hook's name and its state
 
 
 def described(value: object) -> str:
-    """A value as an error names it: short values in full, of others the type."""
+    """A value for an error message: short values in full, others by type."""
     if value is None or isinstance(value, str | int | float):
         return repr(value)
     return f"an object of type {type(value).__qualname__}"
@@ -28,12 +28,12 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
 
 
 def needs_process_group(hook_name: str, state: object) -> None:
-    """For `ddp_hook`: the state is a process group or None."""
+    """A check for `ddp_hook`: the state must be a process group or None."""
     check_process_group(state, f"The state of {hook_name}")
 
 
 def needs_state(kind: type) -> StateCheck:
-    """For `ddp_hook`: the state is a ``kind``."""
+    """A check for `ddp_hook`: the state must be a ``kind``."""
 
     def check(hook_name: str, state: object) -> None:
         if not isinstance(state, kind):
@@ -46,11 +46,11 @@ def needs_state(kind: type) -> StateCheck:
 
 
 def needs_nothing(_: str, __: object) -> None:
-    """For `ddp_hook`: any state will do."""
+    """A check for `ddp_hook`: any state is accepted."""
 
 
 def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
-    """Let a hook raise TypeError, before it does anything, for a wrong state or bucket."""
+    """Decorate a hook to raise TypeError for a wrong state or bucket before it does anything."""
 
     def decorate(hook: Hook) -> Hook:
         first = next(iter(inspect.signature(hook).parameters))

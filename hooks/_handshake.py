@@ -1,15 +1,15 @@
-"""The handshake: before a hook's first collective on a process group, all ranks compare what they are about to run.
+"""The handshake: before a hook's first collective on a process group, the ranks compare their hooks and options.
 
-Ranks with different options would add up numbers that do not belong together, and drift apart without an error. So:
+Ranks with different options would sum unrelated numbers and drift apart without an error. Therefore:
 
-1. Each bucket asks `HookSettings.agree`. As long as the settings are those that all ranks have agreed on for the
-   process group, it returns at once: a look-up and a comparison.
-2. Otherwise (at the first bucket, after the state was loaded, after an option was changed) the ranks exchange a digest
-   of the settings, of what must be replicated, of the bucket's layout and of gradwire's version. They do so through the
-   process group's store, so no collective is issued, and nothing is changed before it.
-3. If the digests differ, every rank knows. They exchange the full text, and each raises the same error.
+1. Each bucket calls `HookSettings.agree`. If the settings are those that all ranks of the process group have agreed
+   on, it returns at once, after a look-up and a comparison.
+2. Otherwise the ranks exchange a digest of the settings, of the replicated state, of the bucket's layout and of
+   gradwire's version. This happens at the first bucket, after the state was loaded, and after an option was changed.
+   The exchange goes through the process group's store: no collective is issued, and nothing is modified before it.
+3. If the digests differ, every rank sees it. The ranks exchange the full text, and all raise the same error.
 
-A rank that does not come, because it runs another kind of hook or because its state was not loaded, is named after a
+If a rank does not join, because it runs another kind of hook or did not load its state, the others name it after a
 timeout.
 """
 
@@ -36,9 +36,9 @@ from gradwire.comm.store_collectives import (
 )
 from gradwire.hooks._types import GradBucket
 
-# For the other ranks to shake hands again, or half of the process group's timeout: those that do not come wait in a
-# collective already, and should hear the reason before that times out. The first time, when ranks may still be loading
-# data, they have all of that timeout.
+# How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
+# rank that does not join already waits in a collective, and must get the reason before that times out. In the first
+# handshake ranks may still be loading data, and have the whole timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
 _PURPOSE = "The handshake of communication hooks"
@@ -50,48 +50,48 @@ _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they wer
 
 
 class HookSettings:
-    """What must be equal on all ranks that run a hook, and the process groups on which it is.
+    """The settings of a hook, which must be equal on all ranks, and the process groups that have agreed on them.
 
-    The state of a hook is one; a hook without a state has one in its module.
+    States of hooks derive from this class; for a hook without a state, its module has an instance.
 
     Args:
-        hook: the name of the hook.
+        hook: name of the hook.
     """
 
     def __init__(self, hook: str) -> None:
         self._hook = hook
-        # The settings that all ranks have, by process group; None after a load. Ends with the group or the state.
+        # The settings that all ranks of a process group have; None after a load.
         self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, object] | None] = WeakKeyDictionary()
         self._is_loaded_anew = False  # since the last handshake
 
     def settings(self) -> dict[str, object]:
-        """The hook's name and options: plain values, cheap to collect, because every bucket compares them."""
+        """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
         return {"hook": self._hook}
 
     def replicated(self) -> dict[str, object]:
-        """What else must be equal at a handshake: counters, and a digest of loaded memory that ranks do not send."""
+        """Further values that a handshake compares: counters, and digests of loaded memory."""
         return {}
 
     def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
-        """The names that the hook remembers the bucket's parameters by; none if it remembers nothing."""
+        """Names of the bucket's parameters in the state; empty for a hook without memory."""
         return ()
 
     def expect_handshake(self) -> None:
-        """Shake hands again before the next bucket: the state has been loaded."""
+        """Make the next bucket shake hands: the state has been loaded."""
         self._is_loaded_anew = True
         for group in list(self._agreed):
             self._agreed[group] = None
 
     def agree(self, group: dist.ProcessGroup, bucket: GradBucket, layout: Callable[[], Mapping[str, object]]) -> None:
-        """Return if all ranks of ``group`` have the same settings; a collective call unless that is known already.
+        """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
 
         Args:
             group: the ranks.
-            bucket: the one at hand.
-            layout: facts about it that must be equal; called in a handshake only.
+            bucket: the current bucket.
+            layout: returns facts about the bucket that must be equal; called only in a handshake.
 
         Raises:
-            RuntimeError: the settings differ, on every rank; or some rank does not come.
+            RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
         """
         settings = self.settings()
         if self._agreed.get(group) == settings:
@@ -112,7 +112,7 @@ class HookSettings:
 
 
 def digest(value: object) -> str:
-    """Eight bytes, as text: of a value's text, or of named tensors' names, shapes, dtypes and bits."""
+    """Eight bytes in hexadecimal: a hash of ``repr(value)``, or of a mapping of names to tensors, bits included."""
     hashed = blake2b(digest_size=8)
     if isinstance(value, Mapping):
         for name, tensor in sorted(value.items()):
@@ -124,14 +124,14 @@ def digest(value: object) -> str:
 
 
 def hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
-    """Add the bits of a tensor, in the order of its elements, to a hash."""
+    """Update a hash with the bits of a tensor, in row-major order."""
     here = tensor.detach().to("cpu").contiguous()
     if here.numel() > 0:
         hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
 def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
-    """Raise on every rank unless all have the same facts."""
+    """Raise RuntimeError on every rank unless the facts are equal on all."""
     text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
     try:

@@ -1,4 +1,4 @@
-"""Names for the parameters of a bucket, so that a hook's state outlives bucket rebuilds and restarts."""
+"""Parameter names for the states of hooks: they survive bucket rebuilds and restarts, bucket indices do not."""
 
 import functools
 import gc
@@ -17,23 +17,23 @@ from gradwire.hooks._reduce_bucket import is_zero_copy_bucket
 from gradwire.hooks._types import GradBucket
 
 NUMBERED = "parameter."
-# Submodules that torch.compile, activation checkpointing and FSDP put around a module.
+# Name components that torch.compile, activation checkpointing and FSDP add.
 _WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
 
 def is_number(name: str) -> bool:
-    """Whether a name stands for a place in the order of first appearance."""
+    """Whether ``name`` is a parameter's number in the order of first appearance."""
     return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
 
 
 @functools.cache
 def plain_name(name: str) -> str:
-    """A parameter's name without the components that wrappers of modules add, as ``_orig_mod``."""
+    """A parameter's name without the components that module wrappers add, such as ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP, DataParallel, torch.compile, FSDP and activation checkpointing."""
+    """The model inside the wrappers DDP, DataParallel, torch.compile, FSDP and activation checkpointing."""
     while True:
         children = module._modules
         if isinstance(module, (TorchDDP, torch.nn.DataParallel)):
@@ -60,14 +60,14 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
-    """The model whose DDP calls a hook with ``state`` and these parameters; None unless it is one.
+    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one.
 
-    PyTorch's DDP keeps the (hook, state) pairs that were registered, so the right one is the live
-    DDP that holds ``state`` and has the parameters. If no DDP holds the state, because a hook of
-    the user's own passes it on, the only live DDP with a hook and these parameters is taken. A DDP
-    that ``gc.freeze()`` has hidden is not found.
+    PyTorch's DDP keeps the registered (hook, state) pairs, so this is the live DDP that holds
+    ``state`` and has the parameters. If no DDP holds the state, because the user's own hook passes
+    it on, it is the only live DDP with a hook and these parameters. A DDP that ``gc.freeze()`` has
+    hidden is not found.
 
-    A search is one pass over all objects of Python's garbage collector: 50 ms for a million.
+    The search is one pass over all objects of Python's garbage collector: 50 ms for a million.
     """
     wanted = {id(parameter) for parameter in parameters}
     hooked = [ddp for ddp in _live_ddps() if wanted <= {id(parameter) for parameter in ddp.module.parameters()}]
@@ -77,7 +77,7 @@ def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) ->
 
 
 def _live_ddps() -> list[TorchDDP]:
-    """All DDPs with a hook, of PyTorch's class and its subclasses."""
+    """All live DDPs with a hook, including subclasses of PyTorch's class."""
     objects = gc.get_referrers(*_with_subclasses(TorchDDP))  # an instance refers to its class
     return [ddp for ddp in objects if TorchDDP in type(ddp).__mro__ and getattr(ddp, "_comm_hooks", None)]
 
@@ -90,15 +90,15 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 
 
 class ParameterNames:
-    """The name of each parameter, from the model that `bind` was given or `registered_module` finds.
+    """The names of parameters, from the model passed to `bind` or found by `registered_module`.
 
-    PyTorch's buckets carry no names. If no model is found either, parameters are numbered in the
-    order of first appearance: ``parameter.0``, ``parameter.1``, ... The order of PyTorch's first
-    backward depends only on the model, so numbers are equal on all ranks and good enough to train,
-    but not for options by name and for checkpoints.
+    PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of
+    first appearance: ``parameter.0``, ``parameter.1``, ... In PyTorch's first backward this order
+    depends only on the model, so numbers are equal on all ranks. They suffice to train, but not
+    for options by name or checkpoints.
 
     Args:
-        state: that the hook is registered with.
+        state: registered with the hook.
     """
 
     def __init__(self, state: object) -> None:
@@ -110,15 +110,15 @@ class ParameterNames:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the names of all parameters are known: from a module, or because all have been seen."""
+        """Whether all names are known: from a module, or because every parameter has appeared."""
         return self.module is not None or self._is_closed
 
     def known(self) -> dict[str, torch.Tensor]:
-        """The parameters that have a name by now, by name."""
+        """The parameters with a name so far, by name."""
         return {name: parameter for parameter, name in self._names.items()}
 
     def note(self, names: Sequence[str], bucket: GradBucket) -> None:
-        """Remember which parameters have these names, as `of` returned them for this bucket, until all are known."""
+        """Store the names that `of` returned for this bucket, unless all are known."""
         if not self.is_complete:
             self._names.update(zip(bucket.parameters(), names, strict=True))
 
@@ -126,8 +126,7 @@ class ParameterNames:
         """Take the names from ``module.named_parameters()``, as `plain_name` has them.
 
         Raises:
-            ValueError: names were taken from another module before, or parameters have been
-                numbered.
+            ValueError: the names are from another module, or parameters are numbered already.
         """
         module = unwrapped(module)
         bound = self.module
@@ -148,32 +147,32 @@ class ParameterNames:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The model that the names are from, while it lives."""
+        """The model that the names are from; None if there is none or it no longer exists."""
         return self._module() if self._module is not None else None
 
     @property
     def are_numbers(self) -> bool:
-        """Whether names are places in the order of first appearance."""
+        """Whether parameters are numbered in the order of first appearance."""
         return self._unnamed > 0
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those of the module, if there is one."""
+        """The parameters of the module, if there is one."""
         module = self.module
         return list(module.parameters()) if module is not None else []
 
     def close(self) -> None:
-        """Take no parameter by order any more: all have been seen."""
+        """Number no further parameters: every parameter has appeared."""
         self._is_closed = True
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
-        """Bind the model that `registered_module` finds, unless the parameters have names or numbers."""
+        """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""
         if self.module is None and not self.are_numbers:
             module = registered_module(self._state(), parameters)
             if module is not None:
                 self.bind(module)
 
     def require(self, needed_by: str) -> None:
-        """Raise RuntimeError if names are numbers, with which ``needed_by`` cannot do."""
+        """Raise RuntimeError if parameters are numbered; ``needed_by`` needs their names."""
         if self.are_numbers:
             raise self._unknown(needed_by)
 
@@ -182,12 +181,11 @@ class ParameterNames:
 
         Args:
             bucket: of either DDP.
-            needed_by: what cannot do with numbers, for the message.
+            needed_by: subject of the error message, if numbers do not suffice.
 
         Raises:
             RuntimeError: ``needed_by`` is given, and the names are not known.
-            ValueError: a parameter is not one of the module's, or appears for the first time after
-                `close`.
+            ValueError: a parameter is not the module's, or first appears after `close`.
         """
         if is_zero_copy_bucket(bucket):
             return tuple(map(plain_name, bucket.parameter_names()))
@@ -218,7 +216,7 @@ class ParameterNames:
 
 
 class NamedState(HookSettings):
-    """A hook's state that remembers by parameter name.
+    """A hook's state with memory by parameter name.
 
     Attributes:
         process_group: the ranks to average over; None for the default group.
@@ -238,12 +236,12 @@ class NamedState(HookSettings):
         self._process_group = process_group
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Name the parameters after ``module``.
+        """Take parameter names from ``module``.
 
-        Seldom needed: gradwire's DDP binds the state at registration, and the model behind
-        PyTorch's DDP is found at the first step or checkpoint. There are two exceptions: models
-        share parameters and a hook of your own passes the state on, or ``gc.freeze()`` has hidden
-        the DDP. Parameters are numbered then: training works, with random columns that follow the
+        Rarely needed: gradwire's DDP binds the state at registration, and the model of PyTorch's
+        DDP is found at the first step or checkpoint. It is not found in two cases: models share
+        parameters and your own hook passes the state on, or ``gc.freeze()`` has hidden the DDP.
+        Parameters are numbered then. Training works, with random columns that depend on the
         numbers; options by name and checkpoints raise.
 
         Args:
@@ -258,20 +256,20 @@ class NamedState(HookSettings):
         return self._names.of(bucket)
 
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
-        """Remember for the next step what a reduction had for a parameter but was not applied.
+        """Keep a reduced gradient that was not applied, for the next step. Does nothing by default.
 
-        Called by gradwire's DistributedDataParallel for a parameter that no rank uses in a step:
-        its ``.grad`` stays as it is, whatever the hook's memory of earlier steps would have added.
-        Does nothing by default.
+        gradwire's DistributedDataParallel calls it for a parameter that no rank used in a step: its
+        ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a
+        nonzero gradient.
 
         Args:
             name: of the parameter.
-            gradient: what was reduced for it, minus what this rank put in.
+            gradient: the reduced gradient minus this rank's contribution.
         """
 
     def replicated_state(self) -> dict[str, Any]:
-        """What must be equal on all ranks: numbers and tensors, nested in dictionaries with strings for keys."""
+        """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
         return {}
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Continue from another rank's `replicated_state`; this rank's error memory stays."""
+        """Continue from the `replicated_state` of another rank; keep this rank's error memory."""

@@ -1,4 +1,4 @@
-"""Checkpoints of PowerSGD's memory: the entries of `PowerSGDState.state_dict`, and back."""
+"""Checkpoints of PowerSGD's memory: functions between `PowerSGDMemory` and the entries of a state_dict."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -9,22 +9,24 @@ from torch import Tensor
 
 from gradwire.comm import Transport, executor_for
 from gradwire.comm.store_collectives import named_barrier
-from gradwire.compress import PowerSGDMemory
+from gradwire.compress import LowRankBucket, PowerSGDMemory
 from gradwire.compress.policy import LowRankPolicy
-from gradwire.hooks._parameter_names import ParameterNames, is_number
+from gradwire.hooks._parameter_names import ParameterNames, is_number, parameter_names
+from gradwire.hooks._powersgd_options import PowerSGDOptions
 from gradwire.hooks._state_validation import Expected
+from gradwire.kernels.flattening import compute_dtype
 from gradwire.kernels.segments import as_real, gradient_layout, memory_order
 
 Memory = Mapping[str, PowerSGDMemory]  # by parameter name
 Entries = dict[str, dict[str, Tensor]]
 
-# How long a rank waits for the others. One that waits in `state_dict` was probably the only one to call it.
+# How long a rank waits for the others. `state_dict` is short: a rank that waits is probably the only one to call it.
 STATE_DICT_TIMEOUT = timedelta(seconds=10)
 PREPARE_TIMEOUT = timedelta(minutes=2)
 
 
 def entries_of(memory: Memory) -> Entries:
-    """The entries "errors", "q" and "p": tensors by parameter name, of this rank and not copied."""
+    """The entries "errors", "q" and "p" of this rank: tensors by parameter name, not copied."""
     return {
         "errors": {name: each.error for name, each in memory.items() if each.error is not None},
         "q": {name: each.q for name, each in memory.items() if each.q is not None},
@@ -33,7 +35,7 @@ def entries_of(memory: Memory) -> Entries:
 
 
 def memory_of(entries: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PowerSGDMemory]:
-    """The memory that the entries of a checkpoint describe, with copies of their tensors."""
+    """The memory with copies of the tensors in ``entries``; the inverse of `entries_of`."""
     errors, q, p = (
         {name: tensor.detach().clone() for name, tensor in entries[key].items()} for key in ("errors", "q", "p")
     )
@@ -44,13 +46,13 @@ def memory_of(entries: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PowerSGD
 def averaged_entries(memory: Memory, process_group: dist.ProcessGroup | None, parameters: Sequence[Tensor]) -> Entries:
     """Copies of the entries on the CPU, with the mean of each error over the ranks. A collective call.
 
-    PowerSGD is linear in M, so its results depend only on the mean error: ranks that all start from the mean go on as
-    those went that had one error each, however many there were and are.
+    PowerSGD is linear in M, so its results depend only on the mean error: any number of ranks that start from the mean
+    continue like the ranks that had one error each.
 
     Args:
         memory: of this rank.
         process_group: the ranks; None for the default group.
-        parameters: of the model, as far as it is known. The collectives run on their device.
+        parameters: of the model, if it is known. The collectives run on their device.
     """
     entries = entries_of(memory)
     errors = entries["errors"]
@@ -95,8 +97,46 @@ def wait_for_prepare_checkpoint(group: dist.ProcessGroup) -> None:
     named_barrier(group, "PowerSGDState.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
 
 
-def check_names_fit(loaded: Memory, names: tuple[str, ...]) -> None:
-    """Raise ValueError if a loaded memory names parameters and a bucket numbers them, or the other way round."""
+def initial_memory(
+    module: torch.nn.Module, memory: Memory, options: PowerSGDOptions, iteration: int, batched: bool
+) -> dict[str, PowerSGDMemory]:
+    """The memory of every compressed parameter before the first compressed step; empty if ``memory`` has it already.
+
+    Without factors for `batched_powerSGD_hook`, whose factors belong to buckets that are not known yet.
+    """
+    if entries_of(memory)["errors" if options.use_error_feedback else "q"]:
+        return {}
+    made = {}
+    for parameter, name in parameter_names(module).items():
+        layout = gradient_layout(parameter)
+        if parameter.requires_grad and batched:
+            error = PowerSGDMemory().error_like(as_real(layout), compute_dtype(layout.dtype.to_real()), name)
+            made[name] = PowerSGDMemory(error=error)
+        elif parameter.requires_grad and (shape := options.policy.matrix_shape(name, layout)) is not None:
+            of = options.of_buckets(iteration)
+            made |= LowRankBucket([as_real(layout)], [shape], names=[name], memory=memory, **of).memory
+    return made
+
+
+def check_can_be_saved(names: ParameterNames, has_begun: bool) -> None:
+    """Raise RuntimeError if a checkpoint would have numbers in place of names, or no entries.
+
+    Args:
+        names: of the parameters. Their model is searched for if it is unknown.
+        has_begun: whether the state has made a step or was loaded.
+    """
+    names.search()
+    names.require("A checkpoint of a PowerSGDState")
+    if names.module is None and not has_begun:
+        raise RuntimeError(
+            "This PowerSGDState belongs to no model yet, so the entries of its checkpoint are not known. Register "
+            "it with model.register_comm_hook(state, powerSGD_hook), or call state.bind(model), before it is saved "
+            "or loaded."
+        )
+
+
+def check_loaded_names(loaded: Memory, names: Sequence[str]) -> None:
+    """Raise ValueError if a loaded memory has names and a bucket has numbers, or vice versa."""
     if loaded and set(loaded).isdisjoint(names):
         numbered = [all(is_number(name) for name in some) for some in (loaded, names)]
         if numbered[0] != numbered[1]:
@@ -107,7 +147,7 @@ def check_names_fit(loaded: Memory, names: tuple[str, ...]) -> None:
 
 
 def expected_of(parameters: ParameterNames, policy: LowRankPolicy) -> dict[str, Expected]:
-    """What errors and factors must fit, for every parameter that is known by now."""
+    """The shapes that errors and factors must fit, for every parameter known so far."""
     layouts = {name: gradient_layout(parameter) for name, parameter in parameters.known().items()}
     return {
         name: Expected(as_real(layout).shape, policy.matrix_shape(name, layout)) for name, layout in layouts.items()

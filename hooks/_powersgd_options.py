@@ -1,9 +1,10 @@
-"""`PowerSGDOptions`: validation of PowerSGD's options, and what follows from them for a model."""
+"""`PowerSGDOptions`: the options of PowerSGD's hooks, validated."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from gradwire.hooks._parameter_names import is_number
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions:
-    """The options of `PowerSGDState`, which documents them: PyTorch's, in PyTorch's order, then gradwire's.
+    """The options of `PowerSGDState`, documented there: PyTorch's in PyTorch's order, then gradwire's.
 
     Raises:
         ValueError: an option is of another type or out of range, or two exclude each other.
@@ -64,7 +65,7 @@ class PowerSGDOptions:
 
     @cached_property
     def policy(self) -> LowRankPolicy:
-        """Which parameters are compressed."""
+        """The choice of compressed parameters."""
         return LowRankPolicy(
             rank=self.matrix_approximation_rank,
             start_iteration=self.start_powerSGD_iter,
@@ -73,13 +74,23 @@ class PowerSGDOptions:
             stacks=self.stacks,
         )
 
+    def of_buckets(self, iteration: int) -> dict[str, Any]:
+        """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""
+        return {
+            "error_feedback": self.use_error_feedback,
+            "factor_dtype": self.factor_dtype,
+            "seed": self.random_seed,
+            "iteration": max(iteration, self.start_powerSGD_iter),
+            "alternating": self.alternating,
+        }
+
     def replicated(self) -> dict[str, object]:
-        """The options that must be equal on all ranks: all but how often the log is written. A copy."""
+        """A copy of the options that must be equal on all ranks: all but the logging frequency."""
         options = dict(zip(_REPLICATED, _replicated(self), strict=True))
         return {**options, "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
 
     def check_patterns_match(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a pattern in ``ranks`` or ``stacks`` matches none of a model's parameters."""
+        """Raise ValueError if a pattern in ``ranks`` or ``stacks`` matches none of a model's parameter names."""
         unmatched = self.policy.unmatched_pattern(names)
         if unmatched is not None:
             numbered = all(is_number(name) for name in names)
@@ -90,7 +101,7 @@ class PowerSGDOptions:
             )
 
     def why_nothing_is_compressed(self, layouts: Mapping[str, torch.Tensor]) -> str:
-        """Why none of these parameters is compressed: the largest matrix, its rate, and the option that decides."""
+        """Why none of these parameters is compressed: the largest matrix, its rate, and the option to change."""
         policy = self.policy
         shapes = {name: policy.as_matrices(name, layout) for name, layout in layouts.items()}
         matrices = {
@@ -123,3 +134,20 @@ class PowerSGDOptions:
 OPTION_NAMES = tuple(field.name for field in fields(PowerSGDOptions))
 _REPLICATED = tuple(name for name in OPTION_NAMES if name != "compression_stats_logging_frequency")
 _replicated = attrgetter(*_REPLICATED)
+
+
+class OptionAttributes:
+    """Options as attributes of a state, as in PyTorch. Assigning one replaces ``options``, which validates it."""
+
+    options: PowerSGDOptions
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTION_NAMES:
+            return getattr(self.options, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OPTION_NAMES:
+            self.options = replace(self.options, **{name: value})
+        else:
+            super().__setattr__(name, value)

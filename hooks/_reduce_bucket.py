@@ -1,8 +1,8 @@
-"""What every hook does: find the bucket's gradients, run an algorithm in order, and hand back the result.
+"""`reduce_bucket`: run an algorithm on the gradients of a bucket, in bucket order.
 
-A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's is a list of gradients, read and written where
-they lie, when the reducer itself calls a hook marked with `zero_copy`. Called by anybody else's wrapper, the same hook
-sees the flat buffer and returns it, as PyTorch's would.
+A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a list of gradients. A hook marked with
+`zero_copy` reads and writes these gradients directly if the reducer calls it. If a wrapper calls it, the same hook gets
+the flat buffer and returns it, as PyTorch's hooks do.
 """
 
 import weakref
@@ -25,15 +25,15 @@ Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, nu
 Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
-# Not an attribute of the function: functools.wraps would copy that to a user's wrapper, which expects flat buffers.
+# Not an attribute of the hook: functools.wraps would copy it to a user's wrapper, which expects flat buffers.
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
-# Layouts of flat buckets, kept from step to step.
+# Tables of flat buckets, kept from step to step.
 _tables_of: weakref.WeakKeyDictionary[Executor, Tables] = weakref.WeakKeyDictionary()
 
 
 def zero_copy(hook: Hook) -> Hook:
-    """Mark a hook that asks for a bucket's gradients through `bucket_work`, and so may take them where they lie."""
+    """Mark a hook as zero-copy: it gets its gradients from `bucket_work`, so they need not be in a flat buffer."""
     _zero_copy_hooks.add(hook)
     return hook
 
@@ -44,22 +44,27 @@ def is_zero_copy(hook: Callable[..., object]) -> bool:
 
 
 class ZeroCopyBucket(Protocol):
-    """What gradwire's bucket has besides PyTorch's interface."""
+    """The interface of gradwire's buckets in addition to PyTorch's.
+
+    Attributes:
+        device: of the gradients.
+        zero_copy: whether `source` and `target` may be used; else the bucket is a flat buffer.
+    """
 
     device: torch.device
     zero_copy: bool
 
     def source(self) -> Gradients:
-        """The gradients where they lie."""
+        """The gradients."""
 
     def target(self) -> Gradients:
-        """Where their mean goes."""
+        """The tensors that get their mean."""
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in order."""
 
     def parameter_names(self) -> list[str]:
-        """Their names."""
+        """The names of the parameters, in order."""
 
 
 def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCopyBucket]:
@@ -68,12 +73,12 @@ def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCo
 
 
 class BucketWork(NamedTuple):
-    """A bucket as an algorithm takes it.
+    """The tensors of a bucket that an algorithm reads and writes.
 
     Attributes:
-        source: the gradients to read.
-        target: where the result goes, on the same memory or not.
-        result: the tensor that the hook's future holds: the flat buffer, or one of the gradients that were written.
+        source: the gradients.
+        target: the tensors that get the result; may be ``source``.
+        result: the value of the hook's future: the flat buffer, or the first tensor of ``target``.
     """
 
     source: Gradients
@@ -82,24 +87,29 @@ class BucketWork(NamedTuple):
 
 
 def is_sparse(bucket: GradBucket) -> bool:
-    """Whether it holds the sparse gradient of one parameter, which no hook compresses: see `reduce_bucket`."""
+    """Whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed."""
     return not is_zero_copy_bucket(bucket) and bucket.buffer().is_sparse
 
 
 def bucket_device(bucket: GradBucket) -> torch.device:
-    """Where the bucket's gradients are."""
+    """The device of the bucket's gradients."""
     return bucket.device if is_zero_copy_bucket(bucket) else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
-    """The real dtype of the bucket's gradients, or of the buffer that a wrapper has put in their place."""
+    """The real dtype of the bucket's gradients, or of the buffer that a wrapper has set instead."""
     if is_zero_copy_bucket(bucket) and bucket.zero_copy:
         return bucket.parameters()[0].dtype.to_real()
     return bucket.buffer().dtype
 
 
 def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
-    """The gradients of ``bucket``: where they lie if it lends them, else its flat buffer, whose table is kept."""
+    """The tensors of ``bucket``: its gradients if it is zero-copy, else its flat buffer.
+
+    Args:
+        bucket: of either DDP.
+        tables: of flat buckets, to look up and extend.
+    """
     if is_zero_copy_bucket(bucket) and bucket.zero_copy:
         target = bucket.target()
         return BucketWork(bucket.source(), target, target.tensors[0])
@@ -112,7 +122,7 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
 
 
 def _layout(bucket: GradBucket) -> dict[str, object]:
-    """What ranks must agree on about a bucket, in words."""
+    """The facts about a bucket that must be equal on all ranks, for a handshake."""
     kind = "sparse gradients" if is_sparse(bucket) else "gradients"
     shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
     return {
@@ -124,9 +134,9 @@ def _layout(bucket: GradBucket) -> dict[str, object]:
 
 
 def agree(settings: HookSettings, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> None:
-    """Compare ``settings`` with the other ranks', unless that was done. `reduce_bucket` calls it.
+    """Compare ``settings`` with the other ranks, once. `reduce_bucket` calls it.
 
-    A hook that remembers something about the bucket before it reduces that calls this first.
+    A hook that modifies its state before it calls `reduce_bucket` must call this first.
 
     Raises:
         RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
@@ -142,11 +152,14 @@ def reduce_bucket(
     divisor: int | None = None,
     settings: HookSettings | None = None,
 ) -> Future[torch.Tensor]:
-    """Run ``algorithm(source, target, transport, workspace)`` on a bucket in its turn; the future holds its result.
+    """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
-    An algorithm is an ``async`` function that awaits its collectives. A sparse gradient is averaged as it is: divided
-    by ``divisor``, by default the number of ranks. ``settings`` are the hook's, which all ranks must share; None for
-    one that has nothing to compare.
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        bucket: of either DDP. A sparse gradient is averaged without the algorithm.
+        algorithm: an ``async`` function that awaits its collectives.
+        divisor: of a sparse gradient, by default the world size.
+        settings: of the hook, which must be equal on all ranks; None if they were compared or there are none.
 
     Raises:
         RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.

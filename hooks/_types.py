@@ -1,4 +1,4 @@
-"""Types that PyTorch's signature check and the type checker both accept."""
+"""`GradBucket` and `CommHook`, as both PyTorch's signature check and type checkers accept them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

@@ -487,8 +487,8 @@ def memory_and_log(library, values):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    module.logger.addHandler(handler)
-    module.logger.setLevel(logging.INFO)
+    logging.getLogger(module.__name__).addHandler(handler)
+    logging.getLogger(module.__name__).setLevel(logging.INFO)
     try:
         state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
         ddp = wrapped(values[0][0], bucket_cap_mb=SMALLEST)
@@ -499,7 +499,7 @@ def memory_and_log(library, values):
             errors = state.error_dict if library == "pytorchs" else state.__getstate__()["memory"]["errors"]
             pointers.append([error.data_ptr() for error in errors.values()])
     finally:
-        module.logger.removeHandler(handler)
+        logging.getLogger(module.__name__).removeHandler(handler)
     return pointers[2:], messages
 
 

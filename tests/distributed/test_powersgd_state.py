@@ -152,14 +152,14 @@ def reports(frequency, steps):
     messages = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: messages.append(record.getMessage())
-    ours.logger.addHandler(handler)
-    ours.logger.setLevel(logging.INFO)
+    logging.getLogger(ours.__name__).addHandler(handler)
+    logging.getLogger(ours.__name__).setLevel(logging.INFO)
     try:
         trained(
             "gradwire", options={"compression_stats_logging_frequency": frequency}, steps=steps, bucket_cap_mb=SMALL
         )
     finally:
-        ours.logger.removeHandler(handler)
+        logging.getLogger(ours.__name__).removeHandler(handler)
     return [
         int(found[1]) for message in messages if (found := re.match(r"Compression after (\d+) steps: rate", message))
     ]

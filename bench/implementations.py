@@ -1,8 +1,8 @@
-"""What the benches of hooks time: one model behind either DDP with one hook, and the check that comes before.
+"""Implementations that the benches of hooks time: one model, one DDP, one hook; and the check of its gradients.
 
-The model is 12 bias-free linear layers, 512 x 2048 and 2048 x 512 in turns, 12.6 million parameters in fp32; a rank's
-batch is 8 rows, new for every step and equal for all contenders. Little computing for much gradient: a hard case, in
-which hardly anything hides what a hook costs.
+The model is 12 bias-free linear layers, alternately 512 x 2048 and 2048 x 512, with 12.6 million fp32 parameters. A
+rank's batch is 8 rows, new in every step and equal for all implementations. Little compute and large gradients make it
+a hard case: hardly anything overlaps with a hook.
 """
 
 import time
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.hooks import HOOKS, Registration, star
-from gradwire.bench.measuring import Calls, synchronize
+from gradwire.bench.hook_registry import HOOKS, Registration
+from gradwire.bench.timing import DriverCalls, synchronize
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
@@ -25,12 +25,10 @@ TorchDDP = nn.parallel.DistributedDataParallel
 LAYERS, NARROW, WIDE, BATCH = 12, 512, 2048, 8
 MODEL = f"{LAYERS} linear layers {NARROW} x {WIDE} / {WIDE} x {NARROW} without bias, batch {BATCH} per rank"
 ONE_BUCKET_MB = 100  # more than the model's 50.3 MB
-BUCKETS = (
-    f"one bucket: bucket_cap_mb={ONE_BUCKET_MB}, as PyTorch's powerSGD_hook needs on gloo;\n"
-    "  all else has buckets of 25 MiB, the default\n"
-    "*: PyTorch's nearest; it has none like gradwire's that runs"
+BUCKETS_NOTE = (
+    f"buckets: 25 MiB, the default; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
 )
-FIRST_COMPRESSED = 2  # by then, the buckets are the final ones
+FIRST_COMPRESSED = 2  # the step from which on the buckets are final
 WARM_UP = 5
 
 PYTORCH = "PyTorch"
@@ -39,7 +37,7 @@ GRADWIRE_ON_PYTORCH = "gradwire on PyTorch's DDP"
 
 
 def make_model() -> nn.Sequential:
-    """The model, equal on all ranks, with activations and gradients of ordinary size, so that fp16 holds them."""
+    """The model, equal on all ranks, with activations and gradients in the range of fp16."""
     torch.manual_seed(0)
     sizes = [(NARROW, WIDE), (WIDE, NARROW)] * (LAYERS // 2)
     model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in sizes))
@@ -54,50 +52,54 @@ def make_batch(step: int, rank: int, device: torch.device) -> Tensor:
     return torch.randn(BATCH, NARROW, generator=generator).to(device)
 
 
-class Contender:
-    """The model behind a DDP, with a hook.
+class Implementation:
+    """The model, wrapped in a DDP, with a hook.
 
     Args:
         hook: a name in `HOOKS`.
-        provider: `PYTORCH` (PyTorch's hook on its DDP), `GRADWIRE` or `GRADWIRE_ON_PYTORCH`.
+        name: `PYTORCH` (PyTorch's hook on PyTorch's DDP), `GRADWIRE` (both gradwire's) or `GRADWIRE_ON_PYTORCH`.
         device: where it trains.
         one_bucket: whether all gradients make one bucket.
 
     Attributes:
-        device: where it trains.
-        seconds: what the timed steps took on this rank.
-        host_seconds: CPU time of this process in all steps so far, until the backward had returned.
-        link_bytes: what they sent over the network interface.
-        calls: what one more step asked of the GPU; None without one.
+        seconds: durations of the timed steps on this rank.
+        host_seconds: CPU time of this process in each step so far, until the backward returned.
+        link_bytes: bytes sent over the network interface in the timed steps.
+        calls: driver calls of one more step; None without a GPU.
     """
 
-    def __init__(self, hook: str, provider: str, device: torch.device, one_bucket: bool = False) -> None:
+    def __init__(self, hook: str, name: str, device: torch.device, one_bucket: bool = False) -> None:
         self.hook = hook
-        self.provider = provider
+        self.name = name
         self.one_bucket = one_bucket
         self.seconds: list[float] = []
         self.host_seconds: list[float] = []
         self.link_bytes: list[int] = []
-        self.calls: Calls | None = None
+        self.calls: DriverCalls | None = None
         self.device = device
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
-        wrap = DistributedDataParallel if provider == GRADWIRE else TorchDDP
-        # A group for each: hooks of one group share their wire memory, and would fit it to one another in every step.
+        wrap = DistributedDataParallel if name == GRADWIRE else TorchDDP
+        # A group for each: hooks of one group share their wire memory and would resize it for one another every step.
         group = dist.new_group()
         self.ddp = wrap(
             make_model().to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None
         )
-        self._state = self._register(_registration(hook, provider, group))
+        self._state = self._register(_registration(hook, name, group))
+
+    @property
+    def label(self) -> str:
+        """Hook and implementation, for messages."""
+        return f"{self.hook}, {self.name}{', one bucket' if self.one_bucket else ''}"
 
     def _register(self, registration: Registration | None) -> Any:
         if registration is None:
             return None
         state, hook = registration
-        self.ddp.register_comm_hook(state, hook if self.provider == GRADWIRE else self._plainly_named(hook))
+        self.ddp.register_comm_hook(state, hook if self.name == GRADWIRE else self._plainly_named(hook))
         return state
 
     def _plainly_named(self, hook: CommHook) -> CommHook:
-        """``hook`` under a name that PyTorch's DDP does not refuse without NCCL, and with a record of its buckets."""
+        """``hook``, recording buckets, under another name: without NCCL, PyTorch's DDP refuses bf16 hooks by name."""
 
         def plain_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if self._buckets is not None:
@@ -107,7 +109,7 @@ class Contender:
         return plain_hook
 
     def step(self, batch: Tensor) -> float:
-        """The seconds of a forward and a backward, until every gradient is final."""
+        """Seconds of a forward and a backward, until every gradient is final."""
         self.ddp.zero_grad(set_to_none=True)
         synchronize(self.device)
         start, started = time.perf_counter(), time.process_time()
@@ -143,8 +145,7 @@ class Contender:
                 local, self._by_parameter(old, buckets), result, self._by_parameter(new, buckets)
             )
         if complaint is not None:
-            label = provider_label(self.hook, self.provider, self.one_bucket)
-            raise RuntimeError(f"{self.hook}, {label}: {complaint}; nothing is timed.")
+            raise RuntimeError(f"{self.label}: {complaint}; nothing is timed.")
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]
@@ -170,30 +171,22 @@ class Contender:
 
 
 def needs_one_bucket(hook: str, device: torch.device) -> bool:
-    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.bench.hooks.Peer`."""
-    peer = HOOKS[hook].peer
-    return peer is not None and peer.one_bucket and device.type == "cpu"
+    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.bench.hook_registry.PyTorchHook`."""
+    pytorch = HOOKS[hook].pytorch
+    return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
 
 
-def provider_label(hook: str, provider: str, one_bucket: bool) -> str:
-    """What a table calls a contender."""
-    peer = HOOKS[hook].peer
-    if provider == PYTORCH and peer is not None:
-        provider = f"PyTorch's {peer.name}{star(hook)}" if hook != "none" else "PyTorch's DDP"
-    return f"{provider}, one bucket" if one_bucket else provider
-
-
-def _registration(hook: str, provider: str, group: dist.ProcessGroup) -> Registration | None:
+def _registration(hook: str, name: str, group: dist.ProcessGroup) -> Registration | None:
     entry = HOOKS[hook]
-    if provider != PYTORCH:
+    if name != PYTORCH:
         return entry.make(group, FIRST_COMPRESSED)
-    if entry.peer is None:
-        raise ValueError(f"PyTorch has nothing like {hook}.")
-    return entry.peer.make(group, FIRST_COMPRESSED)
+    if entry.pytorch is None:
+        raise ValueError(f"PyTorch has no hook like {hook}.")
+    return entry.pytorch.make(group, FIRST_COMPRESSED)
 
 
 def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype) -> str | None:
-    """What is wrong with ``result`` as the mean over all ranks of ``local``, sent as ``wire``; None if nothing is.
+    """Compare ``result`` with the mean of ``local`` over all ranks, sent as ``wire``; a complaint, or None.
 
     A rank's gradient is rounded once on its way to the wire, at most once more for each other rank that is added, and
     once in a division: n + 1 relative errors of half a unit in the last place, of magnitudes whose mean is at most the
@@ -213,12 +206,12 @@ def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire
 def complaint_about_low_rank(
     local: Sequence[Tensor], old: Sequence[Tensor], result: Sequence[Tensor], new: Sequence[Tensor]
 ) -> str | None:
-    """What is wrong with the step of a low-rank hook with error feedback; None if nothing is. A collective call.
+    """Check the step of a low-rank hook with error feedback; a complaint, or None. A collective call.
 
-    - Nothing is lost: gradient + old error == result + new error in the mean over the ranks, for what travels
-      uncompressed has no error on any of them. M = g + e and e' = M - result are rounded once each, to half a unit of
-      |M| and |e'|, sums over n ranks n - 1 times.
-    - The result is a projection of the mean of M, so it comes nearer to it than zero does.
+    - Nothing is lost: gradient + old error == result + new error in the mean over the ranks; uncompressed gradients
+      have no error on any rank. M = g + e and e' = M - result are rounded once each, to half a unit of |M| and |e'|,
+      sums over n ranks n - 1 times.
+    - The result is a projection of the mean of M, so it is closer to it than zero is.
 
     Args:
         local: this rank's gradients.
@@ -233,7 +226,7 @@ def complaint_about_low_rank(
         mean = _mean(compensated)
         lost = (mean - (reduced + _mean(after))).abs()
         if not bool((lost <= dist.get_world_size() * unit * _mean(compensated.abs() + after.abs())).all()):
-            return f"something of gradient {parameter} is lost: gradient + old error != result + new error"
+            return f"part of gradient {parameter} is lost: gradient + old error != result + new error"
         if not bool((mean - reduced).norm() < mean.norm()):
             return f"the result for gradient {parameter} is no approximation of the mean"
         if not is_equal_everywhere(tensors[2]):
@@ -250,7 +243,7 @@ def _mean(tensor: Tensor) -> Tensor:
 
 
 def is_equal_everywhere(tensor: Tensor) -> bool:
-    """Whether all ranks hold the same bits of a float32 tensor; a collective call, with one result on all ranks."""
+    """Whether all ranks hold the same bits of a float32 tensor. A collective call."""
     bits = tensor.contiguous().view(torch.int32)
     lowest, highest = bits.clone(), bits.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)

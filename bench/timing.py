@@ -1,11 +1,10 @@
-"""What the benches share: clocks that wait for the device, percentiles, counts of what a process takes."""
+"""Measurements that all benches share: clocks that wait for the device, memory, driver calls, background load."""
 
 from __future__ import annotations
 
 import os
 import random
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,13 +32,13 @@ def backend_of(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what it was given."""
+    """Wait until all work queued on ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """The seconds that ``work`` takes; on a GPU between two events around it in the current stream."""
+    """The duration of ``work`` in seconds; on a GPU between two events around it in the current stream."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
@@ -53,13 +52,13 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     return 1e-3 * milliseconds
 
 
-def in_turn(contenders: Sequence[T], turn: int) -> list[T]:
-    """``contenders`` in an order drawn for this turn, the same on all ranks, so that none always follows the same."""
-    return random.Random(turn).sample(contenders, len(contenders))
+def in_turn(implementations: Sequence[T], turn: int) -> list[T]:
+    """The implementations in an order drawn for this turn, the same on all ranks: none always follows the same one."""
+    return random.Random(turn).sample(implementations, len(implementations))
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Element by element, the largest over the ranks. A collective call."""
+    """Element by element, the maximum over the ranks. A collective call."""
     largest = torch.tensor(
         seconds, dtype=torch.float64, device=bench_device() if dist.get_backend() == "nccl" else None
     )
@@ -69,27 +68,27 @@ def slowest(seconds: Sequence[float]) -> list[float]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The largest number of bytes held so far: on a GPU by its tensors, else by this process."""
+    """Peak memory so far in bytes: on a GPU of its tensors, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Calls(NamedTuple):
-    """What a piece of work asked of a GPU's driver.
+class DriverCalls(NamedTuple):
+    """Calls of the GPU driver.
 
     Attributes:
         launches: kernels, copies and fills that were handed to the GPU.
-        synchronizations: times that the host waited for a stream or an event.
+        synchronizations: waits of the host for a stream or an event.
     """
 
     launches: int
     synchronizations: int
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> Calls:
-        """Counts among the names of a profile's events."""
+    def among(cls, names: Iterable[str]) -> DriverCalls:
+        """Count the calls among the names of a profile's events."""
         events = list(names)
         return cls(
             launches=sum(name.startswith(_LAUNCHES) for name in events),
@@ -101,30 +100,24 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemse
 _SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def calls_of_driver(work: Callable[[], object], device: torch.device) -> Calls | None:
-    """What ``work`` asks of the driver, by the profiler; None, with nothing done, where ``device`` is a CPU."""
+def driver_calls(work: Callable[[], object], device: torch.device) -> DriverCalls | None:
+    """Profile ``work`` and count its driver calls; on a CPU, None, and ``work`` does not run."""
     if device.type != "cuda":
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         work()
-    return Calls.of(event.name for event in profile.events())
+    return DriverCalls.among(event.name for event in profile.events())
 
 
-def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile of at least one time, in milliseconds."""
-    cuts = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else [*seconds] * 9
-    return {f"p{10 * i}": round(1e3 * cuts[i - 1], 3) for i in (2, 5, 8)}
-
-
-class Neighbours:
-    """How busy other processes and other virtual machines keep the CPUs, from construction on. Linux only."""
+class BackgroundLoad:
+    """How many CPUs other processes and other virtual machines keep busy, from construction on. Linux only."""
 
     def __init__(self) -> None:
         self._start = self._read()
 
     def busy_cpus(self) -> float | None:
-        """How many CPUs they took on average, not counting children of this process that it has waited for."""
+        """The number of CPUs, on average. Children of this process count as others until it has waited for them."""
         end = self._read()
         if self._start is None or end is None:
             return None
@@ -133,7 +126,7 @@ class Neighbours:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Seconds: of the clock, of all processes and other machines together, of this process and its children."""
+        """Seconds: of the clock, of all processes and virtual machines together, of this process and its children."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return None
