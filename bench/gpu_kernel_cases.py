@@ -15,15 +15,29 @@ import torch
 from torch import Tensor
 
 from gradwire.bench.gpu_checks import Skipped, name_of, same, within
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.flattening import WIRE_DTYPES, compute_dtype, flatten_reference
-from gradwire.kernels.lowrank import backproject, project, reconstruct
-from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.orthogonalization import orthogonalize
-from gradwire.kernels.scale import update_scale, update_scale_reference
-from gradwire.kernels.unflattening import unflatten_reference
-from gradwire.kernels.warm_start import draw, renew, renew_reference
+from gradwire.kernels import (
+    WIRE_DTYPES,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    backproject,
+    compute_dtype,
+    draw,
+    flatten,
+    flatten_reference,
+    orthogonalize,
+    project,
+    random_key,
+    reconstruct,
+    renew,
+    renew_reference,
+    unflatten,
+    unflatten_reference,
+    update_scale,
+    update_scale_reference,
+)
 
 KernelCase = Callable[[torch.device], None]
 
@@ -152,7 +166,7 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, device: torch.device) ->
             made.append(buffer.copy_(torch.randn(m.rows, m.columns, generator=generator)))
         return made
 
-    def factor(side: Factor, of_dtype: torch.dtype) -> Tensor:
+    def factor(side: FactorLayout, of_dtype: torch.dtype) -> Tensor:
         return torch.randn(side.numel, generator=generator).to(of_dtype).to(device)
 
     gradients, errors = matrices(dtype), matrices(compute)
@@ -210,7 +224,7 @@ def orthogonalization(rank: int, device: torch.device) -> None:
     lengths = [length for length in (64, 65, 768, 3072, 50257) if length >= rank]
     generator = torch.Generator().manual_seed(rank)
     for wire_dtype in (torch.float32, torch.bfloat16):
-        factor = Factor([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
+        factor = FactorLayout([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         views = factor.views(wire)
         if rank > 1:
@@ -249,7 +263,7 @@ def warm_start(rank: int, device: torch.device) -> None:
     """The next step's factors: unit rows, random ones for zero rows, and none for a factor that is not finite."""
     lengths = (rank, 65, 3072, 50257)
     generator = torch.Generator().manual_seed(rank)
-    factor = Factor([rank] * len(lengths), lengths)
+    factor = FactorLayout([rank] * len(lengths), lengths)
     keys = [random_key(0, str(i)) for i in range(len(lengths))]
     step = torch.full((1,), 16, device=device)
     for wire_dtype in (torch.float32, torch.bfloat16):

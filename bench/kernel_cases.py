@@ -14,13 +14,26 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.shapes import Shape
 from gradwire.compress import LowRankPolicy
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.flattening import flatten_bytes, flatten_reference
-from gradwire.kernels.lowrank import backproject, lowrank_bytes, project, reconstruct
-from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes
-from gradwire.kernels.unflattening import unflatten_bytes
-from gradwire.kernels.warm_start import renew, renew_bytes
+from gradwire.kernels import (
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    backproject,
+    flatten,
+    flatten_bytes,
+    flatten_reference,
+    lowrank_bytes,
+    orthogonalize,
+    orthogonalize_bytes,
+    project,
+    reconstruct,
+    renew,
+    renew_bytes,
+    unflatten,
+    unflatten_bytes,
+)
 
 RANKS = 2  # the gradients are divided by it
 RANK = 4  # of PowerSGD
@@ -145,7 +158,7 @@ def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[
 
 
 def _packed(
-    tables: Sequence[MatrixTable], sides: Sequence[Factor]
+    tables: Sequence[MatrixTable], sides: Sequence[FactorLayout]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
     """Random factors of one side of each bucket, where their results go, their flags, and views of each factor."""
     device = tables[0].device

@@ -22,9 +22,7 @@ from torch import Tensor
 from gradwire.comm.collectives import Transport
 from gradwire.comm.workspace import Workspace
 from gradwire.compress.powersgd_bucket import LowRankBucket
-from gradwire.kernels.lowrank import backproject, project, reconstruct
-from gradwire.kernels.orthogonalization import orthogonalize
-from gradwire.kernels.warm_start import draw, renew
+from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct, renew
 
 
 async def powersgd_all_reduce(

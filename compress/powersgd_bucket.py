@@ -17,13 +17,22 @@ from torch import Tensor
 from gradwire.comm.workspace import Workspace
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd_memory import PowerSGDMemory
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.flattening import compute_dtype
-from gradwire.kernels.lowrank import can_keep
-from gradwire.kernels.matrices import ALIGNMENT, Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.segments import is_capturing, memory_order
-from gradwire.kernels.warm_start import draw
+from gradwire.kernels import (
+    ALIGN_NUMEL,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    can_keep,
+    compute_dtype,
+    draw,
+    flatten,
+    is_capturing,
+    memory_order,
+    random_key,
+    unflatten,
+)
 
 
 class Step(NamedTuple):
@@ -141,9 +150,9 @@ class LowRankBucket:
         workspace: Workspace,
         scale: float,
         *,
-        sent: Factor,
-        basis: Factor,
-        answer: Factor | None = None,
+        sent: FactorLayout,
+        basis: FactorLayout,
+        answer: FactorLayout | None = None,
     ) -> Step:
         """Set ``counter``, lay out the tensors of a step, and pack the gradients that are not compressed.
 
@@ -199,7 +208,7 @@ class LowRankBucket:
             for matrix in memory_order(tensor).view(shape.matrices, shape.rows, shape.columns)
         ]
 
-    def _packed(self, factors: Factor, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    def _packed(self, factors: FactorLayout, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """One buffer with P or Q of all matrices, and the view of each parameter: as ``known``, or else random.
 
         Factors of another rank r do not fit: they start anew when r changes in training.
@@ -209,7 +218,7 @@ class LowRankBucket:
         views, first = [], 0
         for (_, shape), remembered in zip(self._compressed, known, strict=True):
             length = factors.lengths[first]
-            distance = -(-factors.sizes[first] // ALIGNMENT) * ALIGNMENT
+            distance = -(-factors.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
             size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
             views.append(buffer.as_strided(size, stride, factors.offsets[first]))
             if remembered is not None and remembered.shape == views[-1].shape:

@@ -14,8 +14,7 @@ from gradwire.compress.policy import LowRankPolicy
 from gradwire.hooks._parameter_names import ParameterNames, is_number, parameter_names
 from gradwire.hooks._powersgd_options import PowerSGDOptions
 from gradwire.hooks._state_validation import Expected
-from gradwire.kernels.flattening import compute_dtype
-from gradwire.kernels.segments import as_real, gradient_layout, memory_order
+from gradwire.kernels import as_real, compute_dtype, gradient_layout, memory_order
 
 Memory = Mapping[str, PowerSGDMemory]  # by parameter name
 Entries = dict[str, dict[str, Tensor]]

@@ -15,7 +15,7 @@ from gradwire.hooks._parameter_names import NamedState, plain_name
 from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
 from gradwire.hooks._state_validation import check_powersgd_state
 from gradwire.hooks._types import GradBucket
-from gradwire.kernels.segments import as_real
+from gradwire.kernels import as_real
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.compress._options import check_whole_number
 from gradwire.compress.policy import MatrixShape
-from gradwire.kernels.scale import MAX_EXPONENT
+from gradwire.kernels import MAX_EXPONENT
 
 MAX_COUNT = 2**62  # half of int64's range: a loaded counter can still count up
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding

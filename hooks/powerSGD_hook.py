@@ -26,7 +26,7 @@ from gradwire.hooks._powersgd_state import PowerSGDState
 from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import check_powersgd_shapes
 from gradwire.hooks._types import GradBucket
-from gradwire.kernels.segments import as_real, gradient_layout
+from gradwire.kernels import as_real, gradient_layout
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

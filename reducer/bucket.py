@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress import Gradients
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.segments import Fitting, gradient_layout
+from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
 from gradwire.reducer import errors
 
 __all__ = ["BucketBase", "BucketSpec", "DenseBucket", "TakeBack"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradwire.kernels.segments import is_capturing
+from gradwire.kernels import is_capturing
 from gradwire.reducer import torch_internals
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.profiler import record_function
 
 from gradwire.comm import GroupTransport
-from gradwire.kernels.segments import upload
+from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
 
 __all__ = ["UsedParameters", "find_unused"]

@@ -13,7 +13,7 @@ from zoo import Probe
 
 from gradwire.compress.policy import LowRankPolicy, MatrixShape
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.kernels.segments import memory_order
+from gradwire.kernels import memory_order
 
 # Derandomised: a failure in one run is a failure in every run.
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)

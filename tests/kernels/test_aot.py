@@ -30,8 +30,8 @@ LIMITS = {
 }
 MODULES = {
     "flatten": "gradwire.kernels.flattening",
-    "unflatten": "gradwire.kernels.unflattening",
-    "update_scale": "gradwire.kernels.scale",
+    "unflatten": "gradwire.kernels.flattening",
+    "update_scale": "gradwire.kernels.delayed_scaling",
 }
 
 # Gradient dtype and wire dtype.

@@ -8,9 +8,17 @@ import torch
 from ahead_of_time import BF16, FP16, FP32, TARGETS, check_program_number, compiled, intermediate, recorded_launches
 from cases import name
 
-from gradwire.kernels import cholesky_qr, lowrank, orthogonalization, warm_start
+from gradwire.kernels import (
+    Matrix,
+    MatrixTable,
+    Operands,
+    column_norms,
+    lowrank,
+    lowrank_triton,
+    orthogonalization,
+    orthogonalization_triton,
+)
 from gradwire.kernels.language import next_power_of_2
-from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
 # and 128 for the 16 warps of Gram-Schmidt.
@@ -38,6 +46,7 @@ VARIANTS = [
     (FP16, BF16, False, True),
 ]
 RANKS = (4, 32, 64)
+MODULES = [lowrank, lowrank_triton, orthogonalization, orthogonalization_triton, column_norms]
 
 
 @cache
@@ -57,13 +66,15 @@ def launches(gradient, wire, keep, error, rank, shortening=1):
         lowrank.project(operands, q, p_wire, scale=0.5)
         orthogonalization.orthogonalize(p_wire, table.p, basis, finite)
         lowrank.backproject(operands, basis, q_wire, scale=0.5)
-        warm_start.renew(q_wire, table.q, table.keys, torch.tensor([5]), q, finite)
+        column_norms.renew(q_wire, table.q, table.keys, torch.tensor([5]), q, finite)
         lowrank.reconstruct(operands, basis, q_wire, finite)
 
     found = {}
-    for kernel, function, arguments in recorded_launches([lowrank, orthogonalization, cholesky_qr, warm_start], step):
+    for kernel, function, arguments in recorded_launches(MODULES, step):
         if kernel == "apply":
             kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
+        if kernel == "multiply":
+            kernel = "project" if arguments["TO_P"] else "backproject"
         found[kernel] = (function, arguments)
     assert sorted(found) == sorted(LIMITS), "a kernel that no step launches is not tested"
     return found
@@ -88,7 +99,7 @@ def check(kernel, variant, rank, target):
     assert binary.shared <= SHARED, binary
     if kernel in ("project", "backproject", "reconstruct") and target != "gfx942":
         read, written = matrix_bytes(kernel, gradient, keep, error)
-        block = arguments["BLOCK_N"] * arguments["BLOCK_M"]
+        block = arguments["BLOCK_N"] * arguments["BLOCK_M"] if kernel == "reconstruct" else arguments["BLOCK"] ** 2
         # 16-bit elements of a block that 8 warps share are too few for 16 bytes a thread.
         if block * gradient.itemsize >= 16 * 32 * arguments["num_warps"]:
             assert binary.loaded >= block * read, binary

@@ -18,9 +18,8 @@ from exact import Guarded, as_float64, assert_same_bits, flatten_oracle
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, segments
-from gradwire.kernels.flattening import compute_dtype, flatten_bytes, flatten_reference
-from gradwire.kernels.segments import BLOCK
+from gradwire.kernels import SegmentTable, compute_dtype, flatten, flatten_bytes, flatten_reference, segment_table
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 
 INF, NAN = float("inf"), float("nan")
 
@@ -245,13 +244,13 @@ def test_an_infinite_scale_saturates_the_elements_and_nothing_past_them(device):
 )
 def test_any_cut_into_blocks_gives_the_same_bits(source, wire, device, case, block, scale, limit, counted):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "BLOCK", block)
+        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         check(case, source, wire, device, scale=scale, limit=limit, counted=counted)
 
 
 def large_case(kind):
     # A small tensor on both sides of one of three pieces, and small ones that share a block.
-    sizes = (5, 2 * BLOCK + 7, 3, 0, BLOCK - 2, 2, 1, BLOCK)
+    sizes = (5, 2 * CPU_BLOCK_NUMEL + 7, 3, 0, CPU_BLOCK_NUMEL - 2, 2, 1, CPU_BLOCK_NUMEL)
     return Case(tuple(Layout((n,), (1,), offset=n % 4) for n in sizes), wire_offset=1, kind=kind, seed=2)
 
 
@@ -268,8 +267,8 @@ def test_wires_of_many_blocks_match_reference_and_oracle(source, wire, scale, co
 @pytest.mark.parametrize("block", ["first piece", "last piece", "whole tensors"])
 def test_one_special_element_is_found_in_its_block_alone(special, counter, block, device):
     generator = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(n, generator=generator).to(device) for n in (2 * BLOCK + 7, 100, 50)]
-    where = {"first piece": (0, 5), "last piece": (0, 2 * BLOCK + 3), "whole tensors": (2, 49)}
+    tensors = [torch.randn(n, generator=generator).to(device) for n in (2 * CPU_BLOCK_NUMEL + 7, 100, 50)]
+    where = {"first piece": (0, 5), "last piece": (0, 2 * CPU_BLOCK_NUMEL + 3), "whole tensors": (2, 49)}
     tensor, at = where[block]
     tensors[tensor][at] = special
     expected = torch.cat(tensors).clamp(-FP16_MAX, FP16_MAX).half()

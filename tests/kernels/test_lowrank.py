@@ -26,10 +26,12 @@ from matrix_cases import (
     stored_within,
 )
 
-from gradwire.kernels import lowrank, matrices
-from gradwire.kernels.lowrank import (
+from gradwire.kernels import (
     backproject,
     backproject_reference,
+    lowrank,
+    lowrank_triton,
+    matrix_table,
     project,
     project_reference,
     reconstruct,
@@ -45,9 +47,9 @@ SCALES = st.sampled_from((1.0, 0.5, 1 / 3, 0.1, 1024.0))
 def strips():
     """In the interpreter, strips so short that small matrices have several; yields the length as shipped."""
     with pytest.MonkeyPatch.context() as patch:
-        shipped = lowrank.STRIP
+        shipped = lowrank_triton.STRIP
         if INTERPRETED:
-            patch.setattr(lowrank, "STRIP", 32)
+            patch.setattr(lowrank_triton, "STRIP", 32)
         yield shipped
 
 
@@ -234,7 +236,7 @@ def test_long_sums_match_the_oracle(sizes, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 def test_strips_as_shipped_match_the_oracle(dtype, strips, device, monkeypatch):
-    monkeypatch.setattr(lowrank, "STRIP", strips)
+    monkeypatch.setattr(lowrank_triton, "STRIP", strips)
     sizes = (Place(3, 2 * strips + 1, 2), Place(33, 40, 4), Place(strips + 1, 2, 1, 1))
     check(Bucket(sizes, keep=True), dtype, device, 0.5)
 
@@ -243,7 +245,7 @@ def test_strips_as_shipped_match_the_oracle(dtype, strips, device, monkeypatch):
 @pytest.mark.parametrize("block", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 def test_any_cut_into_blocks_of_rows_matches_the_oracle(dtype, block, device, monkeypatch):
-    monkeypatch.setattr(matrices, "BLOCK", block)
+    monkeypatch.setattr(matrix_table, "CPU_BLOCK_NUMEL", block)
     sizes = (Place(61, 67, 4), Place(1, 127, 1, 1), Place(127, 1, 1), Place(31, 33, 16, 3))
     for has_error, keep, in_place in ((True, True, False), (True, False, True), (False, False, False)):
         check(Bucket(sizes, has_error=has_error, keep=keep, in_place=in_place), dtype, device, 1 / 3)

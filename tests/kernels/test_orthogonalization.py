@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
-from gradwire.kernels import cholesky_qr, orthogonalization
-from gradwire.kernels.matrices import Factor
-from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_reference
+from gradwire.kernels import FactorLayout, orthogonalization, orthogonalize, orthogonalize_reference
+from gradwire.kernels.orthogonalization_cpu import orthogonalize_cpu
 
 INF, NAN = float("inf"), float("nan")
 OUTS = (torch.float32, torch.float64)
@@ -24,7 +23,7 @@ ORTHONORMAL = 1e-5  # the docstring's promise
 
 def orthogonalized(rows, wire_dtype, out_dtype, device, offset=0, orthogonalize=orthogonalize):
     """The factors of a bucket, orthogonalised in guarded memory, as (wire, result, flag) in numpy."""
-    factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
+    factor = FactorLayout([len(w) for w in rows], [w.shape[1] for w in rows])
     wire = Guarded(packed(factor, rows, wire_dtype), offset=offset, device=device)
     out = Guarded.poisoned(factor.numel, out_dtype, offset=offset, device=device)
     finite = Guarded(torch.full((len(rows),), 7, dtype=torch.int32), device=device)
@@ -221,8 +220,8 @@ def large(monkeypatch):
     """Sizes of large factors; in the interpreter, of such that are cut into tiles once these are small."""
     if not INTERPRETED:
         return (1, 5000), (4, 4099), (16, 3000), (33, 700), (64, 2000)
-    monkeypatch.setattr(orthogonalization, "SMALL", 64)
-    monkeypatch.setattr(cholesky_qr, "TILE", 64)
+    monkeypatch.setattr(orthogonalization, "SMALL_NUMEL", 64)
+    monkeypatch.setattr(orthogonalization, "TILE_LENGTH", 64)
     return (1, 100), (3, 130), (12, 64)
 
 
@@ -439,7 +438,7 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
     wire, out = (bad, good) if side == "wire" else (good, bad)
     message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
     with pytest.raises(ValueError, match=message):
-        orthogonalize(wire, Factor([2], [48]), out, torch.ones(1, dtype=torch.int32, device=device))
+        orthogonalize(wire, FactorLayout([2], [48]), out, torch.ones(1, dtype=torch.int32, device=device))
     assert (good == 3).all()
 
 
@@ -456,13 +455,18 @@ def test_a_copy_is_dropped_also_where_squares_leave_the_range_of_fp64(size):
 @pytest.mark.parametrize("condition", [3e3, 1e4, 3e4])
 def test_second_round_on_cpus_leaves_no_more_error_than_a_first_one_that_needs_no_second(condition):
     rows = [with_condition(*size, condition, np.random.default_rng(0)) for size in ((2, 40), (4, 100), (16, 300))]
-    factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
+    factor = FactorLayout([len(w) for w in rows], [w.shape[1] for w in rows])
     # Into fp64, because the rounding of fp32 is larger than what the second round mends.
     out, finite = torch.zeros(factor.numel, dtype=torch.float64), torch.zeros(3, dtype=torch.int32)
     wire = packed(factor, rows, torch.float64)
-    cholesky_qr.cholesky_qr_cpu(wire, factor, out, finite, orthogonalization.tolerance(torch.float32))
+    thresholds = {
+        "tolerance": orthogonalization.tolerance(torch.float32),
+        "one_round_error": orthogonalization.ONE_ROUND_ERROR,
+        "two_rounds_error": orthogonalization.TWO_ROUNDS_ERROR,
+    }
+    orthogonalize_cpu(wire, factor, out, finite, **thresholds)
     for p in factor.views(out):
-        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= cholesky_qr.DONE
+        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= orthogonalization.ONE_ROUND_ERROR
 
 
 def test_second_round_makes_a_large_factor_orthonormal(device, large):

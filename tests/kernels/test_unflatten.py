@@ -17,9 +17,8 @@ from exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, segments, unflatten
-from gradwire.kernels.segments import BLOCK
-from gradwire.kernels.unflattening import unflatten_bytes, unflatten_reference
+from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_bytes, unflatten_reference
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 
 INF, NAN = float("inf"), float("nan")
 
@@ -173,7 +172,7 @@ def test_unflatten_undoes_flatten_where_the_wire_holds_every_value(dtype, wire, 
 @given(case=cases(), block=st.sampled_from((2, 64, 1000)), scale=SCALES, absmax=st.sampled_from((None, 0.0)))
 def test_any_cut_into_blocks_gives_the_same_bits(wire, target, device, case, block, scale, absmax):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "BLOCK", block)
+        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         check(case, wire, target, device, scale=scale, absmax=absmax)
 
 
@@ -181,18 +180,20 @@ def test_any_cut_into_blocks_gives_the_same_bits(wire, target, device, case, blo
 @pytest.mark.parametrize("absmax", [None, 0.0], ids=["plain", "absmax"])
 @pytest.mark.parametrize("wire, target", [(torch.float16, torch.float32), (torch.float32, torch.complex64)])
 def test_wires_of_many_blocks_match_reference_and_oracle(wire, target, absmax, device):
-    sizes = (5, 2 * BLOCK + 7, 3, 0, BLOCK - 2, 2, 1, BLOCK)
+    sizes = (5, 2 * CPU_BLOCK_NUMEL + 7, 3, 0, CPU_BLOCK_NUMEL - 2, 2, 1, CPU_BLOCK_NUMEL)
     layouts = tuple(Layout((n,), (1,), offset=n % 4) for n in sizes)
     check(Case(layouts, 1, "normal", 2), wire, target, device, scale=0.125, absmax=absmax)
 
 
 @on_the_cpu_path
 @pytest.mark.parametrize("special", [NAN, -INF, -1e5])
-@pytest.mark.parametrize("at", [5, 2 * BLOCK + 3, 2 * BLOCK + 155], ids=["first piece", "last piece", "whole tensors"])
+@pytest.mark.parametrize(
+    "at", [5, 2 * CPU_BLOCK_NUMEL + 3, 2 * CPU_BLOCK_NUMEL + 155], ids=["first piece", "last piece", "whole tensors"]
+)
 def test_the_maximum_is_found_in_any_block(special, at, device):
-    wire = torch.ones(2 * BLOCK + 157, device=device)
+    wire = torch.ones(2 * CPU_BLOCK_NUMEL + 157, device=device)
     wire[at] = special
-    tensors = [torch.full((n,), NAN, device=device) for n in (2 * BLOCK + 7, 100, 50)]
+    tensors = [torch.full((n,), NAN, device=device) for n in (2 * CPU_BLOCK_NUMEL + 7, 100, 50)]
     absmax = torch.zeros(1, device=device)
     unflatten(wire, tensors, absmax=absmax)
     assert_same_bits(absmax.cpu(), torch.tensor([special]).abs(), "the maximum")

@@ -25,16 +25,24 @@ from gradwire.compress import (
 )
 from gradwire.kernels import (
     SegmentTable,
-    cholesky_qr,
+    column_norms,
+    delayed_scaling,
     flattening,
     lowrank,
+    lowrank_triton,
     orthogonalization,
-    scale,
-    unflattening,
-    warm_start,
+    orthogonalization_triton,
 )
 
-MODULES = [flattening, unflattening, scale, lowrank, orthogonalization, cholesky_qr, warm_start]
+MODULES = [
+    flattening,
+    delayed_scaling,
+    lowrank,
+    lowrank_triton,
+    orthogonalization,
+    orthogonalization_triton,
+    column_norms,
+]
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")
 
@@ -104,15 +112,14 @@ def compiled_in(step):
     return counts
 
 
-# One variant of each kernel; two of `apply`, whose first round prepares the second.
+# One variant of each kernel; two of `multiply`, for P and for Q, and of `apply`, whose first round prepares the second.
 ONCE = {
     "flatten": 1,
-    "project": 1,
+    "multiply": 2,
     "sum_partials": 1,
     "gram_schmidt": 1,
     "gram": 1,
     "apply": 2,
-    "backproject": 1,
     "norms": 1,
     "renew": 1,
     "reconstruct": 1,

@@ -1,11 +1,11 @@
 """Segment tables: where the elements of many tensors lie, in memory and in one flat wire buffer.
 
-A kernel that works on a whole bucket reads one packed int64 table instead of one argument per tensor:
+A kernel reads one packed int64 table per bucket instead of one argument per tensor:
 
-    pointers[S] | lengths[S] | offsets[S] | chunk_segment[C] | chunk_start[C]
+    addresses[S] | lengths[S] | offsets[S] | chunk_segment[C] | chunk_start[C]
 
-for S tensors (segments) cut into C chunks of at most ``CHUNK`` elements, one program each. The layout part is
-uploaded once; the pointers again only when one of them has changed.
+for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements. One program handles one chunk, which
+`load_chunk` decodes. The table is uploaded once; the addresses are uploaded again only after one of them has changed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.kernels.language import jit, tl
+from gradwire.kernels.uploads import Upload
+
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight.
-CHUNK = 4096
-# Elements per block of the CPU paths: a 1 MiB fp32 scratch, which stays in cache.
-BLOCK = 1 << 18
+CHUNK_NUMEL = 4096
+# Elements that the CPU paths handle at once: 1 MiB of fp32 scratch, which stays in cache.
+CPU_BLOCK_NUMEL = 1 << 18
+
+
+@jit
+def load_chunk(table_ptr, n_segments, n_chunks, chunk):
+    """Decode one chunk of a packed `SegmentTable`.
+
+    It returns integers, no pointers: `tl.multiple_of` marks the operation that made its argument, and the result of a
+    call would lose the mark, and with it all wide accesses.
+
+    Returns:
+        The address of the chunk's segment, its offset in the wire, its length, and the chunk's start within it.
+    """
+    chunks_ptr = table_ptr + 3 * n_segments  # [2, C]
+    segment = tl.load(chunks_ptr + chunk)
+    start = tl.load(chunks_ptr + n_chunks + chunk)
+    address = tl.load(table_ptr + segment)
+    length = tl.load(table_ptr + n_segments + segment)
+    offset = tl.load(table_ptr + 2 * n_segments + segment)
+    return address, offset, length, start
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -54,27 +76,27 @@ def gradient_layout(parameter: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """A stretch of the wire that the CPU paths handle at once: some whole tensors, or a piece of a large one."""
+    """The part of the wire that the CPU paths handle at once: several whole tensors, or a piece of a large one."""
 
     first: int  # index of the first tensor
     last: int  # one past the index of the last tensor
     start: int  # first wire element
     stop: int  # one past the last wire element
-    is_piece: bool  # whether it is a piece of one tensor that has more than BLOCK elements
+    is_piece: bool  # whether it is a piece of one tensor that has more than CPU_BLOCK_NUMEL elements
 
 
 class Fitting(tuple[Tensor, ...]):
-    """Tensors that are known to fit a table, which takes them without looking at each again.
+    """Tensors that are known to fit a table, whose `SegmentTable.check` then skips them.
 
     Args:
-        tensors: in the shapes, strides and dtype of the table's, on its device. Not checked.
-        table: that they fit.
+        tensors: in the shapes, strides and dtype of the table, on its device. Not checked.
+        table: the table that they fit.
     """
 
     table: SegmentTable
 
     def __new__(cls, tensors: Iterable[Tensor], table: SegmentTable) -> Fitting:
-        """A tuple of the tensors."""
+        """A tuple of the tensors, with the table as an attribute."""
         fitting = super().__new__(cls, tensors)
         fitting.table = table
         return fitting
@@ -83,11 +105,20 @@ class Fitting(tuple[Tensor, ...]):
 class SegmentTable:
     """The layout of a list of tensors in a flat wire buffer: packed, in list order, each in its own memory order.
 
-    Tensor ``i`` has ``lengths[i]`` real elements (a complex one counts twice) and occupies the wire elements
-    ``offsets[i] : offsets[i] + lengths[i]``; ``numel`` is the length of the wire. The wire is packed without padding,
-    because the order in which a collective sums an element may depend on its offset: equal offsets, equal bits.
+    Tensor ``i`` has ``lengths[i]`` real elements (a complex element counts twice) and occupies the wire elements
+    ``offsets[i] : offsets[i] + lengths[i]``. The wire has ``numel`` elements and no padding, because the order in which
+    a collective sums an element may depend on its offset: equal offsets, equal bits.
 
-    A table serves every list of tensors with the shapes, strides, dtype and device it was built from, on one stream.
+    A table serves every list of tensors with the shapes, strides, dtype and device that it was built from, on one
+    stream.
+
+    Args:
+        tensors: the list to describe. Only their layouts are kept.
+
+    Attributes:
+        source_dtype: the dtype of the tensors; ``dtype``: that of their real elements.
+        blocks: what the CPU paths handle at once, in wire order.
+        n_chunks: the number of programs of a kernel.
 
     Raises:
         ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,
@@ -124,12 +155,12 @@ class SegmentTable:
         self.offsets = [0, *accumulate(self.lengths)][:-1]
         self.numel = sum(self.lengths)
         self.blocks = self._cut_blocks()
-        self._pointers: list[int] = []
+        self.n_chunks = sum(-(-length // CHUNK_NUMEL) for length in self.lengths)
+        self._addresses: list[int] = []  # as uploaded
         self._packed: Upload | None = None
-        self.n_chunks = sum(-(-length // CHUNK) for length in self.lengths)
-        self._views: tuple[int, torch.dtype, list[Tensor]] | None = None
+        self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
         self._scratch: Tensor | None = None
-        self._scratch_views: list[list[Tensor]] = []
+        self._scratch_views: list[list[Tensor]] = []  # of each block; empty for a piece
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -158,17 +189,17 @@ class SegmentTable:
                 )
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The packed int64 table on the device, with the pointers of ``tensors``, which must fit."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        """The packed int64 table on the device, with the addresses of ``tensors``, which must fit."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
         if self._packed is None:
-            self._packed = Upload([*pointers, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
-        elif pointers != self._pointers:
-            self._packed.replace(pointers)
-        self._pointers = pointers
+            self._packed = Upload([*addresses, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+        elif addresses != self._addresses:
+            self._packed.replace(addresses)
+        self._addresses = addresses
         return self._packed.tensor
 
     def views(self, wire: Tensor) -> list[Tensor]:
-        """Views of ``wire`` in the layouts of `as_real` of the tensors; kept until another buffer is asked for."""
+        """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""
         if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):
             self._views = (wire.data_ptr(), wire.dtype, self._shaped(wire, range(len(self)), 0))
         return self._views[2]
@@ -178,7 +209,7 @@ class SegmentTable:
         return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """A 1-D buffer of one block, in ``dtype``."""
+        """An uninitialised 1-D buffer in ``dtype``, as long as the largest block. The last result is cached."""
         if self._scratch is None or self._scratch.dtype != dtype:
             size = max((block.stop - block.start for block in self.blocks), default=0)
             self._scratch = torch.empty(size, dtype=dtype, device=self.device)
@@ -189,7 +220,7 @@ class SegmentTable:
         return self._scratch
 
     def pieces(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Block ``index`` of ``tensors``, and where its parts stand in the scratch: two lists of equal shapes."""
+        """The tensors (or the piece) of block ``index``, and views of the scratch in the same shapes."""
         block = self.blocks[index]
         if not block.is_piece:
             return self.real(tensors[block.first : block.last]), self._scratch_views[index]
@@ -199,6 +230,7 @@ class SegmentTable:
         return [memory_order(tensors[block.first])[begin : begin + length]], [self._scratch[:length]]
 
     def _shaped(self, wire: Tensor, indices: range, base: int) -> list[Tensor]:
+        """Views of ``wire``, which begins at wire element ``base``, in the layouts of the tensors ``indices``."""
         views = []
         for i in indices:
             start = self.offsets[i] - base
@@ -209,61 +241,22 @@ class SegmentTable:
         return views
 
     def _cut_chunks(self) -> list[int]:
-        starts = [range(0, length, CHUNK) for length in self.lengths]
+        """The last two rows of the packed table: the segment and the start of each chunk."""
+        starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
         segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
         return [*segments, *(start for of_segment in starts for start in of_segment)]
 
     def _cut_blocks(self) -> list[Block]:
         blocks: list[Block] = []
         for i, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            if length > BLOCK:
+            if length > CPU_BLOCK_NUMEL:
                 stop = offset + length
-                blocks += [Block(i, i + 1, at, min(at + BLOCK, stop), True) for at in range(offset, stop, BLOCK)]
-            elif blocks and not blocks[-1].is_piece and offset + length - blocks[-1].start <= BLOCK:
+                blocks += [
+                    Block(i, i + 1, start, min(start + CPU_BLOCK_NUMEL, stop), True)
+                    for start in range(offset, stop, CPU_BLOCK_NUMEL)
+                ]
+            elif blocks and not blocks[-1].is_piece and offset + length - blocks[-1].start <= CPU_BLOCK_NUMEL:
                 blocks[-1] = Block(blocks[-1].first, i + 1, blocks[-1].start, offset + length, False)
             else:
                 blocks.append(Block(i, i + 1, offset, offset + length, False))
         return blocks
-
-
-def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """An int64 tensor on the host, from which a copy to the device needs no synchronisation."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-
-
-def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """An int64 tensor on the device, sent without a synchronisation."""
-    return pinned(numbers, device).to(device, non_blocking=True)
-
-
-class Upload:
-    """Integers on a device, at one address for life, sent without a synchronisation.
-
-    A CUDA graph that captures a copy reads the copy's source again at every replay, after the host has long dropped it.
-    So sources of captured copies live as long as the object. (Of other copies PyTorch keeps the source until the copy
-    is done.)
-
-    Args:
-        numbers: to send.
-        device: to send them to.
-
-    Attributes:
-        tensor: int64, 1-D, on the device.
-    """
-
-    def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
-        self.tensor = torch.empty(len(numbers), dtype=torch.int64, device=device)
-        self._captured: list[Tensor] = []
-        self.replace(numbers)
-
-    def replace(self, numbers: Sequence[int]) -> None:
-        """Send other numbers in place of the first ones, in stream order."""
-        source = pinned(numbers, self.tensor.device)
-        if is_capturing(self.tensor.device):
-            self._captured.append(source)
-        self.tensor[: len(numbers)].copy_(source, non_blocking=True)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph of what this thread does on ``device`` is being recorded, and nothing of it runs now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Which implementation runs: Triton on a GPU or under Triton's interpreter, plain PyTorch elsewhere.
+"""Dispatch: Triton kernels on a GPU or in Triton's interpreter, plain PyTorch elsewhere.
 
 The environment variable ``GRADWIRE_KERNELS`` overrides the choice: ``auto`` (the default), ``triton``, or ``torch``.
 """
@@ -17,7 +17,7 @@ CHOICES = ("auto", "triton", "torch")
 
 @jit
 def _probe_kernel() -> None:
-    pass
+    """Never launched: its type tells how Triton decorates kernels."""
 
 
 @cache

@@ -16,12 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, assert_within, numbers, packed, rounding, values
 
-from gradwire.kernels import warm_start
-from gradwire.kernels.counter_random import random_key, uniform, uniform_triton
+from gradwire.kernels import FactorLayout, column_norms, draw, random_key, renew, renew_reference, uniform
+from gradwire.kernels.counter_random import uniform_triton
+from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.language import jit, tl
-from gradwire.kernels.matrices import Factor
-from gradwire.kernels.platform import use_triton
-from gradwire.kernels.warm_start import draw, renew, renew_reference
 
 INF, NAN = float("inf"), float("nan")
 FOLLOWING = (torch.float32, torch.float64)
@@ -159,7 +157,7 @@ class Renewal:
     """The factors of a bucket in guarded memory, and what `renew` made of them."""
 
     def __init__(self, rows, wire, following, device, *, keys=None, step=0, flags=None, offset=0, renew=renew):
-        self.factor = Factor([len(q) for q in rows], [q.shape[1] for q in rows])
+        self.factor = FactorLayout([len(q) for q in rows], [q.shape[1] for q in rows])
         self.keys = keys or list(range(len(rows)))
         self.wire = Guarded(packed(self.factor, rows, wire), offset=offset, device=device)
         # What was there before: it must not matter where it is overwritten, and stay where it is not.
@@ -311,7 +309,7 @@ def test_zero_is_zero_with_either_sign(device):
 
 
 ZEROS = [torch.zeros(2, 9), torch.zeros(1, 40), torch.zeros(3, 3)]
-LAYOUT = Factor([2, 1, 3], [9, 40, 3])
+LAYOUT = FactorLayout([2, 1, 3], [9, 40, 3])
 
 
 def drawn(keys, step, dtype, device, layout=LAYOUT):
@@ -337,12 +335,12 @@ def test_drawn_factors_depend_on_key_and_step_and_on_nothing_else(device):
     for other_keys, step in (([17, 18, 19], 3), (keys, 4)):
         for i, found in enumerate(drawn(other_keys, step, torch.float32, device)):
             assert not (found == first[i]).any(), "another key or step draws other numbers"
-    (alone,) = drawn([8], 3, torch.float32, device, Factor([1], [40]))
+    (alone,) = drawn([8], 3, torch.float32, device, FactorLayout([1], [40]))
     assert_same_bits(alone, first[1], "without its neighbours")
 
 
 def test_matrices_with_one_key_draw_the_same(device):
-    first, second = drawn([7, 7], 0, torch.float32, device, Factor([2, 2], [9, 9]))
+    first, second = drawn([7, 7], 0, torch.float32, device, FactorLayout([2, 2], [9, 9]))
     assert_same_bits(second, first, "the same key")
 
 
@@ -370,7 +368,7 @@ def test_no_random_number_is_zero(device):
         uniform(key_of_the_middle(), at(0, device), torch.zeros((), dtype=torch.int64, device=device)).item()
         == 2.0**-24
     )
-    (found,) = drawn([key_of_the_middle()], 0, torch.float32, device, Factor([1], [1]))
+    (found,) = drawn([key_of_the_middle()], 0, torch.float32, device, FactorLayout([1], [1]))
     assert abs(found.item()) == 1
 
 
@@ -390,7 +388,7 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
     finite = torch.ones(1, dtype=torch.int32, device=device)
     message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
     with pytest.raises(ValueError, match=message):
-        renew(wire, Factor([2], [48]), [0], at(0, device), following, finite)
+        renew(wire, FactorLayout([2], [48]), [0], at(0, device), following, finite)
     assert (good == 3).all()
     assert finite.item() == 1
 
@@ -399,14 +397,14 @@ def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
 def test_step_of_another_dtype_or_size_is_refused(step, device):
     buffer = torch.full((96,), 3.0, device=device)
     with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
-        draw(Factor([2], [48]), [0], step.to(device), buffer)
+        draw(FactorLayout([2], [48]), [0], step.to(device), buffer)
     assert (buffer == 3).all()
 
 
 def test_replayed_launches_draw_the_columns_of_the_step_in_device_memory(device, monkeypatch):
     if not use_triton(device):
         pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
-    layout, keys, launches = Factor([2], [9]), [7], []
+    layout, keys, launches = FactorLayout([2], [9]), [7], []
     expected = {i: torch.zeros(layout.numel, device=device) for i in (4, 5)}
     for i, columns in expected.items():
         draw(layout, keys, at(i, device), columns)
@@ -421,7 +419,7 @@ def test_replayed_launches_draw_the_columns_of_the_step_in_device_memory(device,
             return lambda **arguments: launches.append(partial(self.kernel[grid], **arguments))
 
     for kernel in ("_norms_kernel", "_renew_kernel"):
-        monkeypatch.setattr(warm_start, kernel, Recording(getattr(warm_start, kernel)))
+        monkeypatch.setattr(column_norms, kernel, Recording(getattr(column_norms, kernel)))
     following, step = torch.zeros(layout.numel, device=device), at(3, device)
     draw(layout, keys, step, following)
     assert len(launches) == 2

@@ -8,7 +8,7 @@ from exact import Guarded, assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradwire.kernels.scale import BLIND_EXPONENT, MAX_EXPONENT, update_scale, update_scale_reference
+from gradwire.kernels.delayed_scaling import BLIND_EXPONENT, MAX_EXPONENT, update_scale, update_scale_reference
 
 INF, NAN = float("inf"), float("nan")
 OPTIONS = {"top": 14, "margin": 4, "growth": 1, "backoff": 2, "inverse_world": 0.5}
@@ -19,7 +19,7 @@ def clamp(exponent):
 
 
 def following(exponent, calibrated, absmax, *, top, margin, growth, backoff, inverse_world):
-    """The formula at the top of kernels/scale.py, in Python's integers: the next exponent and flag, and the scales."""
+    """`update_scale` in Python's integers: the next exponent and flag, and the scales."""
     if absmax == 0:
         exponent = max(exponent, min(exponent + growth, BLIND_EXPONENT))
     elif math.isfinite(absmax):

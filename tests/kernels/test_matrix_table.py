@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import GRADIENTS, places
 
-from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
+from gradwire.kernels import FactorLayout, Matrix, MatrixTable, Operands
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_factors_are_packed_in_list_order_each_64_aligned_bytes_of_fp32():
 
 
 def test_factors_of_whole_units_have_no_gaps():
-    factor = Factor([1, 2, 4], [16, 24, 4])
+    factor = FactorLayout([1, 2, 4], [16, 24, 4])
     assert (factor.offsets, factor.numel, factor.has_gaps) == ([0, 16, 64], 80, False)
 
 
@@ -49,7 +49,7 @@ def test_views_are_disjoint_in_order_and_less_than_one_unit_apart(drawn):
 
 
 def test_views_are_the_buffers_own_memory():
-    factor = Factor([2, 1], [3, 4])
+    factor = FactorLayout([2, 1], [3, 4])
     buffer = torch.zeros(factor.numel)
     first, second = factor.views(buffer)
     first[1, 2], second[0, 1] = 5, 7
@@ -115,11 +115,11 @@ def test_buffers_that_do_not_fit_are_refused(buffer, shape):
     with pytest.raises(
         ValueError, match=rf"^the wire has shape {shape}; expected a contiguous 1-D tensor of 32 elements"
     ):
-        Factor([2, 1], [8, 16]).check(buffer, "the wire")
+        FactorLayout([2, 1], [8, 16]).check(buffer, "the wire")
 
 
 def test_buffers_that_fit_are_taken():
-    Factor([2, 1], [8, 16]).check(torch.empty(34)[1:33], "the wire")
+    FactorLayout([2, 1], [8, 16]).check(torch.empty(34)[1:33], "the wire")
 
 
 def operands(layout, *, keep=False, has_error=True, **replaced):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from cases import INTERPRETED
 
-from gradwire.kernels import flatten, platform, unflatten
-from gradwire.kernels.platform import is_interpreted, use_triton
+from gradwire.kernels import dispatch, flatten, unflatten
+from gradwire.kernels.dispatch import is_interpreted, use_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -60,7 +60,7 @@ def test_other_choices_are_refused(choose):
 @pytest.fixture
 def without_triton(monkeypatch):
     is_interpreted.cache_clear()
-    monkeypatch.setattr(platform, "HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     yield
     is_interpreted.cache_clear()
 
@@ -78,7 +78,6 @@ import sys
 sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
 import torch
 from gradwire.kernels import flatten, unflatten
-from gradwire.kernels.scale import update_scale
 out = flatten([torch.tensor([1.0, 7e4])], torch.empty(2, dtype=torch.float16), scale=0.5)
 gradient = torch.empty(2)
 unflatten(out, [gradient], scale=2.0)

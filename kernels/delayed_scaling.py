@@ -1,16 +1,16 @@
 """Delayed scaling: the next step's scale of a 16-bit wire, from the largest magnitude of this step's reduced gradient.
 
 The scale is 2^exponent. With e = floor(log2(absmax)) and top = floor(log2(limit)), where limit is the magnitude at
-which one rank's contribution saturates:
+which the contribution of one rank saturates:
 
     target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
-    exponent' = target                                  the first time
-              = min(target, exponent + growth)          later
+    exponent' = target                                  in the first step
+              = min(target, exponent + growth)          in later steps
               = min(that, exponent) - backoff           if absmax 2^exponent >= limit / 2: a rank may have saturated
               = exponent                                if absmax is inf or NaN
               = min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
 
-Every input is equal on every rank, and so is every bit of the result. One program, a few dozen bytes.
+All ranks pass equal inputs and get bitwise equal results. One program; it reads and writes a few dozen bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.language import jit, kernel, tl
-from gradwire.kernels.platform import use_triton
 
-BLIND_EXPONENT = 32  # as far as the scale rises without seeing anything: 2^-32 on top of fp16's smallest, 2^-24
-MAX_EXPONENT = 100  # keeps 2^exponent, its inverse and 2^exponent / world normal fp32 numbers
+# How far the scale rises while absmax is 0. At 2^32, fp16's smallest number, 2^-24, stands for a gradient of 2^-56.
+BLIND_EXPONENT = 32
+# Keeps 2^exponent, its inverse and 2^exponent / world size normal fp32 numbers.
+MAX_EXPONENT = 100
 
 
 def update_scale_reference(
@@ -38,7 +40,7 @@ def update_scale_reference(
     inverse_world: float,
     is_last: bool,
 ) -> None:
-    """What `update_scale` computes, written for reading."""
+    """`update_scale` in plain PyTorch."""
     current, calibrated = exponent.unbind()
     finite = absmax.isfinite().squeeze()
     e = (torch.frexp(absmax).exponent.squeeze() - 1).clamp(min=-126)
@@ -62,15 +64,16 @@ def update_scale_reference(
 
 @jit
 def _power_of_two(exponent):
+    """2^exponent in fp32, from its bits."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @kernel
 def _update_scale_kernel(
-    exponent_ptr,
-    scales_ptr,
-    absmax_ptr,
-    counters_ptr,
+    exponent_ptr,  # [2] int32: the exponent, and 1 once it was derived from a gradient
+    scales_ptr,  # [2] fp32: to send with, to receive with
+    absmax_ptr,  # [1] fp32
+    counters_ptr,  # [4] int64: -, -, steps that were not finite, whether this step is not
     top,
     margin,
     growth,
@@ -80,6 +83,7 @@ def _update_scale_kernel(
     BLIND_EXPONENT: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
 ):
+    """`update_scale` in one program."""
     current = tl.load(exponent_ptr)
     calibrated = tl.load(exponent_ptr + 1)
     absmax = tl.load(absmax_ptr)
@@ -122,15 +126,15 @@ def update_scale(
     """Replace a bucket's scale by the next step's, on the device, without a synchronisation.
 
     Args:
-        exponent: int32, two elements: the exponent, and 1 once it was derived from a gradient. Modified.
-        scales: fp32, two elements: 2^exponent * inverse_world for sending, 2^-exponent for receiving. Overwritten.
-        absmax: fp32, one element: the largest reduced magnitude of this step. Set to 0.
-        counters: int64, four elements; [3] marks a non-finite bucket of this step, [2] counts such steps. Modified.
-        top: floor(log2) of the magnitude at which one rank's contribution saturates on the wire.
-        margin: binades of headroom; a larger one tolerates larger jumps and leaves fewer bits for small values.
+        exponent: int32, [2]: the exponent, and 1 once it was derived from a gradient. Modified.
+        scales: fp32, [2]: 2^exponent * inverse_world to send with, 2^-exponent to receive with. Overwritten.
+        absmax: fp32, [1]: the largest reduced magnitude of this step. Set to 0.
+        counters: int64, [4]: [3] marks a non-finite bucket in this step, [2] counts such steps. Modified.
+        top: floor(log2) of the magnitude at which the contribution of one rank saturates on the wire.
+        margin: binades of headroom. A larger margin tolerates larger jumps and leaves fewer bits for small values.
         growth: binades by which the scale may rise in one step.
-        backoff: binades by which it falls, beyond the target, when a rank may have saturated.
-        inverse_world: 1 / number of ranks.
+        backoff: binades by which it falls below the target when a rank may have saturated.
+        inverse_world: 1 / world size.
         is_last: whether this is the last bucket of the step.
     """
     if use_triton(exponent.device):

@@ -9,9 +9,8 @@ from exact import as_float64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, segments
-from gradwire.kernels.matrices import Matrix, MatrixTable
-from gradwire.kernels.segments import CHUNK, Fitting, is_dense, memory_order
+from gradwire.kernels import Fitting, Matrix, MatrixTable, SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
 
 
 def tensors_of(*sizes, device="cpu", dtype=torch.float32):
@@ -47,7 +46,7 @@ def test_the_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
     assert pointers.tolist() == [tensor.data_ptr() for tensor in tensors]
     assert lengths.tolist() == table.lengths
     assert offsets.tolist() == table.offsets
-    expected = [(i, start) for i, length in enumerate(table.lengths) for start in range(0, length, CHUNK)]
+    expected = [(i, start) for i, length in enumerate(table.lengths) for start in range(0, length, CHUNK_NUMEL)]
     assert list(zip(chunk_segment.tolist(), chunk_start.tolist(), strict=True)) == expected
 
 
@@ -55,7 +54,7 @@ def test_the_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
 @given(case=cases(), block=st.sampled_from((2, 64, 1000)))
 def test_blocks_cover_the_wire_once_in_order(case, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "BLOCK", block)
+        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         table = SegmentTable(case.views(case.sources(torch.float32, "cpu")))
         end = 0
         for piece in table.blocks:
@@ -68,20 +67,20 @@ def test_blocks_cover_the_wire_once_in_order(case, block):
 
 
 def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypatch):
-    uploads = []
-    pinned = segments.pinned
-    monkeypatch.setattr(segments, "pinned", lambda numbers, to: uploads.append(len(numbers)) or pinned(numbers, to))
+    sizes = []
+    pinned = uploads.pinned
+    monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
     table = SegmentTable(first)
 
     storage = table.packed(first).data_ptr()
-    assert uploads == [2 + 2 + 2 + 3 + 3]  # pointers, lengths, offsets, and two numbers for each of three chunks
+    assert sizes == [2 + 2 + 2 + 3 + 3]  # pointers, lengths, offsets, and two numbers for each of three chunks
 
     table.packed(first)
-    assert len(uploads) == 1
+    assert len(sizes) == 1
 
     packed = table.packed(second)
-    assert uploads[1:] == [2]
+    assert sizes[1:] == [2]
     assert packed.data_ptr() == storage
     assert packed[:2].tolist() == [tensor.data_ptr() for tensor in second]
     assert packed[2:4].tolist() == [5000, 3]
@@ -91,28 +90,28 @@ def test_pointers_are_uploaded_again_only_when_one_has_changed(device, monkeypat
 def sources(monkeypatch):
     """Weak references to the host tensors that are sent to the device."""
     references = []
-    pinned = segments.pinned
+    pinned = uploads.pinned
 
     def watched(numbers, device):
         source = pinned(numbers, device)
         references.append(weakref.ref(source))
         return source
 
-    monkeypatch.setattr(segments, "pinned", watched)
+    monkeypatch.setattr(uploads, "pinned", watched)
     return references
 
 
-def segment_table(tensors):
+def packed_table(tensors):
     table = SegmentTable(tensors)
     return table, table.packed
 
 
-def matrix_table(tensors):
+def address_table(tensors):
     table = MatrixTable([Matrix(*t.shape, 1) for t in tensors], tensors[0].dtype, tensors[0].device)
-    return table, lambda tensors: table.pointers(tensors, tensors, tensors)
+    return table, lambda tensors: table.addresses(tensors, tensors, tensors)
 
 
-of_both_tables = pytest.mark.parametrize("make", [segment_table, matrix_table], ids=["segments", "matrices"])
+of_both_tables = pytest.mark.parametrize("make", [packed_table, address_table], ids=["segments", "matrices"])
 
 
 @of_both_tables
@@ -120,7 +119,7 @@ def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, de
     lists = [tensors_of((4, 5), (2, 3), device=device) for _ in range(4)]
     table, upload = make(lists[0])
     for tensors, is_captured in zip(lists, (True, True, False, False), strict=True):
-        monkeypatch.setattr(segments, "is_capturing", lambda _, is_captured=is_captured: is_captured)
+        monkeypatch.setattr(uploads, "is_capturing", lambda _, is_captured=is_captured: is_captured)
         upload(tensors)
     gc.collect()
     assert [source() is not None for source in sources] == [True, True, False, False]
@@ -131,8 +130,8 @@ def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, de
 
 def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, monkeypatch):
     table = MatrixTable([Matrix(4, 5, 1)], torch.float32, device)
-    monkeypatch.setattr(segments, "is_capturing", lambda _: True)
-    table.layout()
+    monkeypatch.setattr(uploads, "is_capturing", lambda _: True)
+    table.packed()
     gc.collect()
     assert [source() is not None for source in sources] == [True]
 
