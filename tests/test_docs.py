@@ -129,6 +129,13 @@ def test_readme_migration_is_the_example():
     assert [line for line in program if line in after] == after
 
 
+def test_readme_lists_every_public_hook():
+    modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
+    public = {name for module in modules for name in module.__all__ if not name.endswith("State")}
+    table = (ROOT / "README.md").read_text().partition("## Hooks")[2].partition("## ")[0]
+    assert {name for name in public if f"{name}`" not in table} == set()
+
+
 def test_readme_states_the_gpu_status_on_its_first_screen():
     first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
     assert "not yet run on a GPU" in first_screen
