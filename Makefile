@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := api reducer hooks compress comm kernels bench
-ON_ALL_CORES := -n auto --dist loadfile
+ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
 .PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
@@ -27,8 +27,10 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Twice, because a kernel is bound to Triton's compiler or to its interpreter when it is imported. A file of tests on each core:
-# the tests of one file share their worker processes.
+# Twice, because a kernel is bound to Triton's compiler or to its interpreter when it is imported. A pytest worker on each core
+# takes a run of consecutive tests, which share worlds of ranks, and computes with one thread.
+test test-slow: export OMP_NUM_THREADS := 1
+
 test: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) tests/kernels
