@@ -46,7 +46,7 @@ class DDPReducer(Reducer):
 
     @property
     def has_counted_calls(self) -> bool:
-        """Whether the first backward of a static graph has told how often each parameter's hook is called."""
+        """Whether the first backward of a static graph has counted the calls of each autograd hook."""
         return self._static_calls is not None
 
     def _set_static_graph(self) -> None:
@@ -102,7 +102,7 @@ class DDPReducer(Reducer):
         self._autograd_hooks.remove()  # PyTorch's class sets hooks on the copies
         self._set_buckets([bucket.members for bucket in self.buckets])
 
-    def gradient_arrived(self, index: int) -> None:
+    def on_copy_gradient(self, index: int) -> None:
         """Autograd has accumulated the gradient of a parameter's copy."""
         self._autograd_hooks.record(index)
 

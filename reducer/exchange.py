@@ -24,7 +24,7 @@ class Exchange:
     the end of its backward raised: its connections are closed with a notice to its peers, which raise and leave too,
     and this step is discarded (`_discard_step`). `Reducer.prepare_for_forward` raises from then on, until
     `resynchronize` has brought all ranks together and `DDPReducer.restart` begins as after construction. A backward
-    that raised tells nobody; the next forward finds it unfinished. One that raised before the first gradient was ready
+    that raised is found unfinished by the next forward. One that raised before the first gradient was ready
     has exchanged nothing, and the next batch takes its place. See `gradwire.comm.connections` and
     docs/fault-handling.md.
 
@@ -93,7 +93,7 @@ class Exchange:
         return elsewhere
 
     def _discard_step(self) -> None:
-        """Drop whatever concerns the step that failed."""
+        """Drop the state of the step that failed."""
         raise NotImplementedError
 
     def _raise(self, message: str) -> NoReturn:

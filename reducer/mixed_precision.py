@@ -103,7 +103,7 @@ class MixedPrecisionDDP(TorchDDP):
     reducer: Any
 
     def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
-        self.reducer.gradient_arrived(idx)
+        self.reducer.on_copy_gradient(idx)
 
     def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""

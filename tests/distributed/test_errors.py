@@ -130,7 +130,7 @@ def assert_refused(refusal, bad_step):
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
 @pytest.mark.parametrize("fault", TEXTS)
-def test_failing_hook_raises_and_the_model_trains_on_once_resynchronized(worlds, fault, at, bad_step, view):
+def test_failing_hook_raises_and_resynchronized_training_continues(worlds, fault, at, bad_step, view):
     # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
     results = worlds(2).run(train_through_a_fault, fault=fault, at=at, bad_step=bad_step, view=view)
     for seen, wanted, error, refusal, unchanged in results:
@@ -249,7 +249,7 @@ def backward_that_fails(where, view):
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("where", ["before", "middle", "after"])
-def test_failed_backward_once_resynchronized_trains_on(world, where, view):
+def test_training_resynchronized_after_failed_backward_continues(world, where, view):
     results = world.run(backward_that_fails, where=where, view=view)
     wanted = world.run(mean_gradients)[0]
     for (at_once, next_forward), after in results:
@@ -283,7 +283,7 @@ def static_graph_whose_first_backward_fails(view):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_static_graph_whose_first_backward_failed_counts_its_gradients_anew(worlds, view):
+def test_static_graph_with_failed_first_backward_counts_gradients_again(worlds, view):
     for error, after in worlds(2).run(static_graph_whose_first_backward_fails, view=view):
         assert error == ("Fault", "from autograd")
         for ours, reference in after:

@@ -216,7 +216,7 @@ def refused():
         }
 
 
-def test_what_does_not_go_with_mixed_precision_raises(worlds):
+def test_options_incompatible_with_mixed_precision_raise(worlds):
     wanted = {
         "hook": ("RuntimeError", "can only be called once. mixed_precision has a hook of its own"),
         "builtin": ("RuntimeError", "register_builtin_comm_hook or register_comm_hook can only be called once."),
