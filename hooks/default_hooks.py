@@ -56,7 +56,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
     Each rank sends ``fp16(g / world_size)``, saturated at +-65504. inf and NaN pass through, so
-    that a gradient scaler sees them. A sum beyond 65504 becomes inf. Magnitudes below 6e-8 times
+    that a gradient scaler sees them. A sum beyond 65504 becomes inf. Magnitudes below 3e-8 times
     the world size become 0: if gradients may be that small, use bf16 or
     `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
 
