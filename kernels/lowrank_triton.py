@@ -147,9 +147,10 @@ def _multiply_kernel(
             source, target, error, factor_ptr, offs_along, strip, rows, columns, rank,
             SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, BLOCK, STRIP,
         )  # fmt: skip
+    # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
     _, _, _, partial_start = load_strip(strips_ptr, n_programs, program)
     if TO_P:
-        rows, rank = reload_rows_and_rank(layout_ptr, n_matrices, matrix)  # scalar registers are scarce on AMD
+        rows, rank = reload_rows_and_rank(layout_ptr, n_matrices, matrix)
     partial_ptr += partial_start
     offs_r = tl.arange(0, RANK)
     mask_r = offs_r < rank
