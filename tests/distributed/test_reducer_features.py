@@ -14,7 +14,7 @@ from bits import assert_same_bits, assert_same_on_all_ranks
 from features import FEATURES, Parts, assert_parity, features, flat_hook, of_both, views, ways, wrap, zero_grad
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from training import SMALL, SMALLEST, build, gradients, message_of, train
+from training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, train
 from zoo import Probe
 
 
@@ -44,6 +44,38 @@ def delay_some_with_both(**options):
 @ways
 def test_law4_delayed_parameters_match_pytorch(world, hook, view, clear):
     ours = assert_parity(world.run(delay_some_with_both, hook=hook, view=view, clear=clear))
+    assert_same_on_all_ranks(ours)
+
+
+def large_gradients(wrapper, clear, accumulate, dtype):
+    """Gradients of layers of more than 1 MiB beside small ones, one of them non-contiguous."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(700, 800), nn.Tanh(), nn.Linear(800, 700), nn.Linear(700, 3)).to(dtype)
+    module[2].weight.data = module[2].weight.data.t().contiguous().t()
+    ddp = WRAPPERS[wrapper](module)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(4):
+        zero_grad(ddp, clear)
+        batches = [torch.randn(3, 700, generator=generator).to(dtype) for _ in range(accumulate)]
+        for batch in batches[:-1]:
+            with ddp.no_sync():
+                ddp(batch).square().sum().backward()
+        ddp(batches[-1]).square().sum().backward()
+        seen.append(gradients(ddp))
+    return seen
+
+
+def large_gradients_of_both(**options):
+    return of_both(large_gradients, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clear", ["to-none", "kept"])
+def test_law4_large_gradients_match_pytorch(world, clear, accumulate, dtype):
+    options = {"clear": clear, "accumulate": accumulate, "dtype": dtype}
+    ours = assert_parity(world.run(large_gradients_of_both, **options))
     assert_same_on_all_ranks(ours)
 
 
