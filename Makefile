@@ -79,13 +79,13 @@ bench-converge: install
 
 # All of them, whose results are kept, and the pages that are made from these. An hour and a half on a quiet machine.
 bench: install
-	$(BIN)/gradwire demo && cp demo/results.json bench/results/demo.json
-	$(BIN)/gradwire bench kernels --output bench/results/kernels.json
-	$(BIN)/gradwire bench reducer --output bench/results/reducer.json
-	$(BIN)/gradwire bench hooks --output bench/results/hooks.json
-	$(BIN)/gradwire bench network --output bench/results/network.json
-	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.json
-	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.json
+	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
+	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
+	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
+	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
+	$(BIN)/gradwire bench network --output bench/results/network.jsonl
+	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
+	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
 	$(BIN)/gradwire bench report
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.

@@ -1,1 +1,1 @@
-"""Measured cases and the command line. May use every room of gradwire; nothing uses it."""
+"""Benchmarks, demo and command line. May import every package of gradwire; no package imports it."""

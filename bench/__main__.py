@@ -1,4 +1,4 @@
-"""``python -m gradwire.bench``: the same as the ``gradwire`` command."""
+"""``python -m gradwire.bench`` is the ``gradwire`` command."""
 
 from gradwire.bench.cli import main
 

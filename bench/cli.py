@@ -1,4 +1,4 @@
-"""The entry of the ``gradwire`` command. Needs nothing but the library itself, so that it can say what is missing."""
+"""Entry point of the ``gradwire`` command. Imports nothing but the library, so that it can name missing extras."""
 
 import importlib.util
 import sys
@@ -7,10 +7,10 @@ EXTRAS = ("matplotlib", "numpy", "rich", "sklearn", "typer")
 
 
 def main() -> None:
-    """Run the command line, or say in one line how to install what it needs."""
+    """Run the command line, or exit with the command that installs the missing packages."""
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f'gradwire: this command needs {", ".join(missing)}. Run: pip install "gradwire[bench]"')
+        sys.exit(f'gradwire: missing {", ".join(missing)}. Run: pip install "gradwire[bench]"')
     from gradwire.bench.commands import app
 
     app(prog_name="gradwire")

@@ -1,28 +1,31 @@
-"""The commands of ``gradwire``: parse, launch, report."""
+"""The commands of ``gradwire``: parse options, measure, print and save."""
 
+import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import torch
 import typer
 from rich.console import Console
 
 import gradwire
-from gradwire.bench import converge, hook_cost, kernel_cost, namespaces, network, reducer
-from gradwire.bench.compare import ResultsError, changes_table, compare, load_ratios, missing
-from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
-from gradwire.bench.launch import LaunchError, measured_by
-from gradwire.bench.measuring import Neighbours, backend_of, bench_device
+from gradwire.bench import compare, converge, kernels, namespaces, network, reducer
+from gradwire.bench import demo as demo_bench
+from gradwire.bench import hooks as hook_bench
+from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
+from gradwire.bench.launch import LaunchError
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.options import (
     HooksOption,
+    HostsOption,
+    LoopbackOption,
     OutputOption,
     RanksOption,
     parse_choice,
@@ -35,27 +38,38 @@ from gradwire.bench.options import (
     refuse_beside,
 )
 from gradwire.bench.pages import PageError, write_pages
-from gradwire.bench.report import results_table, save_plot
-from gradwire.bench.results import Results, Settings, provenance, save_measurements, save_results
+from gradwire.bench.record import Measured, Record, RecordError, provenance, save
 from gradwire.bench.shapes import SHAPES
+from gradwire.bench.tables import Table, print_tables
 from gradwire.bench.tasks import TASKS
+from gradwire.bench.timing import BackgroundLoad, backend_of, bench_device
+
+
+def _listed(hooks: dict[str, HookEntry]) -> str:
+    return f"Hooks and what they send: {', '.join(f'{name} ({entry.description})' for name, entry in hooks.items())}."
+
+
+_DEMO_CHOICES = {name: entry for name, entry in HOOKS.items() if name != "noop"}  # with noop, ranks drift apart
 
 app = typer.Typer(
-    help="gradwire: gradient compression for PyTorch data-parallel training.",
+    help="Gradient compression for PyTorch data-parallel training: demo and benchmarks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-bench = typer.Typer(help="Measure what gradwire's parts cost, beside PyTorch's own.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Benchmark gradwire beside PyTorch, compare results, generate tables and plots.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
-_DEMO_HOOKS = ",".join(DEMO_HOOKS)
-_COST_HOOKS = ",".join(hook_cost.DEFAULT_HOOKS)
-_NETWORK_HOOKS = ",".join(network.DEFAULT_HOOKS)
-_RACED_HOOKS = ",".join(converge.DEFAULT_HOOKS)
-_SIZES = ",".join(map(str, kernel_cost.DEFAULT_SIZES))
-_NETWORK_RATES = ",".join(network.DEFAULT_RATES)
+_DEMO_HOOKS = ", ".join(DEMO_HOOKS)
+_COST_HOOKS = ", ".join(hook_bench.DEFAULT_HOOKS)
+_NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)
+_TRAINED_HOOKS = ", ".join(converge.DEFAULT_HOOKS)
+_MODELS = ", ".join(SHAPES)
+_SIZES = ", ".join(map(str, kernels.DEFAULT_SIZES))
+_NETWORK_RATES = ", ".join(network.DEFAULT_RATES)
 
 
 def _print_version(asked: bool) -> None:
@@ -67,129 +81,122 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command()
+@app.command(epilog=_listed(_DEMO_CHOICES))
 def demo(
     output: Annotated[
-        Path, typer.Option(help="Folder for results.json and the plot.", file_okay=False, writable=True)
+        Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
     ] = Path("demo"),
-    processes: Annotated[int, typer.Option(min=1, max=16, help="Processes to train on, on this machine.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images, for each hook.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, max=16, help="World size, on this machine.")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the data.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
 ) -> None:
-    """Train a small network on real images once with each hook, and compare loss, accuracy, bytes and time."""
-    settings = Settings(
-        hooks=parse_hooks(hooks, [name for name in HOOKS if name != "noop"]),  # with which ranks drift apart
-        processes=processes,
-        epochs=epochs,
-        seed=seed,
-        command=_command_line(),
-    )
+    """Train a small network on handwritten digits once with each hook; compare loss, accuracy, bytes and time."""
+    names = parse_hooks(hooks, _DEMO_CHOICES)
     _make_folder(output)
-    console = Console()
-    console.print(
-        f"Training with {', '.join(settings.hooks)} in turns; processes: {processes} ...",
-        highlight=False,
+    typer.echo(f"Training with {', '.join(names)} in turns; processes: {processes} ...")
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    records = _measure(
+        "gradwire demo",
+        partial(demo_bench.measure, names, processes, epochs, seed),
+        demo_bench.demo_device(processes),
+        threads,
     )
-    with _stoppable("gradwire demo", console):
-        results = Results.of(measured_by("gradwire.bench.demo", asdict(settings), processes))
-        save_results(results, output / "results.json")
-        save_plot(results, output / "loss_vs_bytes.png")
-    console.print()
-    console.print(results_table(results))
-    console.print(
-        f"Plot:    {output / 'loss_vs_bytes.png'}\nNumbers: {output / 'results.json'}", highlight=False, soft_wrap=True
-    )
+    from gradwire.bench.plots import draw_demo  # matplotlib takes a second to import
+
+    results, plot = output / "results.jsonl", output / "loss_vs_bytes.png"
+    draw_demo(records, plot)
+    typer.echo()
+    _report(records, demo_bench.tables, results)
+    typer.echo(f"Plot:    {plot}\nResults: {results}")
 
 
 @bench.command("kernels")
 def bench_kernels(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Whose parameters, separated by commas.")] = ",".join(SHAPES),
-    sizes: Annotated[str, typer.Option(help="MiB at which a bucket is full, separated by commas.")] = _SIZES,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each contender over the buckets.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="5 rounds of resnet50 and gpt2-124m, at 25 MiB.")] = False,
+    models: Annotated[str, typer.Option(help="Models that give the parameter lists, separated by commas.")] = _MODELS,
+    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, separated by commas.")] = _SIZES,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each implementation over the buckets.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Only resnet50 and gpt2-124m, at 25 MiB.")] = False,
     output: OutputOption = None,
 ) -> None:
-    """Time every kernel on real parameter lists, beside PyTorch's own code and the bandwidth of a copy.
+    """Time every kernel on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
 
-    On a GPU the Triton kernels, on a CPU the CPU paths, with which it takes a quarter of an hour.
+    On a GPU, the Triton kernels; without one, gradwire's CPU code, which takes 15 minutes.
     """
     if quick:
         refuse_beside(context, "--quick", "models", "sizes", "rounds")
     names = ("resnet50", "gpt2-124m") if quick else parse_choices(models, SHAPES, "--models")
     full = [25] if quick else parse_sizes(sizes)
-    device, facts, neighbours = _begin(threads)
+    device = bench_device()
     torch.set_num_threads(threads)
-    with _stoppable("gradwire bench kernels", Console()):
-        measured = kernel_cost.measure(names, full, 5 if quick else rounds, device)
-    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    Console().print(*kernel_cost.kernel_tables(measured, facts))
-    _save(measured, facts, output)
+    measure = partial(kernels.measure, names, full, 5 if quick else rounds, device)
+    _report(_measure("gradwire bench kernels", measure, device, threads), kernels.tables, output)
 
 
 @bench.command("reducer")
 def bench_reducer(
     context: typer.Context,
     steps: Annotated[int, typer.Option(min=2, help="Timed backwards of each reducer on each model.")] = 40,
-    models: Annotated[str, typer.Option(help="Which models, separated by commas.")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ", ".join(MODELS),
     ranks: RanksOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="20 steps of the transformer on one rank.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only 20 steps of the transformer, on one rank.")] = False,
     output: OutputOption = None,
 ) -> None:
-    """Time a backward with PyTorch's reducer, with gradwire's, and with none, taking turns; weigh their memory."""
+    """Time a backward with gradwire's reducer, with PyTorch's, and without one; measure peak memory."""
     if quick:
         refuse_beside(context, "--quick", "steps", "models", "ranks")
     names = ("transformer",) if quick else parse_choices(models, MODELS, "--models")
-    device, facts, neighbours = _begin(threads=1)
-    counts = [1] if quick else parse_ranks(ranks, device)
-    console = Console()
-    with _stoppable("gradwire bench reducer", console):
-        measured = reducer.measure(names, counts, 20 if quick else steps)
-    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    console.print(*reducer.reducer_tables(measured, facts))
-    _save(measured, facts, output)
+    device = bench_device()
+    sizes = [1] if quick else parse_ranks(ranks, device)
+    measure = partial(reducer.measure, names, sizes, 20 if quick else steps)
+    _report(_measure("gradwire bench reducer", measure, device), reducer.tables, output)
 
 
-@bench.command("hooks")
+@bench.command("hooks", epilog=_listed(HOOKS))
 def bench_hooks(
     context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook on each DDP.")] = 30,
-    threads: Annotated[int, typer.Option(min=1, help="For the arithmetic of the CPU.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads per rank.")] = 1,
     hooks: HooksOption = _COST_HOOKS,
     ranks: RanksOption = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"10 steps of {', '.join(hook_cost.QUICK_HOOKS)} on one rank.")
+        bool, typer.Option("--quick", help=f"Only 10 steps of {', '.join(hook_bench.QUICK_HOOKS)}, on one rank.")
     ] = False,
     output: OutputOption = None,
 ) -> None:
-    """Time what hooks cost by themselves, on both DDPs and beside PyTorch's hooks; count their host time and memory."""
+    """Time gradwire's hooks on both DDPs, and PyTorch's hooks, without a network; measure host time and memory.
+
+    The own cost of a hook is its step time minus that of noop_hook on the same DDP.
+    """
     if quick:
         refuse_beside(context, "--quick", "steps", "hooks", "ranks")
-    names = hook_cost.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
-    device, facts, neighbours = _begin(threads)
-    counts = [1] if quick else parse_ranks(ranks, device)
-    console = Console()
-    with _stoppable("gradwire bench hooks", console):
-        measured = hook_cost.measure(names, counts, 10 if quick else steps, threads)
-    facts |= {"cpus_busy_with_others": neighbours.busy_cpus()}
-    console.print(*hook_cost.cost_tables(measured, facts))
-    _save(measured, facts, output)
+    names = hook_bench.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
+    device = bench_device()
+    sizes = [1] if quick else parse_ranks(ranks, device)
+    measure = partial(hook_bench.measure, names, sizes, 10 if quick else steps, threads)
+    _report(_measure("gradwire bench hooks", measure, device, threads), hook_bench.tables, output)
 
 
-@bench.command("network")
+@bench.command("network", epilog=_listed(HOOKS))
 def bench_network(
     context: typer.Context,
-    hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
+    hosts: HostsOption = 2,
     rates: Annotated[
-        str | None, typer.Option(help=f"Rates of the hosts' links, separated by commas; by default {_NETWORK_RATES}.")
+        str | None, typer.Option(help=f"Link rates such as 2.5gbit, separated by commas. Default: {_NETWORK_RATES}.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook at each rate.")] = 15,
     hooks: HooksOption = _NETWORK_HOOKS,
@@ -197,20 +204,20 @@ def bench_network(
         bool,
         typer.Option(
             "--emulated",
-            help=f"A model of a link, on one GPU that stands for all hosts; at {', '.join(network.EMULATED_RATES)}.",
+            help="Model the link, and let one GPU stand for all hosts. "
+            f"Default rates: {', '.join(network.EMULATED_RATES)}.",
         ),
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"5 steps of {', '.join(network.QUICK_HOOKS)} at 1gbit.")
+        bool, typer.Option("--quick", help=f"Only 5 steps of {', '.join(network.QUICK_HOOKS)}, at 1gbit.")
     ] = False,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="No network: ranks share this machine's loopback. Needs no root.")
-    ] = False,
+    loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Time steps over a slow network between hosts that are network namespaces of this machine. Needs root, iproute2.
+    """Time training steps over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
-    gradwire's hooks on its own DDP, PyTorch's on PyTorch's. A few minutes, most of them at 100mbit.
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux, root and iproute2.
+    Takes a few minutes, most of them at 100mbit.
     """
     if quick:
         refuse_beside(context, "--quick", "steps", "hooks")
@@ -218,74 +225,76 @@ def bench_network(
         refuse_beside(context, "--loopback", "rates", "emulated")
     names = network.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
     if emulated and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU; without --emulated the link is a real one.", param_hint="--emulated")
+        raise typer.BadParameter("there is no GPU; without --emulated the link is real.", param_hint="--emulated")
     defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
     links = [parse_rate(name, "--rates") for name in parse_list(rates if rates is not None else ",".join(defaults))]
     links = [network.LOOPBACK] if loopback else links
-    measured, facts = _over_network(
+    records = _measure_over_network(
         "network",
         loopback or emulated,
-        lambda: network.measure(names, links, 5 if quick else steps, hosts, emulated),
+        partial(network.measure, names, links, 5 if quick else steps, hosts, emulated),
         bench_device() if emulated else torch.device("cpu"),
     )
-    Console().print(*network.step_tables(measured, facts))
-    _save(measured, facts, output)
+    _report(records, network.tables, output)
 
 
-@bench.command("converge")
+@bench.command("converge", epilog=_listed(converge.TRAINED_HOOKS))
 def bench_converge(
     context: typer.Context,
-    hosts: Annotated[int, typer.Option(min=2, max=16, help="Hosts, each with one rank.")] = 2,
-    rate: Annotated[str, typer.Option(help="Of the hosts' links.")] = "100mbit",
-    task: Annotated[str, typer.Option(help=f"What is trained: {' or '.join(TASKS)}.")] = "text",
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each hook.")] = 3,
-    hooks: HooksOption = _RACED_HOOKS,
-    quick: Annotated[bool, typer.Option("--quick", help="One seed of none and powersgd-r4, of digits.")] = False,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="No network: ranks share this machine's loopback. Needs no root.")
-    ] = False,
+    hosts: HostsOption = 2,
+    rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit.")] = "100mbit",
+    task: Annotated[str, typer.Option(help=f"Training task: {' or '.join(TASKS)}.")] = "text",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings with each hook.")] = 3,
+    hooks: HooksOption = _TRAINED_HOOKS,
+    quick: Annotated[bool, typer.Option("--quick", help="Only one seed of none and powersgd-r4, on digits.")] = False,
+    loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Train until a target over a slow network, with PyTorch's hooks and gradwire's. Needs root, iproute2.
+    """Train to a target loss or accuracy over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
-    At 100mbit digits takes a few minutes, text three quarters of an hour.
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux, root and iproute2.
+    At 100mbit, the task digits takes a few minutes, text 45 minutes.
     """
     if quick:
         refuse_beside(context, "--quick", "task", "seeds", "hooks")
     if loopback:
         refuse_beside(context, "--loopback", "rate")
     chosen = parse_choice("digits" if quick else task, TASKS, "--task")
-    names = ("none", "powersgd-r4") if quick else parse_choices(hooks, converge.RACED, "--hooks")
+    names = ("none", "powersgd-r4") if quick else parse_choices(hooks, converge.TRAINED_HOOKS, "--hooks")
     link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
-    measured, facts = _over_network(
+    records = _measure_over_network(
         "converge",
         loopback,
-        lambda: converge.measure(chosen, names, link, 1 if quick else seeds, hosts),
+        partial(converge.measure, chosen, names, link, 1 if quick else seeds, hosts),
         torch.device("cpu"),
     )
-    Console().print(converge.race_table(measured, facts))
-    _save(measured, facts, output)
+    _report(records, converge.tables, output)
 
 
 @bench.command("compare")
 def bench_compare(
-    before: Annotated[list[Path], typer.Option("--before", help="Results of one state; again for each repeated run.")],
-    after: Annotated[list[Path], typer.Option("--after", help="Results of the other; again for each repeated run.")],
+    before: Annotated[
+        list[Path], typer.Option("--before", help="Results before a change; repeat the option for repeated runs.")
+    ],
+    after: Annotated[
+        list[Path], typer.Option("--after", help="Results after the change; repeat the option for repeated runs.")
+    ],
 ) -> None:
-    """Say what got slower between two states, and fail if anything did, beyond the noise of repeated runs.
+    """Compare results before and after a change; fail if gradwire got slower relative to PyTorch.
 
-    It also fails if anything is missing: a target that is not reached any more, say.
+    Differences within the noise of repeated runs do not count.
+    Also fails if a result is missing after the change, as of a training that no longer reaches its target.
     """
     try:
-        states = [[load_ratios(path) for path in paths] for paths in (before, after)]
-    except ResultsError as error:
+        states = [[compare.load_ratios(path) for path in paths] for paths in (before, after)]
+    except RecordError as error:
         typer.echo(f"gradwire bench compare: {error}.", err=True)
         raise typer.Exit(1) from None
-    changes, lost = compare(*states), missing(*states)
+    changes, lost = compare.compare(*states), compare.missing(*states)
     if not changes:
         typer.echo("gradwire bench compare: the files have no measurement in common.", err=True)
         raise typer.Exit(1)
-    Console().print(changes_table(changes))
+    print_tables([compare.table(changes)])
     slower = [change for change in changes if change.verdict == "slower"]
     typer.echo(f"{len(slower)} of {len(changes)} got slower." + "".join(f"\nMissing after: {what}" for what in lost))
     raise typer.Exit(1 if slower or lost else 0)
@@ -294,10 +303,10 @@ def bench_compare(
 @bench.command("report")
 def bench_report(
     root: Annotated[
-        Path, typer.Argument(help="A checkout: its bench/results are read, its README.md and docs/ written.")
+        Path, typer.Argument(help="Checkout to read bench/results from, and to write README.md and docs/ to.")
     ] = Path(),
 ) -> None:
-    """Make the tables and plots of README and docs from the results in bench/results."""
+    """Generate the tables and plots of README and docs from bench/results."""
     try:
         for path in write_pages(root):
             typer.echo(path)
@@ -306,48 +315,41 @@ def bench_report(
         raise typer.Exit(1) from None
 
 
-def _over_network(
-    command: str, needs_none: bool, measure: Callable[[], dict[str, Any]], device: torch.device
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``measure`` returns, with its provenance; refuses where namespaces are needed and cannot be made."""
-    obstacle = None if needs_none else namespaces.obstacle()
+def _measure_over_network(
+    command: str, needs_no_namespaces: bool, measure: Callable[[], Measured], device: torch.device
+) -> list[Record]:
+    """`_measure`; refuses where namespaces are needed and cannot be made."""
+    obstacle = None if needs_no_namespaces else namespaces.obstacle()
     if obstacle is not None:
         _refuse_network(command, obstacle)
-    facts, neighbours = _facts(device, threads=1), Neighbours()
-    with _stoppable(f"gradwire bench {command}", Console()):
-        try:
-            measured = measure()
-        except NamespaceError as error:
-            _refuse_network(command, str(error))
-    return measured, facts | {"cpus_busy_with_others": neighbours.busy_cpus()}
+    try:
+        return _measure(f"gradwire bench {command}", measure, device)
+    except NamespaceError as error:
+        _refuse_network(command, str(error))
 
 
 def _refuse_network(command: str, reason: str) -> NoReturn:
     typer.echo(
-        f"gradwire bench {command}: {reason}. It needs Linux, root and iproute2 (ip, tc); with --loopback it needs "
-        "none of them, and measures hooks where the link is memory.",
+        f"gradwire bench {command}: {reason}. The command needs Linux, root and iproute2 (ip, tc); with --loopback it "
+        "needs none of them, and the link is memory.",
         err=True,
     )
     raise typer.Exit(1)
 
 
-def _begin(threads: int) -> tuple[torch.device, dict[str, Any], Neighbours]:
-    """Where to measure, and with what; the neighbours are watched from now on."""
-    device = bench_device()
-    return device, _facts(device, threads), Neighbours()
+def _measure(command: str, measure: Callable[[], Measured], device: torch.device, threads: int = 1) -> list[Record]:
+    """Records of a bench with their provenance; exits in good order if it is interrupted or fails."""
+    facts = provenance(device, backend_of(device), threads) | {"command": shlex.join(["gradwire", *sys.argv[1:]])}
+    load = BackgroundLoad()
+    with _stoppable(command, Console()):
+        measured = measure()
+    return measured.with_provenance(facts | {"background_cpu_load": load.busy_cpus()})
 
 
-def _facts(device: torch.device, threads: int) -> dict[str, Any]:
-    return provenance(device, backend_of(device), threads) | {"command": _command_line()}
-
-
-def _command_line() -> str:
-    return shlex.join(["gradwire", *sys.argv[1:]])
-
-
-def _save(measured: dict[str, Any], facts: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        save_measurements(measured, facts, path)
+def _report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[Table]], output: Path | None) -> None:
+    print_tables(tables(records))
+    if output is not None:
+        save(records, output)
 
 
 @contextmanager
@@ -364,7 +366,7 @@ def _stoppable(command: str, console: Console) -> Iterator[None]:
         typer.echo(f"{error.log}\n{command}: {error}", err=True)
         raise typer.Exit(1) from None
     finally:
-        console.show_cursor()  # a worker that was stopped has left it hidden
+        console.show_cursor()  # a stopped worker may have hidden it
 
 
 def _make_folder(path: Path) -> None:

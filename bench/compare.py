@@ -1,50 +1,40 @@
-"""What got slower between two states of the code, by the results that benches wrote.
+"""Regressions between two states of the code, from the results of benches.
 
-A machine is faster at one hour than at another, so times of two runs are not compared. Every bench has PyTorch's code
-take turns with gradwire's; what is compared is their ratio. Several runs of a state tell how much a ratio moves by
-itself.
+Absolute times of two runs are not comparable: a machine's speed varies from hour to hour. In every bench, gradwire and
+PyTorch take turns; this compares the ratios of their times. Repeated runs of a state show the noise of a ratio.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from rich import box
-from rich.table import Table
+from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
+from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, VS_GRADWIRE, Record, load
+from gradwire.bench.tables import Table, find, groups_of
 
-from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.converge import summarize
-from gradwire.bench.kernel_cases import OURS
+Ratios = dict[str, float]  # gradwire's median in units of another implementation's, by bench, case and implementations
 
-Ratios = dict[str, float]  # by what was measured: gradwire's median in units of another's
-
-# A change that is smaller than this is not told from noise, however well repeated runs agree.
+# Noise cannot be told from a change that is smaller, however well repeated runs agree.
 LEAST_BAND = 0.05
-# What a ratio is taken to move by where a state was measured once.
+# The assumed noise of a ratio where a state was measured once.
 UNREPEATED_BAND = 0.15
-# This part of all ratios moves by less than the noise. Of 160 ratios with a standard deviation of 5 %, 0.3 seem
+# This fraction of all ratios varies by less than the noise. Of 160 ratios with a standard deviation of 5 %, 0.3 seem
 # slower on unchanged code after two runs of each state, and none after three (simulated; docs/log.md).
 _NOISE_QUANTILE = 0.9
 
 
-class ResultsError(Exception):
-    """A file does not hold what a bench writes."""
-
-
 @dataclass(frozen=True)
 class Change:
-    """How a ratio changed.
+    """The change of a ratio.
 
     Attributes:
-        what: was measured.
+        what: bench, case and implementations.
         before: the ratios of the runs of one state.
-        after: of the other's.
-        band: how much of a ratio is noise, as a fraction.
+        after: the ratios of the runs of the other state.
+        band: the noise, as a fraction.
     """
 
     what: str
@@ -54,76 +44,65 @@ class Change:
 
     @property
     def factor(self) -> float:
-        """How many times as long it takes now: by the medians."""
+        """The ratio of the medians, after to before."""
         return median(self.after) / median(self.before)
 
     @property
     def verdict(self) -> str:
-        """Whether any run of one state is further from any of the other than the noise."""
+        """slower or faster if all runs of one state differ from all of the other by more than the noise, else empty."""
         if min(self.after) > (1 + self.band) * max(self.before):
             return "slower"
         return "faster" if min(self.before) > (1 + self.band) * max(self.after) else ""
 
 
 def load_ratios(path: Path) -> Ratios:
-    """Every ratio between gradwire's time and another's in a file that a bench wrote.
+    """Every ratio in a file that a bench wrote.
 
     Raises:
-        ResultsError: it is none.
+        RecordError: the file is not one that a bench writes.
     """
-    try:
-        measurements = json.loads(path.read_text())["measurements"]
-        ratios = {
-            what: ratio for name in _ROWS for row in measurements.get(name, ()) for what, ratio in _ROWS[name](row)
-        }
-        return ratios | dict(_races(measurements))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
+    return dict(ratios(load(path)))
 
 
-def _kernel(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if row["contender"] != OURS:
-        yield f"{row['kernel']}: {row['model']}, {row['bucket_mib']} MiB, to {row['contender']}", 1 / row["vs_gradwire"]
+def ratios(records: Iterable[Record]) -> Iterator[tuple[str, float]]:
+    """Ratios between gradwire's time and another implementation's, with their names."""
+    listed = list(records)
+    for record in listed:
+        if record.metric == VS_GRADWIRE and record.implementation != GRADWIRE and record.p50:
+            yield f"{_name(record)}: {GRADWIRE} to {record.implementation}", 1 / record.p50
+    timed = [record for record in listed if record.metric in (STEP_MS, BACKWARD_MS)]
+    yield from _to_pytorch([*timed, *_medians_to_target(listed)])
 
 
-def _hook(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if row["step_vs_pytorch"] is not None:
-        yield f"hook {row['hook']}, ranks: {row['ranks']}: {row['provider']}", row["step_vs_pytorch"]
+def _name(record: Record) -> str:
+    case = ", ".join(f"{key} {value}" for key, value in record.case.items() if key in _NAMING)
+    return f"{record.bench}, {case}, ranks {record.ranks}"
 
 
-def _network(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if row["vs_pytorch"] is not None:
-        yield f"{row['rate']}, hook {row['hook']}: {row['provider']}", row["vs_pytorch"]
+_NAMING = ("kernel", "model", "bucket_mib", "task", "rate", "hook")
 
 
-def _reducer(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if row["vs_pytorch"] is not None:
-        yield f"reducer, {row['model']}, ranks: {row['ranks']}: {row['provider']}", row["vs_pytorch"]
+def _to_pytorch(records: Sequence[Record]) -> Iterator[tuple[str, float]]:
+    for record in records:
+        if record.implementation in (GRADWIRE, GRADWIRE_ON_PYTORCH):
+            name = _name(record)
+            pytorch = find((other for other in records if _name(other) == name), record.metric, PYTORCH)
+            if pytorch is not None and pytorch.p50 and record.p50:
+                yield f"{name}: {record.implementation} to {PYTORCH}", record.p50 / pytorch.p50
 
 
-def _races(measurements: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if "races" not in measurements:
-        return
-    rows = summarize(measurements["races"])
-    race = f"{measurements['task']}, {measurements['hosts']} hosts at {measurements['rate']}"
-    seconds = {(row["hook"], row["provider"]): row["seconds"] for row in rows}
-    for (hook, provider), ours in seconds.items():
-        theirs = seconds.get((hook, PYTORCH))
-        if provider == GRADWIRE and ours and theirs:
-            yield f"time to the target, {race}, hook {hook}", ours / theirs
-
-
-# By the name of the list in a bench's measurements.
-_ROWS: dict[str, Callable[[dict[str, Any]], Iterator[tuple[str, float]]]] = {
-    "timings": _kernel,
-    "costs": _hook,
-    "measured": _network,
-    "backwards": _reducer,
-}
+def _medians_to_target(records: Iterable[Record]) -> list[Record]:
+    """One record per hook and implementation whose trainings all reached the target."""
+    medians = []
+    for _, group in groups_of((r for r in records if r.metric == TARGET_S), "hook", "implementation"):
+        reached = [record.p50 for record in group if record.p50 is not None]
+        if len(reached) == len(group):
+            medians.append(replace(group[0], p50=median(reached)))
+    return medians
 
 
 def compare(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[Change]:
-    """What was measured in all runs of both states, the slowest change first."""
+    """Changes of the ratios that all runs of both states have, the largest slow-down first."""
     common = sorted(set.intersection(*map(set, before), *map(set, after)))
     olds, news = ([[run[what] for run in runs] for what in common] for runs in (before, after))
     band = round(max(LEAST_BAND, _noise(olds), _noise(news)), 3)
@@ -132,7 +111,7 @@ def compare(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[Change]:
 
 
 def _noise(state: Sequence[Sequence[float]]) -> float:
-    """How far repeated runs of a state are apart, as a fraction: a high quantile over all that was measured."""
+    """The spread of repeated runs of a state, as a fraction: a high quantile over all ratios."""
     if not state or len(state[0]) == 1:
         return UNREPEATED_BAND
     spreads = sorted(max(ratios) / min(ratios) - 1 for ratios in state)
@@ -140,34 +119,30 @@ def _noise(state: Sequence[Sequence[float]]) -> float:
 
 
 def missing(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[str]:
-    """What was measured in all runs of one state and not in all of the other: a race's target that was missed, say."""
+    """Ratios that all runs of one state have and not all of the other: after a missed target, for example."""
     of_before, of_after = (set.intersection(*(set(run) for run in runs)) for runs in (before, after))
     return sorted(of_before - of_after)
 
 
-def changes_table(changes: Sequence[Change]) -> Table:
-    """A row for each change."""
-    table = Table(
-        title="gradwire's time in units of PyTorch's, before and after",
-        caption="before, after: medians. slower, faster: every run, by more than the noise\n"
-        "noise: nine of ten ratios move by less between runs of one state; 5 % at least, 15 % for a single run",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
+def table(changes: Sequence[Change]) -> Table:
+    """A row per change."""
+    return Table(
+        title="Ratio of gradwire's time to other implementations', before and after",
+        headers=("", "before", "after", "change", "noise", ""),
+        rows=[
+            (
+                change.what,
+                f"{median(change.before):.2f}x",
+                f"{median(change.after):.2f}x",
+                f"{100 * (change.factor - 1):+.0f} %",
+                f"{100 * change.band:.0f} %",
+                change.verdict,
+            )
+            for change in changes
+        ],
+        styles=[{"slower": "bold red", "faster": "green", "": ""}[change.verdict] for change in changes],
+        notes=[
+            "before, after: medians of the runs. slower, faster: every run, by more than the noise",
+            "noise: nine of ten ratios vary by less between runs of one state; at least 5 %, 15 % for a single run",
+        ],
     )
-    table.add_column("what")
-    for header in ("before", "after", "change", "noise", ""):
-        table.add_column(header, justify="right", no_wrap=True)
-    for change in changes:
-        table.add_row(
-            change.what,
-            f"{median(change.before):.2f}x",
-            f"{median(change.after):.2f}x",
-            f"{100 * (change.factor - 1):+.0f} %",
-            f"{100 * change.band:.0f} %",
-            change.verdict,
-            style={"slower": "bold red", "faster": "green", "": ""}[change.verdict],
-        )
-    return table

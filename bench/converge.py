@@ -1,51 +1,45 @@
-"""Time to a target over a slow network: the same training with each hook, until it is good enough.
+"""Time to a target over a slow network: the same training with each hook, until its score reaches the target.
 
-A task of `gradwire.bench.tasks`, on hosts that are joined at one rate (see `gradwire.bench.network`). All contenders
-live in the same processes and take turns step by step; each counts its own time and bytes, and stops where its score
-reaches the target. `measure` starts the ranks; each runs `main`.
+A task of `gradwire.bench.tasks`, on hosts joined by a link of one rate (see `gradwire.bench.network`). All trainings of
+a seed live in the same processes and take turns step by step; each counts its own time and bytes, and stops at the
+target. `measure` starts the ranks; each runs `main`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradwire import DistributedDataParallel
-from gradwire.bench import namespaces
-from gradwire.bench.contenders import GRADWIRE, ONE_BUCKET_MB, PYTORCH, is_equal_everywhere
-from gradwire.bench.hooks import HOOKS, HookEntry, Peer
-from gradwire.bench.launch import exit_with_launcher, leave
-from gradwire.bench.measuring import in_turn, slowest
+from gradwire.bench import launch, namespaces
+from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook, label
+from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, run_on_hosts
-from gradwire.bench.report import bench_table, format_bytes, machine_line
-from gradwire.bench.tasks import TASKS, Batch, Task, describe, look
+from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, unique
+from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
+from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
+from gradwire.bench.timing import in_turn, slowest
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 NO_FEEDBACK = "powersgd-r4-no-feedback"
 DEFAULT_HOOKS = ("none", "fp16", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)
-RACED = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
+TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
     NO_FEEDBACK: HookEntry(
-        description="factors of rank 4, and what they miss is lost",
+        description="factors of rank 4, without error feedback",
         make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),
         rank=4,
-        peer=Peer(
-            name="powerSGD_hook",
+        pytorch=PyTorchHook(
             make=lambda group, start: (
                 torch_powersgd.PowerSGDState(group, 4, start, use_error_feedback=False),
                 torch_powersgd.powerSGD_hook,
@@ -54,43 +48,17 @@ RACED = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
         ),
     )
 }
-BASELINE = ("none", PYTORCH)
-PLAIN_STEPS = 2  # before low-rank hooks begin to compress: the fewest that PyTorch's takes
+PLAIN_STEPS = 2  # before low-rank hooks begin to compress: the fewest that PyTorch's hook accepts
 WARM_UP = 10  # steps until the learning rate has its full size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Race:
-    """One training.
-
-    Attributes:
-        seed: of the weights and the order of the data.
-        hook: its name in `RACED`.
-        provider: whose hook, on whose DDP.
-        steps: at which the score was looked at.
-        seconds: of training until then, on the slower rank of each step; looking is not counted.
-        sent_bytes: that rank 0's interface had sent until then; empty on loopback.
-        scores: on data that is not trained on.
-        reached: the index of the first score that is the target or better; None if there is none.
-    """
-
-    seed: int
-    hook: str
-    provider: str
-    steps: list[int]
-    seconds: list[float]
-    sent_bytes: list[float]
-    scores: list[float]
-    reached: int | None
-
-
 @dataclass
-class Racer:
-    """A network on its way, and what was measured so far."""
+class Training:
+    """A model in training with one hook, and its measurements so far."""
 
     task: Task
     hook: str
-    provider: str
+    implementation: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
@@ -101,25 +69,25 @@ class Racer:
     scores: list[float] = field(default_factory=list)
 
     @classmethod
-    def make(cls, task: Task, hook: str, provider: str, seed: int, counts_bytes: bool) -> Racer:
-        """The same weights for each contender; a process group for each, as hooks of one share their wire memory."""
+    def make(cls, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> Training:
+        """The same weights for each; a process group for each, as hooks of one group share their wire memory."""
         torch.manual_seed(seed)
         group = dist.new_group()
-        entry = RACED[hook]
+        entry = TRAINED_HOOKS[hook]
         model: nn.Module
-        if provider == GRADWIRE:
+        if implementation == GRADWIRE:
             model = DistributedDataParallel(task.make_model(), process_group=group)
             registration = entry.make(group, PLAIN_STEPS)
         else:
-            assert entry.peer is not None
-            cap = ONE_BUCKET_MB if entry.peer.one_bucket else None
-            model = nn.parallel.DistributedDataParallel(task.make_model(), process_group=group, bucket_cap_mb=cap)
-            registration = entry.peer.make(group, PLAIN_STEPS)
+            assert entry.pytorch is not None
+            cap = ONE_BUCKET_MB if entry.pytorch.one_bucket else None
+            model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
+            registration = entry.pytorch.make(group, PLAIN_STEPS)
         if registration is not None:
             model.register_comm_hook(*registration)
         optimizer = task.make_optimizer(model)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP)
-        return cls(task, hook, provider, model, optimizer, schedule, counts_bytes)
+        return cls(task, hook, implementation, model, optimizer, schedule, counts_bytes)
 
     def step(self, batch: Batch) -> None:
         """Train on one batch."""
@@ -138,179 +106,179 @@ class Racer:
     def _interface_bytes(self) -> int:
         return namespaces.sent_bytes() if self.counts_bytes else 0
 
-    def look(self) -> bool:
-        """Note the score; returns whether it is the target or better."""
+    def evaluate(self) -> bool:
+        """Append the score; returns whether it reaches the target."""
         self.steps.append(len(self.seconds))
         assert isinstance(self.model.module, nn.Module)
-        self.scores.append(look(self.task, self.model.module))
+        self.scores.append(evaluate(self.task, self.model.module))
         return self.task.is_reached(self.scores[-1])
 
-    def race(self, seed: int) -> Race:
-        """What was measured. A collective call.
+    def records(self, seed: int) -> list[Record]:
+        """Steps, seconds, bytes and score at each evaluation. A collective call.
 
         Raises:
             RuntimeError: the ranks hold different weights, so that rank 0's score is not that of one training.
         """
         if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
             raise RuntimeError(
-                f"{self.hook}, {self.provider}: the ranks ended with different weights; nothing is reported."
+                f"{self.hook}, {self.implementation}: the ranks ended with different weights; nothing is reported."
             )
         seconds = list(itertools.accumulate(slowest(self.seconds)))
         sent = list(itertools.accumulate(self.sent_bytes))
-        reached = [self.task.is_reached(score) for score in self.scores]
-        return Race(
-            seed=seed,
-            hook=self.hook,
-            provider=self.provider,
-            steps=self.steps,
-            seconds=[round(seconds[step - 1], 4) for step in self.steps],
-            sent_bytes=[sent[step - 1] for step in self.steps] if self.counts_bytes else [],
-            scores=self.scores,
-            reached=reached.index(True) if True in reached else None,
-        )
+        curves: dict[str, list[Any]] = {
+            STEPS: self.steps,
+            TARGET_S: [round(seconds[step - 1], 4) for step in self.steps],
+            SENT: [sent[step - 1] for step in self.steps] if self.counts_bytes else [],
+            self.task.score: self.scores,
+        }
+        is_reached = self.task.is_reached(self.scores[-1])
+        return [
+            Record(
+                bench="converge",
+                case={"hook": self.hook, "seed": seed},
+                implementation=self.implementation,
+                ranks=dist.get_world_size(),
+                metric=metric,
+                p50=curve[-1] if is_reached else None,
+                series=curve,
+            )
+            for metric, curve in curves.items()
+            if curve
+        ]
 
 
-def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, count: int) -> dict[str, Any]:
-    """Trainings with each hook until the target.
+def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
+    """Train with each hook until the target.
 
     Args:
         task: its name in `TASKS`.
-        hooks: names in `RACED`.
-        rate: between the hosts; `LOOPBACK` for ranks that share this machine's loopback.
-        seeds: trainings of each contender.
-        count: hosts.
-
-    Returns:
-        What `race_table` takes and JSON holds: the settings, and a list of `Race` as dictionaries.
+        hooks: names in `TRAINED_HOOKS`.
+        rate: of the link; `LOOPBACK` for ranks that share this machine's loopback.
+        seeds: trainings of each implementation.
+        hosts: number of hosts.
 
     Raises:
         NamespaceError: the system refuses to make hosts.
         LaunchError: a rank failed.
     """
-    settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds}
-    return run_on_hosts("gradwire.bench.converge", settings, rate == LOOPBACK, count)
+    settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
+    with places_of(hosts, is_local=rate == LOOPBACK) as places:
+        records = launch.run("gradwire.bench.converge", settings, places)
+    described = describe(TASKS[task]()) | {"rate": rate.name, "hosts": hosts, "plain_steps": PLAIN_STEPS}
+    return Measured(described, records)
 
 
-def main(task: Task, hooks: Sequence[str], rate: Rate, seeds: int, path: Path) -> None:
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """One rank."""
-    exit_with_launcher()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    task = TASKS[settings["task"]]()
+    rate, seeds = link_named(settings["rate"]), settings["seeds"]
     if rate != LOOPBACK:
         namespaces.limit(rate)
-    contenders = list(itertools.product(hooks, (PYTORCH, GRADWIRE)))
-    races: list[Race] = []
+    pairs = list(itertools.product(settings["hooks"], (PYTORCH, GRADWIRE)))
+    records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            racers = [Racer.make(task, hook, provider, seed, rate != LOOPBACK) for hook, provider in contenders]
-            line = progress.add_task(f"seed {seed}", total=task.most_steps)
-            running = list(racers)
-            for step, batch in zip(range(1, task.most_steps + 1), task.batches(seed), strict=False):
-                for racer in in_turn(running, step):
-                    racer.step(batch)
-                if step % task.look_every == 0:
-                    running = [racer for racer in running if not racer.look()]
-                    waited_for = f"seed {seed}, {len(running)} of {len(racers)} under way"
-                    progress.update(line, completed=step, description=waited_for)
+            trainings = [Training.make(task, hook, by, seed, rate != LOOPBACK) for hook, by in pairs]
+            line = progress.add_task(f"seed {seed}", total=task.max_steps)
+            running = list(trainings)
+            for step, batch in zip(range(1, task.max_steps + 1), task.batches(seed), strict=False):
+                for training in in_turn(running, step):
+                    training.step(batch)
+                if step % task.evaluate_every == 0:
+                    running = [training for training in running if not training.evaluate()]
+                    waiting = f"seed {seed}, {len(running)} of {len(trainings)} running"
+                    progress.update(line, completed=step, description=waiting)
                 if not running:
                     break
-            races += [racer.race(seed) for racer in racers]
-    if dist.get_rank() == 0:
-        document = describe(task) | {
-            "rate": rate.name,
-            "hosts": dist.get_world_size(),
-            "plain_steps": PLAIN_STEPS,
-            "races": [asdict(race) for race in races],
-        }
-        path.write_text(json.dumps(document))
-    dist.destroy_process_group()
+            records += [record for training in trainings for record in training.records(seed)]
+    of = {"task": settings["task"], "rate": settings["rate"]}
+    return [replace(record, case=of | record.case) for record in records]
 
 
-def summarize(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each contender: medians over the seeds of steps, seconds and bytes to the target; None if one missed it.
+def to_target(records: Iterable[Record], metric: str) -> list[float] | None:
+    """The values of a metric at the target, one per seed; None if a training missed it."""
+    found = [record.p50 for record in records if record.metric == metric]
+    reached = [number for number in found if number is not None]
+    return reached if found and len(reached) == len(found) else None
 
-    ``step_ms`` is the median of the mean steps from the first look, when all hooks compress, to the target; None if one
-    training was there at the first look.
-    """
-    rows = []
-    for (hook, provider), group in itertools.groupby(
-        sorted(races, key=_contender_order(races)), key=lambda race: (race["hook"], race["provider"])
+
+def compressed_step_ms(records: Sequence[Record]) -> float | None:
+    """Median over the seeds of the mean step time from the first evaluation on, when all hooks compress."""
+    means = []
+    for steps, seconds in zip(
+        (record.series for record in records if record.metric == STEPS),
+        (record.series for record in records if record.metric == TARGET_S),
+        strict=True,
     ):
-        trainings = list(group)
-        reached = [race for race in trainings if race["reached"] is not None]
-        is_sure = len(reached) == len(trainings)
-
-        def middle(of: str, reached: Sequence[dict[str, Any]] = reached) -> float | None:
-            return median(race[of][race["reached"]] for race in reached) if reached and reached[0][of] else None
-
-        rows.append(
-            {
-                "hook": hook,
-                "provider": provider,
-                "reached": f"{len(reached)} of {len(trainings)}",
-                "steps": middle("steps") if is_sure else None,
-                "seconds": middle("seconds") if is_sure else None,
-                "range": [end(race["seconds"][race["reached"]] for race in trainings) for end in (min, max)]
-                if is_sure
-                else None,
-                "step_ms": median(map(_step_ms, trainings)) if all(race["reached"] for race in trainings) else None,
-                "sent_bytes": middle("sent_bytes") if is_sure else None,
-            }
-        )
-    baseline = next((row["seconds"] for row in rows if (row["hook"], row["provider"]) == BASELINE), None)
-    for row in rows:
-        known = baseline is not None and row["seconds"] is not None
-        row["times_faster"] = round(baseline / row["seconds"], 2) if known else None
-    return rows
+        if to_target(records, STEPS) is None or len(steps) < 2:
+            return None
+        means.append(1e3 * (seconds[-1] - seconds[0]) / (steps[-1] - steps[0]))
+    return median(means)
 
 
-def _step_ms(race: dict[str, Any]) -> float:
-    last = race["reached"]
-    return float(1e3 * (race["seconds"][last] - race["seconds"][0]) / (race["steps"][last] - race["steps"][0]))
+def target_of(settings: dict[str, Any]) -> str:
+    """The score that ends a training."""
+    return f"{settings['score']} {'>=' if settings['rises'] else '<='} {settings['target']:g}"
 
 
-def _contender_order(races: Sequence[dict[str, Any]]) -> Any:
-    order = list(dict.fromkeys((race["hook"], race["provider"]) for race in races))
-    return lambda race: order.index((race["hook"], race["provider"]))
+def _at_target(metric: str) -> Cell:
+    def cell(group: Group) -> str:
+        values = to_target(group, metric)
+        return "" if values is None else format_value(metric, median(values))
+
+    return cell
 
 
-def target_of(measured: dict[str, Any]) -> str:
-    """What score ended a training."""
-    return f"{measured['score']} {'>=' if measured['rises'] else '<='} {measured['target']:g}"
+def _time_to_target(group: Group) -> str:
+    found = [record.p50 for record in group if record.metric == TARGET_S]
+    reached = [number for number in found if number is not None]
+    if len(reached) < len(found):
+        return f"{len(reached)} of {len(found)} reach it"
+    digits = 0 if median(reached) >= 10 else 2
+    return f"{median(reached):.{digits}f} ({min(reached):.{digits}f}-{max(reached):.{digits}f})"
 
 
-def race_table(measured: dict[str, Any], facts: dict[str, Any]) -> Table:
-    """A row for each contender, with what the numbers mean below."""
+def _step_ms(group: Group) -> str:
+    milliseconds = compressed_step_ms(group)
+    return "" if milliseconds is None else f"{milliseconds:.0f}"
+
+
+def _speed_up(records: Sequence[Record]) -> Cell:
+    """Over PyTorch's DDP without a hook."""
+    baseline = [record for record in records if (record["hook"], record.implementation) == ("none", PYTORCH)]
+    seconds = to_target(baseline, TARGET_S)
+
+    def cell(group: Group) -> str:
+        values = to_target(group, TARGET_S)
+        return f"{median(seconds) / median(values):.2f}x" if seconds and values else ""
+
+    return cell
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A row per hook and implementation."""
+    settings = records[0].provenance["settings"]
     title = (
-        f"{measured['task']}, {measured['parameters']:,} parameters\n"
-        f"{measured['hosts']} hosts, link: {measured['rate']}; until {target_of(measured)}"
+        f"{settings['task']}, {settings['parameters']:,} parameters, {count(settings['hosts'], 'host')}, "
+        f"link: {format_rate(settings['rate'])}; target: {target_of(settings)}"
     )
-    caption = (
-        "steps, seconds, sent: until then, medians over the seeds; looking is not counted\n"
-        "faster: than PyTorch's DDP without a hook\n"
-        f"sent: by rank 0's interface; PowerSGD sends the first {measured['plain_steps']} steps whole\n"
-        f"{machine_line(facts)}"
-    )
-    table = bench_table(title, caption, ("hook", "reached", "steps", "seconds", "sent", "faster"))
-    for row in summarize(measured["races"]):
-        table.add_row(
-            f"{row['hook']}, {row['provider']}",
-            row["reached"],
-            f"{row['steps']:g}" if row["steps"] is not None else "-",
-            f"{row['seconds']:.2f}" if row["seconds"] is not None else "-",
-            format_bytes(row["sent_bytes"]) if row["sent_bytes"] is not None else "-",
-            f"{row['times_faster']:.2f}x" if row["times_faster"] is not None else "-",
-        )
-    return table
+    names = {"hook": lambda record: label(record["hook"]), "": lambda record: record.implementation}
+    columns = [
+        (STEPS, _at_target(STEPS)),
+        (TARGET_S, _time_to_target),
+        ("step time (ms)", _step_ms),
+        ("sent", _at_target(SENT)),
+        ("speed-up", _speed_up(records)),
+    ]
+    seeds = len(unique(record["seed"] for record in records))
+    notes = [
+        f"time to target: median of {count(seeds, 'seed')} (range), evaluations not counted",
+        "step time: mean from the first evaluation on, when all hooks compress",
+        f"sent: by the interface of rank 0; low-rank hooks send the first {settings['plain_steps']} steps uncompressed",
+        "speed-up: of the time to target, over PyTorch's DDP without a hook",
+    ]
+    return [pivot(title, records, names, columns, notes)]
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    main(
-        TASKS[given["task"]](),
-        given["hooks"],
-        link_named(given["rate"]),
-        given["seeds"],
-        Path(given["path"]),
-    )
-    leave()
+    launch.work(main)

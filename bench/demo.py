@@ -1,19 +1,13 @@
-"""The demo's worker: one rank that trains a small network once with each hook.
+"""The demo: train a small network on handwritten digits once with each hook. `measure` starts the ranks."""
 
-``gradwire demo`` starts it under torchrun, with the settings and the path for rank 0's results as JSON. It lives no
-longer than its standard input.
-"""
+from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 import statistics
-import sys
 import time
-from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.hooks import HOOKS
-from gradwire.bench.launch import exit_with_launcher
-from gradwire.bench.results import Results, Run, Settings, provenance, save_results
+from gradwire.bench import launch
+from gradwire.bench.hook_registry import HOOKS, label
+from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
+from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, percentiles_ms
+from gradwire.bench.tables import Table, count, median_of, pivot, relative, spread, value
 from gradwire.comm.connections import connections_of
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
@@ -35,7 +31,7 @@ PLAIN_STEPS = 10  # before low-rank hooks begin to compress
 
 
 class Digits(NamedTuple):
-    """Images as float32 [n, 1, 8, 8] from 0 to 1, labels as int64 [n]; all of it on the training device."""
+    """Images as float32 [n, 1, 8, 8] from 0 to 1, labels as int64 [n], on the training device."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -75,11 +71,16 @@ def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
     return [nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False), nn.BatchNorm2d(channels_out), nn.ReLU()]
 
 
-class Training:
-    """One network on its way through training with one hook, and what was measured so far."""
+def batch_size(ranks: int) -> int:
+    """Images of a step over all ranks."""
+    return GLOBAL_BATCH // ranks * ranks
 
-    def __init__(self, hook: str, settings: Settings, steps: int, device: torch.device) -> None:
-        torch.manual_seed(settings.seed)
+
+class Training:
+    """One network in training with one hook, and its measurements so far."""
+
+    def __init__(self, hook: str, seed: int, steps: int, device: torch.device) -> None:
+        torch.manual_seed(seed)
         self.hook = hook
         self.model = DistributedDataParallel(make_network().to(device))
         registration = HOOKS[hook].make(self.model.process_group, PLAIN_STEPS)
@@ -91,7 +92,7 @@ class Training:
         self.transports = (connections.executor(device).transport, self.model.reducer.transport)
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
-        self.step_ms: list[float] = []
+        self.seconds: list[float] = []
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Train on one batch and measure it."""
@@ -102,60 +103,94 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss.item())  # on a GPU, this waits for the whole step
-        self.step_ms.append(1e3 * (time.perf_counter() - start))
+        self.seconds.append(time.perf_counter() - start)
         self.sent_bytes.append(self._payload_bytes() - sent_before)
         self.schedule.step()
 
     def _payload_bytes(self) -> int:
         return sum(transport.payload_bytes for transport in self.transports)
 
-    def finish(self, settings: Settings, data: Digits) -> Run:
+    def records(self, epochs: int, data: Digits) -> list[Record]:
         """Check the training and sum it up; every rank calls it.
 
         Raises:
             RuntimeError: the loss is not finite, or the ranks ended with different weights.
         """
-        check_equal_weights(self.model)
+        if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
+            raise RuntimeError("The ranks ended with different weights.")
         losses = mean_over_ranks(self.losses, data.train_labels.device)
-        last_epoch = losses[-(len(losses) // settings.epochs) :]
-        deciles = statistics.quantiles(self.step_ms, n=10, method="inclusive")
-        return Run(
-            hook=self.hook,
-            description=HOOKS[self.hook].description,
-            final_loss=statistics.fmean(last_epoch),
-            test_accuracy=accuracy(self.model.module, data),
-            bytes_per_step=statistics.fmean(self.sent_bytes),
-            step_ms={f"p{10 * i}": round(deciles[i - 1], 3) for i in (2, 5, 8)},
-            losses=losses,
-            sent_bytes=list(itertools.accumulate(self.sent_bytes)),
-        )
+        last_epoch = losses[-(len(losses) // epochs) :]
+        sent = list(itertools.accumulate(self.sent_bytes))
+        metrics: dict[str, dict[str, Any]] = {
+            TRAINING_LOSS: {"p50": statistics.fmean(last_epoch), "series": losses},
+            ACCURACY: {"p50": 100 * accuracy(self.model.module, data)},
+            SENT_PER_STEP: {"p50": statistics.fmean(self.sent_bytes), "series": sent},
+            STEP_MS: percentiles_ms(self.seconds),
+        }
+        case, ranks = {"hook": self.hook}, dist.get_world_size()
+        return [
+            Record(bench="demo", case=case, implementation=GRADWIRE, ranks=ranks, metric=metric, **numbers)
+            for metric, numbers in metrics.items()
+        ]
 
 
-def train_all(settings: Settings, data: Digits, device: torch.device) -> list[Run]:
-    """One training for each hook. They take turns step by step, so that what else the machine does falls on all."""
-    batches = make_batches(len(data.train_labels), settings).to(device)
-    trainings = [Training(hook, settings, len(batches), device) for hook in settings.hooks]
+def measure(hooks: Sequence[str], processes: int, epochs: int, seed: int) -> Measured:
+    """Train once with each hook.
+
+    Args:
+        hooks: names in `HOOKS`.
+        processes: world size; on GPUs if there is one for each, else on the CPU.
+        epochs: passes over the training images.
+        seed: of the initial weights and the order of the data; the split is always the same.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    asked = {"hooks": list(hooks), "epochs": epochs, "seed": seed}
+    records = launch.run("gradwire.bench.demo", asked, processes, demo_device(processes))
+    data = load_data(torch.device("cpu"))
+    settings = asked | {
+        "processes": processes,
+        "train_images": len(data.train_labels),
+        "test_images": len(data.test_labels),
+        "parameters": sum(parameter.numel() for parameter in make_network().parameters()),
+        "batch_size": batch_size(processes),
+        "plain_steps": PLAIN_STEPS,
+    }
+    return Measured(settings, records)
+
+
+def demo_device(processes: int) -> torch.device:
+    """GPUs if every process can have its own, else the CPU."""
+    return torch.device("cuda" if torch.cuda.device_count() >= max(2, processes) else "cpu")
+
+
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """One rank: the trainings take turns step by step, so that background load falls on all of them."""
+    data, hooks, epochs = load_data(device), settings["hooks"], settings["epochs"]
+    batches = make_batches(len(data.train_labels), epochs, settings["seed"]).to(device)
+    trainings = [Training(hook, settings["seed"], len(batches), device) for hook in hooks]
     with make_progress() as progress:
-        tasks = [progress.add_task(hook, total=len(batches), loss=math.nan) for hook in settings.hooks]
+        tasks = [progress.add_task(hook, total=len(batches), loss=math.nan) for hook in hooks]
         for batch in batches:
             images, labels = data.train_images[batch], data.train_labels[batch]
             for task, training in zip(tasks, trainings, strict=True):
                 training.step(images, labels)
                 progress.update(task, advance=1, loss=training.losses[-1])
-    return [training.finish(settings, data) for training in trainings]
+    return [record for training in trainings for record in training.records(epochs, data)]
 
 
-def make_batches(images: int, settings: Settings) -> Tensor:
+def make_batches(images: int, epochs: int, seed: int) -> Tensor:
     """This rank's share of every batch of all epochs: indices of images, int64 [steps, images of a rank and step]."""
-    size = GLOBAL_BATCH // settings.processes * settings.processes
-    generator = torch.Generator().manual_seed(settings.seed)
-    orders = [torch.randperm(images, generator=generator) for _ in range(settings.epochs)]
+    size = batch_size(dist.get_world_size())
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(images, generator=generator) for _ in range(epochs)]
     batches = torch.cat([order[: images // size * size] for order in orders]).view(-1, size)
-    return batches[:, dist.get_rank() :: settings.processes]
+    return batches[:, dist.get_rank() :: dist.get_world_size()]
 
 
 def make_progress() -> Progress:
-    """A line of progress for each training, on rank 0 only."""
+    """A progress bar for each training, on rank 0 only."""
     return Progress(
         TextColumn("{task.description:<12}"),
         BarColumn(),
@@ -177,51 +212,49 @@ def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return mean
 
 
-def check_equal_weights(model: nn.Module) -> None:
-    """Raise RuntimeError unless all ranks hold the same parameters, bit by bit."""
-    bits = nn.utils.parameters_to_vector(model.parameters()).detach().view(torch.int32)
-    lowest, highest = bits.clone(), bits.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    if not torch.equal(lowest, highest):
-        raise RuntimeError("The ranks ended with different weights.")
-
-
 @torch.no_grad()
 def accuracy(network: nn.Module, data: Digits) -> float:
-    """The part of the test images that ``network`` gets right."""
+    """Accuracy on the test images, from 0 to 1."""
     network.eval()
     correct = int((network(data.test_images).argmax(1) == data.test_labels).sum())
     return correct / len(data.test_labels)
 
 
-def main(settings: Settings, path: Path) -> None:
-    """Train with each hook; rank 0 writes the results."""
-    exit_with_launcher()
-    use_gpus = torch.cuda.device_count() >= max(2, settings.processes)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpus else torch.device("cpu")
-    if use_gpus:
-        torch.cuda.set_device(device)
-    backend = "nccl" if use_gpus else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device if use_gpus else None)
-    facts = provenance(device, backend, torch.get_num_threads())
-    data = load_data(device)
-    runs = train_all(settings, data, device)
-    if dist.get_rank() == 0:
-        results = Results(
-            provenance=facts,
-            settings=settings,
-            train_images=len(data.train_labels),
-            test_images=len(data.test_labels),
-            parameters=sum(parameter.numel() for parameter in make_network().parameters()),
-            batch_size=GLOBAL_BATCH // settings.processes * settings.processes,
-            plain_steps=PLAIN_STEPS,
-            runs=runs,
-        )
-        save_results(results, path)
-    dist.destroy_process_group()
+def title(records: Sequence[Record]) -> str:
+    """Task, size, world size and length of the trainings."""
+    settings = records[0].provenance["settings"]
+    sizes = f"{settings['parameters']:,} parameters, {count(settings['processes'], 'rank')}"
+    return f"Handwritten digits, {sizes}, {count(settings['epochs'], 'epoch')}"
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A row per hook."""
+    none = [record for record in records if record["hook"] == "none"]
+    columns = [
+        ("training loss", value(TRAINING_LOSS)),
+        (ACCURACY, value(ACCURACY)),
+        ("sent per step", value(SENT_PER_STEP)),
+        ("vs. no hook", relative(SENT_PER_STEP, median_of(none, SENT_PER_STEP))),
+        (STEP_MS, spread(STEP_MS)),
+        ("vs. no hook", relative(STEP_MS, median_of(none, STEP_MS))),
+    ]
+    names = {"hook": lambda record: label(record["hook"]).removesuffix(" *")}
+    return [pivot(title(records), records, names, columns, _notes(records))]
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    facts = records[0].provenance
+    settings = facts["settings"]
+    has_low_rank = any(HOOKS[record["hook"]].rank is not None for record in records)
+    plain = f"; low-rank hooks send the first {settings['plain_steps']} steps uncompressed" if has_low_rank else ""
+    link = "memory" if facts["backend"] == "gloo" else "NVLink, PCIe or memory"
+    return [
+        f"training loss: mean of the last epoch. Test accuracy: on {settings['test_images']} images",
+        f"sent per step: payload that a rank passes to collectives, mean of all steps{plain}",
+        f"step time: median (20th-80th percentile), in turns. All ranks ran on one machine, where the link is {link}: "
+        "a network gives other times",
+    ]
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    main(path=Path(asked.pop("path")), settings=Settings.of(asked))
+    launch.work(main)

@@ -1,9 +1,9 @@
 """Cases of `gpu_lane`: the hooks and both DDPs on every rank of the default process group.
 
-A case is a function of the device, called on all ranks; it raises where what it is named after does not hold.
+A case is a function of the device, called on all ranks; it raises if the property in its name does not hold.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,24 +12,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
-import gradwire
 from gradwire.bench.emulated import emulated_link, wire_seconds
-from gradwire.bench.gpu_kernel_cases import Skipped
-from gradwire.bench.measuring import timed
+from gradwire.bench.gpu_checks import Skipped, require
+from gradwire.bench.gpu_training import (
+    HalfNet,
+    Net,
+    OurDDP,
+    StateAndHook,
+    TorchDDP,
+    assert_equal_on_all_ranks,
+    assert_same,
+    register,
+    take_step,
+    train,
+    wrap,
+)
 from gradwire.bench.namespaces import Rate
+from gradwire.bench.timing import timed
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, scaled_cast_hooks
+from gradwire.hooks._powersgd_checkpoint import entries_of
+from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
+from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.hooks.reduce import in_place, reduce_bucket
-from gradwire.hooks.types import GradBucket
 from gradwire.kernels import flatten, unflatten
 
 HookCase = Callable[[torch.device], None]
-StateAndHook = tuple[Any, Callable[..., Any]]
-
-TorchDDP = nn.parallel.DistributedDataParallel
-OurDDP = gradwire.DistributedDataParallel
 
 
 def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
@@ -37,7 +46,7 @@ def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
 
 
-# Each makes state and hook anew: states remember, and wrappers keep buffers.
+# Each makes a new state and hook: states and wrappers keep memory between steps.
 HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "fp16": lambda: (None, default_hooks.fp16_compress_hook),
@@ -55,159 +64,52 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "powersgd, batched": _powersgd(batched_powerSGD_hook),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
-# Before a capture: PyTorch asks for 11, so that nothing is made or timed for the first time in it.
+# Before a capture: PyTorch requires 11, so that nothing is allocated or timed for the first time in it.
 WARM_UP_STEPS = 11
-# Not the alternating form: each of its steps does something else than the one before.
+# Not the alternating form: consecutive steps differ.
 CAPTURED = ("allreduce", "fp16", "scaled fp16", "powersgd")
-# Two dtypes on the wire at once where a bucket also holds what is not compressed.
+# With two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 
 
-class Net(nn.Module):
-    """Convolutions in channels_last, odd sizes, a scalar, and linear layers of more than one chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 13, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.norm = nn.BatchNorm2d(13)
-        self.linear = nn.Linear(13 * 36, 301)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.out = nn.Linear(301, 17)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images."""
-        x = torch.relu(self.norm(self.conv(x)))
-        x = self.out(torch.tanh(self.linear(x.flatten(1)))) * self.scale
-        return x
-
-    @staticmethod
-    def batch(generator: torch.Generator) -> Tensor:
-        """Four images."""
-        return torch.randn(4, 3, 8, 8, generator=generator)
-
-
-class HalfNet(nn.Module):
-    """fp16 matrices, biases and norms, and an empty parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Tanh(), nn.Linear(128, 64)).half()
-        self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output for a batch."""
-        x = self.layers(x).float()
-        return x + (x.sum() * self.empty.float()).sum()
-
-    @staticmethod
-    def batch(generator: torch.Generator) -> Tensor:
-        """Four rows."""
-        return torch.randn(4, 96, generator=generator).half()
-
-
-def _wrap(wrapper: type[TorchDDP], module: nn.Module, device: torch.device, **options: Any) -> TorchDDP:
-    """A module behind a DDP, on the device."""
-    devices = [device.index] if device.type == "cuda" else None
-    return wrapper(module.to(device), device_ids=devices, bucket_cap_mb=0.1, **options)
-
-
-def _register(model: TorchDDP, state: object, hook: Callable[..., Any]) -> None:
-    """Register a hook under a name that PyTorch's DDP does not take for its own bf16 hook, which asks for CUDA."""
-
-    def plain_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = hook(state, bucket)
-        return future
-
-    if hasattr(state, "bind"):
-        state.bind(model)  # random numbers depend on names
-    model.register_comm_hook(state, hook if isinstance(model, OurDDP) else plain_hook)
-
-
-def _step(model: TorchDDP, batch: Tensor) -> None:
-    model.zero_grad()
-    model(batch).square().mean().backward()
-
-
-def _train(
-    wrapper: type[TorchDDP],
-    device: torch.device,
-    hook: StateAndHook | None = None,
-    net: type[Net | HalfNet] = Net,
-    steps: int = 4,
-    **options: Any,
-) -> tuple[TorchDDP, list[list[Tensor]]]:
-    """A model and its gradients in every step. Equal seeds and batches for both DDPs, other batches on each rank."""
-    torch.manual_seed(0)
-    torch.backends.cudnn.deterministic = True
-    model = _wrap(wrapper, net(), device, **options)
-    if hook is not None:
-        _register(model, *hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    taken = []
-    for _ in range(steps):
-        _step(model, net.batch(generator).to(device))
-        taken.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    return model, taken
-
-
-def _assert_same(ours: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]], what: str) -> None:
-    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for i, (a, b) in enumerate(zip(mine, other, strict=True)):
-            if not torch.equal(a, b):
-                raise AssertionError(f"{what}, step {step}, gradient {i}: off by {(a - b).abs().max().item()}")
-
-
-def _assert_equal_on_all_ranks(gradients: Sequence[Sequence[Tensor]], what: str) -> None:
-    flat = torch.cat([gradient.double().flatten() for gradient in gradients[-1]])
-    first = flat.clone()
-    dist.broadcast(first, 0)
-    if not torch.equal(flat, first):
-        raise AssertionError(f"{what}: gradients of rank {dist.get_rank()} differ from those of rank 0")
-
-
-def _require(is_so: object, what: str) -> None:
-    if not is_so:
-        raise AssertionError(what)
-
-
 def mixed_dtypes(device: torch.device) -> None:
-    """Buckets of which two dtypes are on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
+    """Buckets with two dtypes on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
     for net in (HalfNet, Net):
         for name in MIXED:
             for wrapper in (OurDDP, TorchDDP):
-                _, gradients = _train(wrapper, device, HOOKS[name](), net)
-                _require(all(g.isfinite().all() for g in gradients[-1]), f"{name}, {net.__name__}: not finite")
-                _assert_equal_on_all_ranks(gradients, f"{name}, {net.__name__}")
+                _, gradients = train(wrapper, device, HOOKS[name](), net)
+                require(all(g.isfinite().all() for g in gradients[-1]), f"{name}, {net.__name__}: not finite")
+                assert_equal_on_all_ranks(gradients, f"{name}, {net.__name__}")
 
 
 def no_hook_matches_pytorch(device: torch.device) -> None:
     """Our DDP without a hook gives the gradients of PyTorch's."""
     for view in (False, True):
-        _, ours = _train(OurDDP, device, gradient_as_bucket_view=view)
-        _, theirs = _train(TorchDDP, device, gradient_as_bucket_view=view)
-        _assert_same(ours, theirs, f"gradient_as_bucket_view={view}")
+        _, ours = train(OurDDP, device, gradient_as_bucket_view=view)
+        _, theirs = train(TorchDDP, device, gradient_as_bucket_view=view)
+        assert_same(ours, theirs, f"gradient_as_bucket_view={view}")
 
 
 def hook_gives_equal_bits(name: str, device: torch.device) -> None:
     """A hook gives the same gradients on both DDPs, in two runs, and on all ranks."""
     for net in (Net, HalfNet):
-        _, theirs = _train(TorchDDP, device, HOOKS[name](), net)
+        _, theirs = train(TorchDDP, device, HOOKS[name](), net)
         for view in (False, True):
-            _, ours = _train(OurDDP, device, HOOKS[name](), net, gradient_as_bucket_view=view)
-            _assert_same(ours, theirs, f"{net.__name__}, gradient_as_bucket_view={view}")
-        _assert_equal_on_all_ranks(theirs, net.__name__)
+            _, ours = train(OurDDP, device, HOOKS[name](), net, gradient_as_bucket_view=view)
+            assert_same(ours, theirs, f"{net.__name__}, gradient_as_bucket_view={view}")
+        assert_equal_on_all_ranks(theirs, net.__name__)
 
 
 def hook_does_not_wait_on_the_host(name: str, device: torch.device) -> None:
     """A step in the steady state does not synchronise the host with the GPU."""
-    model, _ = _train(OurDDP, device, HOOKS[name]())
+    model, _ = train(OurDDP, device, HOOKS[name]())
     batch = Net.batch(torch.Generator().manual_seed(0)).to(device)
     for _ in range(6):  # the buckets are rebuilt and every table is uploaded
-        _step(model, batch)
+        take_step(model, batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _step(model, batch)
+        take_step(model, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     if device.type != "cuda":
@@ -221,15 +123,15 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
     def model_after_warm_up() -> TorchDDP:
         torch.manual_seed(0)
-        model = _wrap(OurDDP, HalfNet(), device)
-        _register(model, *HOOKS[name]())
+        model = wrap(OurDDP, HalfNet(), device)
+        register(model, *HOOKS[name]())
         for batch in batches[:WARM_UP_STEPS]:
             model.zero_grad(set_to_none=True)
             model(batch).square().mean().backward()
         return model
 
     eager = model_after_warm_up()
-    stream = torch.cuda.Stream(device)  # a capture takes what was warmed up in a stream that is not the default one
+    stream = torch.cuda.Stream(device)  # the capture needs a warm-up on a stream that is not the default one
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         captured = model_after_warm_up()
@@ -251,7 +153,7 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
             # Not to the bit: a capture may give a matrix product another workspace.
             is_close = torch.allclose(mine.grad, other.grad, rtol=2**-7, atol=1e-4)
             off = (mine.grad - other.grad).abs().sum().item()
-            _require(is_close, f"step {step} after the capture, {tuple(mine.shape)}: off by {off} in total")
+            require(is_close, f"step {step} after the capture, {tuple(mine.shape)}: off by {off} in total")
         if device.type != "cuda":
             break  # in a rehearsal the step ran as it was captured, and a replay does nothing
     torch.cuda.synchronize()
@@ -261,26 +163,26 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
 
 def cast_hooks_match_the_mean(device: torch.device) -> None:
-    """Casts lose no more than their roundings."""
-    _, exact = _train(TorchDDP, device)
+    """Cast hooks give the mean within the rounding of their wire dtype."""
+    _, exact = train(TorchDDP, device)
     for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled fp16", 2**-11), ("scaled bf16", 2**-8)):
-        _, rounded = _train(OurDDP, device, HOOKS[name]())
+        _, rounded = train(OurDDP, device, HOOKS[name]())
         for mine, other in zip(rounded, exact, strict=True):
             for a, b in zip(mine, other, strict=True):
                 # One rounding of each contribution, one of each partial sum; the floor is fp16's subnormal step.
                 bound = rounding * (dist.get_world_size() + 1) * b.abs().max() + 2**-23
-                _require((a - b).abs().max() <= bound, f"{name}: off by {(a - b).abs().max().item()}")
+                require((a - b).abs().max() <= bound, f"{name}: off by {(a - b).abs().max().item()}")
 
 
 def no_flat_buffer_is_allocated(device: torch.device) -> None:
-    """A hook of gradwire's reads gradients where they lie."""
-    model, _ = _train(OurDDP, device, HOOKS["fp16"]())
+    """A zero-copy hook allocates no flat buffer."""
+    model, _ = train(OurDDP, device, HOOKS["fp16"]())
     assert isinstance(model, OurDDP)
     is_flat = [getattr(bucket, "_buffer", None) is not None for bucket in model.reducer.buckets]
-    _require(not any(is_flat), f"buckets with a flat buffer: {is_flat}")
+    require(not any(is_flat), f"buckets with a flat buffer: {is_flat}")
 
 
-@in_place
+@zero_copy
 def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         wire = workspace.wire(source.table.numel, torch.float32)
@@ -295,10 +197,10 @@ def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futur
 
 def two_collectives_of_a_bucket_stay_in_order(device: torch.device) -> None:
     """A hook that awaits two all-reduces of each bucket."""
-    _, exact = _train(TorchDDP, device)
-    _, ours = _train(OurDDP, device, (None, _mean_then_mean_of_squares))
-    _, theirs = _train(TorchDDP, device, (None, _mean_then_mean_of_squares))
-    _assert_same(ours, theirs, "both DDPs")
+    _, exact = train(TorchDDP, device)
+    _, ours = train(OurDDP, device, (None, _mean_then_mean_of_squares))
+    _, theirs = train(TorchDDP, device, (None, _mean_then_mean_of_squares))
+    assert_same(ours, theirs, "both DDPs")
     for mine, mean in zip(ours, exact, strict=True):
         for a, b in zip(mine, mean, strict=True):
             torch.testing.assert_close(a, dist.get_world_size() * b.square())
@@ -307,7 +209,7 @@ def two_collectives_of_a_bucket_stay_in_order(device: torch.device) -> None:
 def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
     """Gradients below fp16's smallest number arrive, and a NaN reaches every rank and leaves the scale."""
     module = nn.Linear(100, 100, bias=False)
-    model = _wrap(OurDDP, module, device)
+    model = wrap(OurDDP, module, device)
     state = scaled_cast_hooks.ScaledCastState()
     model.register_comm_hook(state, scaled_cast_hooks.scaled_cast_hook)
     batch = torch.full((1, 100), 1e-9, device=device)
@@ -315,24 +217,24 @@ def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
         model.zero_grad()
         model(batch).sum().backward()
     torch.testing.assert_close(module.weight.grad, batch.expand(100, 100), rtol=2**-10, atol=0)
-    _require(state.skipped_steps == state.nonfinite_elements == 0, "finite gradients were counted as not finite")
+    require(state.skipped_steps == state.nonfinite_elements == 0, "finite gradients were counted as not finite")
     batch.fill_(float("nan"))
     exponents = state.exponents()
     model.zero_grad()
     model(batch).sum().backward()
     assert module.weight.grad is not None
-    _require(module.weight.grad.isnan().all(), "a NaN did not arrive")
-    _require(state.exponents() == exponents, "a NaN moved the scale")
-    _require(state.skipped_steps == 1, f"{state.skipped_steps} steps with a NaN, expected 1")
+    require(module.weight.grad.isnan().all(), "a NaN did not arrive")
+    require(state.exponents() == exponents, "a NaN moved the scale")
+    require(state.skipped_steps == 1, f"{state.skipped_steps} steps with a NaN, expected 1")
 
 
 def powersgd_loses_nothing(device: torch.device) -> None:
-    """What all ranks put in is what came out of all steps and what is left in their errors, up to rounding."""
+    """The sum of all gradients equals the sum of all results plus the final errors, up to rounding."""
     for name in ("powersgd", "powersgd, rank 32", "powersgd, bf16 factors", "powersgd, alternating"):
         module = nn.Linear(300, 200, bias=False)
-        model = _wrap(OurDDP, module, device)
+        model = wrap(OurDDP, module, device)
         state, hook = HOOKS[name]()
-        _register(model, state, hook)
+        register(model, state, hook)
         generator = torch.Generator().manual_seed(dist.get_rank())
         balance = torch.zeros(200, 300, dtype=torch.float64, device=device)
         largest = 0.0
@@ -344,64 +246,64 @@ def powersgd_loses_nothing(device: torch.device) -> None:
             assert module.weight.grad is not None
             balance += columns.double() - module.weight.grad.double()
             largest = max(largest, columns.abs().max().item())
-        balance -= state._memory.errors["weight"].double()
+        balance -= entries_of(state._memory)["errors"]["weight"].double()
         dist.all_reduce(balance)
         # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
         bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
-        _require(balance.abs().max() <= bound, f"{name}: {balance.abs().max().item()} is lost, allowed {bound}")
-        _require(state.compression_stats()[0] > 1, f"{name}: nothing was compressed")
+        require(balance.abs().max() <= bound, f"{name}: {balance.abs().max().item()} is lost, allowed {bound}")
+        require(state.compression_stats()[0] > 1, f"{name}: nothing was compressed")
 
 
 def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
     """An inf on one rank is NaN on all, and leaves errors and factors as they were."""
     module = nn.Linear(300, 200, bias=False)
-    model = _wrap(OurDDP, module, device)
+    model = wrap(OurDDP, module, device)
     state = PowerSGDState(None, 4, 2, 1)
-    _register(model, state, powerSGD_hook)
+    register(model, state, powerSGD_hook)
     batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(4):
-        _step(model, batch)
-    error = state._memory.errors["weight"].clone()
-    factor = state._factors.q["weight"].clone()
+        take_step(model, batch)
+    before = {key: entries["weight"].clone() for key, entries in entries_of(state._memory).items() if entries}
     bad = batch.clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         bad[0, 0] = float("inf")
-    _step(model, bad)
+    take_step(model, bad)
     assert module.weight.grad is not None
-    _require(module.weight.grad.isnan().all(), "the gradient is not NaN on all ranks")
-    _require(torch.equal(state._memory.errors["weight"], error), "the error memory changed")
-    _require(torch.equal(state._factors.q["weight"], factor), "the factors changed")
-    _step(model, batch)
-    _require(module.weight.grad.isfinite().all(), "the next gradient is not finite")
+    require(module.weight.grad.isnan().all(), "the gradient is not NaN on all ranks")
+    after = entries_of(state._memory)
+    require(torch.equal(after["errors"]["weight"], before["errors"]), "the error memory changed")
+    require(torch.equal(after["q"]["weight"], before["q"]), "the factors changed")
+    take_step(model, batch)
+    require(module.weight.grad.isfinite().all(), "the next gradient is not finite")
 
 
 def powersgd_launches_a_dozen_kernels_for_each_bucket(device: torch.device) -> None:
     """The number of Triton kernels of a step, by the profiler."""
     if device.type != "cuda":
         raise Skipped("counts kernels in a profile of a GPU")
-    model, _ = _train(OurDDP, device, HOOKS["powersgd"]())
+    model, _ = train(OurDDP, device, HOOKS["powersgd"]())
     batch = Net.batch(torch.Generator().manual_seed(0)).to(device)
     for _ in range(4):
-        _step(model, batch)
+        take_step(model, batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _step(model, batch)
+        take_step(model, batch)
         torch.cuda.synchronize()
     assert isinstance(model, OurDDP)
     launches = [event.name for event in profile.events() if event.name.lstrip("_").endswith("_kernel")]
     print(len(model.reducer.buckets), "buckets:", launches)
     # flatten, project and its sum, orthogonalise (1 to 4), backproject and its sum, renew (2), reconstruct, unflatten
-    _require(0 < len(launches) <= 13 * len(model.reducer.buckets), f"{len(launches)} launches: {launches}")
+    require(0 < len(launches) <= 13 * len(model.reducer.buckets), f"{len(launches)} launches: {launches}")
 
 
 def wrapped_hooks_of_pytorch_run(device: torch.device) -> None:
-    """Our wrapper around PyTorch's hook does what PyTorch's wrapper does."""
-    _, theirs = _train(TorchDDP, device, (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
-    _, ours = _train(OurDDP, device, (None, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
-    _assert_same(ours, theirs, "both DDPs")
+    """Our wrapper around PyTorch's hook gives the gradients of PyTorch's wrapper."""
+    _, theirs = train(TorchDDP, device, (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
+    _, ours = train(OurDDP, device, (None, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
+    assert_same(ours, theirs, "both DDPs")
 
 
 def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> None:
-    """The model of a slow link: collectives take longer, with the same results."""
+    """On an emulated link, collectives take longer and give the same results."""
     if device.type != "cuda":
         raise Skipped("the model of a link spins on a GPU")
     rate = Rate.parse("1gbit")
@@ -412,21 +314,21 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
             def all_reduce(async_op: bool = async_op) -> None:
                 work = dist.all_reduce(tensor, async_op=async_op)
                 if work is not None:
-                    _require(work.get_future().wait()[0] is tensor, "the future holds another tensor")
+                    require(work.get_future().wait()[0] is tensor, "the future holds another tensor")
                     work.wait()
 
             seconds, least = timed(all_reduce, device), 0.5 * wire_seconds(tensor.nbytes, rate, 2)
-            _require(seconds > least, f"an all-reduce took {seconds} s, expected at least {least}")
+            require(seconds > least, f"an all-reduce took {seconds} s, expected at least {least}")
     for name in ("fp16", "powersgd, bf16 factors"):
-        _, plain = _train(OurDDP, device, HOOKS[name]())
+        _, plain = train(OurDDP, device, HOOKS[name]())
         with emulated_link(rate, 2, device):
-            _, ours = _train(OurDDP, device, HOOKS[name]())
-            _, theirs = _train(TorchDDP, device, HOOKS[name]())
-        _assert_same(ours, plain, name)
-        _assert_same(theirs, plain, name)
+            _, ours = train(OurDDP, device, HOOKS[name]())
+            _, theirs = train(TorchDDP, device, HOOKS[name]())
+        assert_same(ours, plain, name)
+        assert_same(theirs, plain, name)
     with emulated_link(rate, 2, device):
-        _, theirs = _train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))
-    _assert_same(theirs, _train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))[1], "PyTorch's hook")
+        _, theirs = train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))
+    assert_same(theirs, train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))[1], "PyTorch's hook")
 
 
 HOOK_CASES: dict[str, HookCase] = {

@@ -14,15 +14,30 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.flattening import WIRE_DTYPES, compute_dtype, flatten_reference
-from gradwire.kernels.lowrank import backproject, project, reconstruct
-from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.orthogonalization import orthogonalize
-from gradwire.kernels.scale import update_scale, update_scale_reference
-from gradwire.kernels.unflattening import unflatten_reference
-from gradwire.kernels.warm_start import draw, renew, renew_reference
+from gradwire.bench.gpu_checks import large_numel, name_of, same, skip_if_rehearsed, within
+from gradwire.kernels import (
+    WIRE_DTYPES,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    backproject,
+    compute_dtype,
+    draw,
+    flatten,
+    flatten_reference,
+    orthogonalize,
+    project,
+    random_key,
+    reconstruct,
+    renew,
+    renew_reference,
+    unflatten,
+    unflatten_reference,
+    update_scale,
+    update_scale_reference,
+)
 
 KernelCase = Callable[[torch.device], None]
 
@@ -34,44 +49,7 @@ SIZES = {
     "off by one": ((4096,), (4097,), (61, 67)),
     "odd": ((1,), (), (7, 3), (0, 5), (12289,), (2047,)),
 }
-ORTHONORMAL = 1e-5  # what `orthogonalize` promises
-REHEARSED = 1 << 16  # elements that stand for more than 2^31 on a CPU
-
-
-class Skipped(Exception):
-    """A case cannot run here; the message says why."""
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Of a dtype, without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
-def same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Raise unless two tensors have equal bits, every NaN taken for the same."""
-    if actual.dtype.is_complex:
-        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
-    different = ~((actual == expected) & (actual.signbit() == expected.signbit()))
-    if actual.is_floating_point():
-        different &= ~(actual.isnan() & expected.isnan())
-    if different.any():
-        at = tuple(different.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(different.sum())} of {actual.numel()} elements differ; the first, at {at}, is "
-            f"{actual[at].item()!r}, expected {expected[at].item()!r}"
-        )
-
-
-def within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:
-    """Raise unless every element is as close to ``expected``, fp64, as ``bound`` says."""
-    error = (actual.double() - expected).abs()
-    wrong = ~(error <= bound)
-    if wrong.any():
-        at = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {actual.numel()} elements are out of bounds; the first, at {at}, is "
-            f"{actual[at].item()!r}, expected {expected[at].item()!r} within {bound[at].item()!r}"
-        )
+ORTHONORMAL = 1e-5  # guaranteed by `orthogonalize`
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int, seed: int) -> Tensor:
@@ -155,7 +133,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _stored(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bound of what is known to ``error`` and then stored in ``dtype``."""
+    """The error bound of a value known to within ``error`` and then stored in ``dtype``."""
     info = torch.finfo(dtype)
     return error + (expected.abs() + error) * _unit(dtype) + info.tiny * info.eps
 
@@ -187,7 +165,7 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, device: torch.device) ->
             made.append(buffer.copy_(torch.randn(m.rows, m.columns, generator=generator)))
         return made
 
-    def factor(side: Factor, of_dtype: torch.dtype) -> Tensor:
+    def factor(side: FactorLayout, of_dtype: torch.dtype) -> Tensor:
         return torch.randn(side.numel, generator=generator).to(of_dtype).to(device)
 
     gradients, errors = matrices(dtype), matrices(compute)
@@ -245,7 +223,7 @@ def orthogonalization(rank: int, device: torch.device) -> None:
     lengths = [length for length in (64, 65, 768, 3072, 50257) if length >= rank]
     generator = torch.Generator().manual_seed(rank)
     for wire_dtype in (torch.float32, torch.bfloat16):
-        factor = Factor([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
+        factor = FactorLayout([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         views = factor.views(wire)
         if rank > 1:
@@ -284,7 +262,7 @@ def warm_start(rank: int, device: torch.device) -> None:
     """The next step's factors: unit rows, random ones for zero rows, and none for a factor that is not finite."""
     lengths = (rank, 65, 3072, 50257)
     generator = torch.Generator().manual_seed(rank)
-    factor = Factor([rank] * len(lengths), lengths)
+    factor = FactorLayout([rank] * len(lengths), lengths)
     keys = [random_key(0, str(i)) for i in range(len(lengths))]
     step = torch.full((1,), 16, device=device)
     for wire_dtype in (torch.float32, torch.bfloat16):
@@ -313,24 +291,9 @@ def warm_start(rank: int, device: torch.device) -> None:
         within(one.double().norm(dim=1), torch.ones_like(one[:, 0]).double(), torch.full_like(one[:, 0], 1e-5), "draw")
 
 
-def _large(device: torch.device, nbytes_per_element: int) -> int:
-    """More than 2^31 elements, if there is memory for them; on a CPU, `REHEARSED`."""
-    if device.type != "cuda":
-        return REHEARSED
-    numel, free = (1 << 31) + 4097, torch.cuda.mem_get_info(device)[0]
-    if numel * nbytes_per_element * 1.1 > free:
-        raise Skipped(f"needs {numel * nbytes_per_element / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
-    return numel
-
-
-def _tell_if_rehearsed(numel: int) -> None:
-    if numel == REHEARSED:
-        raise Skipped(f"right with {numel:,} elements; 2^31 take a GPU")
-
-
 def flattening_beyond_int32(device: torch.device) -> None:
     """A tensor of more than 2^31 elements, and an unaligned one after it in the wire."""
-    numel = _large(device, 2 + 2 + 2)
+    numel = large_numel(device, 2 + 2 + 2)
     step = min(numel, 1 << 26)
     tensors = [torch.empty(size, dtype=torch.float16, device=device) for size in (numel, 4099)]
     for tensor in tensors:
@@ -350,12 +313,12 @@ def flattening_beyond_int32(device: torch.device) -> None:
             same(result, (sent.float() * 2.0).half(), f"unflatten, tensor {i}, part {k}")
             largest = torch.maximum(largest, result.abs().max().float())
     same(absmax[0], largest, "the largest magnitude")
-    _tell_if_rehearsed(numel)
+    skip_if_rehearsed(numel)
 
 
 def lowrank_beyond_int32(device: torch.device) -> None:
     """A matrix of more than 2^31 elements; its first and last rows, and those around element 2^31, are checked."""
-    numel = _large(device, 2 + 4)
+    numel = large_numel(device, 2 + 4)
     columns = 32_768 if numel > 1 << 31 else 256
     rows = numel // columns + 1
     rank, scale = 4, 1.0
@@ -397,7 +360,7 @@ def lowrank_beyond_int32(device: torch.device) -> None:
         within(gradient[r], expected, bound, f"reconstruct, rows {r.start} to {r.stop}")
         left = m - gradient[r].double()
         within(error[r], left, 2**-22 * (m.abs() + left.abs()), f"error, rows {r.start} to {r.stop}")
-    _tell_if_rehearsed(numel)
+    skip_if_rehearsed(numel)
 
 
 KERNEL_CASES: dict[str, KernelCase] = {

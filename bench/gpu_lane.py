@@ -1,16 +1,16 @@
-"""``python -m gradwire.bench.gpu_lane smoke|ranks``: whether gradwire is right on this machine's GPU.
+"""``python -m gradwire.bench.gpu_lane smoke|ranks`` tests gradwire on this machine's GPU.
 
 Stages:
     smoke   every kernel against its reference, and every hook over NCCL with one rank.
     ranks   every hook over NCCL with two ranks that share the GPU.
 
-Needs nothing but torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines as
-it ends. Cases that have passed, by that file, with the same code, versions and device are not run again, so a stage
-that was interrupted goes on where it stopped. The exit status is 0 if no case failed.
+Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
+ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
+interrupted stage resumes where it stopped. The exit status is 0 if no case failed.
 
-With ``--rehearse`` the CPU plays the part of the GPU: the same cases by the kernels' CPU paths and over gloo, which
-enforces NCCL's rules (`gradwire.bench.rehearsal`). It finds mistakes in the cases and in what is common to both
-devices. Nothing of it has run on a GPU, and every line and record says so.
+``--rehearse`` runs the same cases on the CPU: the kernels' CPU code, and gloo with NCCL's rules enforced
+(`gradwire.bench.rehearsal`). It finds mistakes in the cases and in code that both devices share. It does not run on a
+GPU, and every line and record says so.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ import gradwire
 from gradwire.bench.gpu_hook_cases import HOOK_CASES
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu_worker import CASE_LIMIT, Case, Crew
-from gradwire.bench.results import provenance
+from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
 RANKS = {"smoke": 1, "ranks": 2}
-# What must be equal for a case that has passed to count.
+# Facts that must be equal for an earlier pass to count.
 IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "rehearsal")
 
 
 def cases_of(stage: str) -> dict[str, Case]:
-    """A stage's cases by name, in order: two dtypes on the wire come first."""
+    """A stage's cases by name; the one with two dtypes on the wire comes first."""
     if stage == "ranks":
         return HOOK_CASES
     first = next(iter(HOOK_CASES))
@@ -48,7 +48,7 @@ def cases_of(stage: str) -> dict[str, Case]:
 
 
 def facts(stage: str, rehearsal: bool) -> dict[str, Any]:
-    """Where, when, and of what code the records of a stage are."""
+    """Provenance of a stage's records: machine, versions, date, and a digest of the code."""
     device = torch.device("cpu") if rehearsal else torch.device("cuda", 0)
     return {
         **provenance(device, "gloo" if rehearsal else "nccl", torch.get_num_threads()),
@@ -63,7 +63,7 @@ def facts(stage: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def _source() -> str:
-    """A digest of the installed package's code, which tells changes that no version number tells."""
+    """A digest of the installed package's code, which changes where no version number does."""
     digest = blake2b(digest_size=8)
     for folder in sorted(Path(path) for path in gradwire.__path__):
         for file in sorted(_modules(folder)):
@@ -85,7 +85,7 @@ def _triton() -> str | None:
 
 
 def passed_before(output: Path, identity: dict[str, Any]) -> set[str]:
-    """The cases that have passed in the same stage with the same code, versions and device."""
+    """Cases that have passed in the same stage with the same code, versions and device."""
     if not output.exists():
         return set()
     wanted = {name: identity[name] for name in (*IDENTITY, "stage")}
@@ -94,7 +94,7 @@ def passed_before(output: Path, identity: dict[str, Any]) -> set[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the last line of a run that was killed
+            continue  # the last line of a killed run
         if record["status"] == "passed" and {name: record.get(name) for name in wanted} == wanted:
             passed.add(record["case"])
     return passed
@@ -108,14 +108,14 @@ def run_stage(
     limit: float = CASE_LIMIT,
     only: Sequence[str] = ("",),
 ) -> list[str]:
-    """Run the cases of a stage that have not passed yet; returns the names of those that failed.
+    """Run the cases of a stage that have not passed yet; returns the names of failed cases.
 
     Args:
         stage: "smoke" or "ranks".
-        rehearsal: whether the CPU plays the part of the GPU.
-        output: a file of JSON lines. Appended to.
-        limit: seconds that a case may take.
-        only: parts of names; cases whose name has one of them are run.
+        rehearsal: whether to run on the CPU.
+        output: file of JSON lines to append to.
+        limit: time limit of a case, in seconds.
+        only: run the cases whose name contains one of these.
     """
     identity = facts(stage, rehearsal)
     cases = {name: case for name, case in cases_of(stage).items() if any(part in name for part in only)}
@@ -127,7 +127,7 @@ def run_stage(
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a") as file, Crew(RANKS[stage], rehearsal) as crew:
         if file.tell() and not output.read_text().endswith("\n"):
-            file.write("\n")  # after a line of a run that was killed
+            file.write("\n")  # after the last line of a killed run
         for number, (name, case) in enumerate(cases.items(), 1):
             place = f"{'rehearsal ' if rehearsal else ''}{stage} {number}/{len(cases)}"
             if name in passed:
@@ -151,13 +151,15 @@ def run_stage(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages that the command line names; the exit status."""
+    """Run the stages on the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu_lane", description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help="smoke, ranks, or both")
-    parser.add_argument("--rehearse", action="store_true", help="let the CPU play the part of the GPU")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON lines; default: %(default)s")
-    parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds a case; default: %(default)g")
-    parser.add_argument("--only", action="append", metavar="TEXT", help="run the cases whose name has this; repeatable")
+    parser.add_argument("--rehearse", action="store_true", help="run the cases on the CPU")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
+    parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds per case; default: %(default)g")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="only cases whose name contains TEXT; repeatable"
+    )
     options = parser.parse_args(arguments)
     if not options.rehearse and not torch.cuda.is_available():
         print("There is no CUDA device here. Use --rehearse to run the same cases on the CPU.", file=sys.stderr)

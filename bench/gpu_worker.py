@@ -1,7 +1,7 @@
-"""A crew of processes that run the cases of `gpu_lane`, one process a rank, and give way to a new one after a failure.
+"""Processes that run the cases of `gpu_lane`, one per rank; after a failure, new ones replace them.
 
-The ranks of a crew share one GPU. NCCL takes two ranks of one GPU for duplicates unless their processes claim to be on
-different hosts; they then talk over sockets, with few blocks each, so that both make progress side by side.
+All ranks share one GPU. NCCL rejects two ranks on one GPU as duplicates unless their processes claim to be on different
+hosts. They then communicate over sockets, with few thread blocks each, so that both make progress at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu_kernel_cases import Skipped
+from gradwire.bench.gpu_checks import Skipped
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
 Case = Callable[[torch.device], None]
@@ -51,12 +51,12 @@ NO_ANSWER = "gave no answer in time"
 
 
 class Outcome(NamedTuple):
-    """How a case ended.
+    """The outcome of a case.
 
     Attributes:
         status: "passed", "failed" or "skipped".
-        seconds: until the slowest rank had answered; without the start of the processes.
-        text: the reason it was skipped; of a failure the tracebacks, the stacks and the output of every rank.
+        seconds: until the slowest rank answered, without the start of the processes.
+        text: the reason for a skip; for a failure, tracebacks, stacks and output of every rank.
     """
 
     status: str
@@ -65,11 +65,11 @@ class Outcome(NamedTuple):
 
 
 class Crew:
-    """Processes of ranks 0 to ``size`` - 1 in a process group, started by the first case and again after a failure.
+    """The processes of a process group, started by the first case and again after a failure.
 
     Args:
-        size: number of ranks.
-        rehearsal: whether the CPU plays the part of the GPU, by `gradwire.bench.rehearsal`.
+        size: world size.
+        rehearsal: whether to run on the CPU, with `gradwire.bench.rehearsal`.
     """
 
     def __init__(self, size: int, rehearsal: bool) -> None:
@@ -87,7 +87,7 @@ class Crew:
         self._folder.cleanup()
 
     def run(self, case: Case, limit: float = CASE_LIMIT) -> Outcome:
-        """Run a case, which must pickle, on every rank."""
+        """Run a case on every rank; it must be picklable."""
         start = time.monotonic()
         if not self._members:
             self._start(limit)
@@ -96,7 +96,7 @@ class Crew:
                 return self._failure("The start of the processes", answers, time.monotonic() - start)
             start = time.monotonic()
         for member in self._members:
-            with suppress(OSError):  # it has ended, which its missing answer will say
+            with suppress(OSError):  # it has ended, and its answer will be missing
                 member.connection.send(case)
         answers = self._collect(limit)
         seconds = time.monotonic() - start
@@ -115,7 +115,7 @@ class Crew:
         self._members = [_Member(rank, *arguments) for rank in range(self._size)]
 
     def _collect(self, limit: float) -> list[tuple[str, str]]:
-        """Every rank's status and text; those that give no answer in time have failed."""
+        """Status and text of every rank; a rank that does not answer in time has failed."""
         answers = [("failed", NO_ANSWER)] * self._size
         waiting = {member.connection: rank for rank, member in enumerate(self._members)}
         deadline = time.monotonic() + limit
@@ -140,7 +140,7 @@ class Crew:
         return Outcome("failed", seconds, "\n".join(parts))
 
     def _end(self, stuck: Sequence[int] = ()) -> list[str]:
-        """End the processes; what each had written, of those that are stuck with the stacks of all threads."""
+        """End the processes; returns their output, with the stacks of all threads for stuck ranks."""
         members, self._members = self._members, []
         for rank, member in enumerate(members):
             if rank in stuck and member.process.pid is not None:
@@ -161,7 +161,7 @@ class _Member:
         theirs.close()
 
     def end(self) -> str:
-        """Wait for the end, or bring it about; the output."""
+        """Wait for the end, or kill the process; returns its output."""
         self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
@@ -172,9 +172,9 @@ class _Member:
 def _work(
     connection: Connection, rank: int, size: int, rehearsal: bool, limit: float, rendezvous: Path, log: Path
 ) -> None:
-    """A rank: join the group, and run the cases that come until the connection closes."""
+    """A rank: join the group, and run cases until the connection closes."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)  # also what C++ and NCCL write
+    os.dup2(descriptor, 1)  # also for output of C++ and NCCL
     os.dup2(descriptor, 2)
     faulthandler.enable(file=2)
     with ExitStack() as stack:
@@ -188,14 +188,14 @@ def _work(
             try:
                 case = connection.recv()
             except EOFError:
-                os._exit(0)  # a group that is still open would wait for its peers
-            faulthandler.dump_traceback_later(2 * limit, exit=True, file=2)  # nobody else ends a rank without a parent
+                os._exit(0)  # an open group would wait for the other ranks
+            faulthandler.dump_traceback_later(2 * limit, exit=True, file=2)  # ends a rank whose parent has died
             connection.send(_answer(case, device))
             faulthandler.cancel_dump_traceback_later()
 
 
 def _join(stack: ExitStack, rank: int, size: int, rehearsal: bool, limit: float, rendezvous: Path) -> torch.device:
-    """Join the default process group; the device of all cases."""
+    """Join the default process group; returns the device of all cases."""
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "init_method": f"file://{rendezvous}",

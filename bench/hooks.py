@@ -1,121 +1,226 @@
-"""The hooks that the demo and the benches compare. A new one needs an entry here and nothing else."""
+"""The own cost of a hook: a step with it, minus a step with noop_hook on the same DDP, in the same processes.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+One rank over gloo (or NCCL) runs every copy, product and collective of a hook, while communication takes next to no
+time; several ranks share this machine. A round compares one hook on both DDPs with PyTorch's on its own. All
+implementations of a round, noop_hook included, take turns step by step, so that background load falls on all of them.
+`measure` starts the ranks; each runs `main`. Peak memory is measured in one process per implementation.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from rich.progress import track
 
-from gradwire.hooks.debugging_hooks import noop_hook
-from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.hooks.types import CommHook
+from gradwire.bench import launch
+from gradwire.bench.hook_registry import STAR_NOTE, label
+from gradwire.bench.implementations import (
+    BUCKETS_NOTE,
+    FIRST_COMPRESSED,
+    GRADWIRE,
+    GRADWIRE_ON_PYTORCH,
+    MODEL,
+    PYTORCH,
+    WARM_UP,
+    Implementation,
+    make_batch,
+    needs_one_bucket,
+)
+from gradwire.bench.record import (
+    HOST_MS,
+    LAUNCHES,
+    MEMORY,
+    NOOP_STEP_MS,
+    OWN_MS,
+    STEP_MS,
+    SYNCHRONIZATIONS,
+    Measured,
+    Record,
+    percentiles_ms,
+    unique,
+)
+from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
+from gradwire.bench.timing import bench_device, driver_calls, in_turn, peak_memory, slowest
 
-Registration = tuple[Any, CommHook]
-Make = Callable[[dist.ProcessGroup, int], Registration | None]
+DEFAULT_HOOKS = (
+    "noop",
+    "allreduce",
+    "fp16",
+    "bf16",
+    "powersgd-r1",
+    "powersgd-r4",
+    "powersgd-r32",
+    "powersgd-r4-bf16",
+    "powersgd-r4-alternating",
+    "powersgd-r4-batched",
+)
+QUICK_HOOKS = ("noop", "fp16", "powersgd-r4")
+MODULE = "gradwire.bench.hooks"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """PyTorch's hook for the same purpose.
+def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> Measured:
+    """Costs of each hook, after a check of its gradients, and its peak memory.
 
-    Attributes:
-        name: how a table calls it.
-        make: as in `HookEntry`.
-        is_same: whether it has the same name and options, or is the nearest that PyTorch has.
-        one_bucket: whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks,
-            whose order over several buckets differs from rank to rank.
+    Args:
+        hooks: names in `HOOKS`.
+        ranks: world sizes, one after another.
+        steps: timed steps of each implementation.
+        threads: CPU threads of each rank.
+
+    Raises:
+        LaunchError: a rank failed, or a hook's gradients are wrong.
     """
+    device = bench_device()
+    settings = {"model": MODEL, "steps": steps, "threads": threads, "first_compressed_step": FIRST_COMPRESSED}
+    records = [r for size in ranks for r in launch.run(MODULE, settings | {"hooks": list(hooks)}, size, device)]
+    for hook in track(unique(("noop", *hooks)), description=f"{'memory':<24}"):
+        for name in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH):
+            records += launch.run(MODULE, settings | {"memory_of": [hook, name]}, 1, device)
+    return Measured(settings, records)
 
-    name: str
-    make: Make
-    is_same: bool = True
-    one_bucket: bool = False
+
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """One rank."""
+    if "memory_of" in settings:
+        hook, name = settings["memory_of"]
+        return [measure_memory(hook, name, device)]
+    return [record for hook in settings["hooks"] for record in measure_round(hook, settings["steps"], device)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookEntry:
-    """A hook of gradwire.
+def measure_memory(hook: str, name: str, device: torch.device) -> Record:
+    """Peak memory of this process in training steps."""
+    implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
+    for step in range(WARM_UP):
+        implementation.step(make_batch(step, 0, device))
+    nbytes = peak_memory(device)
+    return Record(bench="hooks", case={"hook": hook}, implementation=name, ranks=1, metric=MEMORY, p50=nbytes)
 
-    Attributes:
-        description: what it sends, in a few words.
-        make: takes the process group of the model and the first step that is compressed, for hooks that begin later,
-            and returns the arguments of ``register_comm_hook``, or None to register no hook.
-        wire: the dtype that gradients are rounded to, if that is all that happens to them.
-        rank: of the factors, for hooks with low rank and error feedback.
-        peer: PyTorch's.
+
+def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
+    """Check and time one hook on both DDPs and PyTorch's hook on PyTorch's DDP, in turn with noop_hook."""
+    one_bucket = needs_one_bucket(hook, device)
+    references = {(name, False): Implementation("noop", name, device) for name in (PYTORCH, GRADWIRE)}
+    if one_bucket:
+        references[PYTORCH, True] = Implementation("noop", PYTORCH, device, one_bucket=True)
+    implementations = [
+        Implementation(hook, GRADWIRE, device),
+        Implementation(hook, GRADWIRE_ON_PYTORCH, device),
+        Implementation(hook, PYTORCH, device, one_bucket=one_bucket),
+    ]
+    everything = [*references.values(), *implementations]
+    rank = dist.get_rank()
+    for step in range(WARM_UP):
+        for implementation in everything:
+            implementation.step(make_batch(step, rank, device))
+    for implementation in everything:
+        implementation.check(make_batch(WARM_UP, rank, device))
+    for implementation in everything:
+        implementation.host_seconds = []
+    title = f"{hook}, {count(dist.get_world_size(), 'rank')}"
+    for step in track(range(steps), description=f"{title:<24}", disable=rank != 0):
+        batch = make_batch(WARM_UP + 1 + step, rank, device)
+        for implementation in in_turn(everything, step):
+            dist.barrier()
+            implementation.seconds.append(implementation.step(batch))
+    for implementation in everything:
+        implementation.seconds = slowest(implementation.seconds)
+    for implementation in implementations:
+        implementation.calls = driver_calls(partial(implementation.step, batch), device)
+    records = summarize(dist.get_world_size(), implementations, references)
+    del everything, implementations, implementation, references
+    gc.collect()  # a DDP is part of a cycle, and a round holds gigabytes
+    return records
+
+
+def summarize(
+    ranks: int, implementations: Sequence[Implementation], references: dict[tuple[str, bool], Implementation]
+) -> list[Record]:
+    """Records of the implementations of one hook.
+
+    Args:
+        ranks: world size.
+        implementations: with their times.
+        references: noop_hook on each DDP, by its implementation and whether it has one bucket.
     """
-
-    description: str
-    make: Make
-    wire: torch.dtype | None = None
-    rank: int | None = None
-    peer: Peer | None = None
-
-
-def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wire: torch.dtype | None) -> HookEntry:
-    """A hook without options, whose state is the process group."""
-
-    def maker(hook: CommHook | None) -> Make:
-        return lambda group, start: None if hook is None else (group, hook)
-
-    name = theirs.__name__ if theirs is not None else "no hook"
-    return HookEntry(description=description, make=maker(ours), wire=wire, peer=Peer(name=name, make=maker(theirs)))
-
-
-def _low_rank(
-    rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
-) -> HookEntry:
-    """A hook of the PowerSGD family, beside PyTorch's `powerSGD_hook` of that rank."""
-    return HookEntry(
-        description=description,
-        make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
-        rank=rank,
-        peer=Peer(
-            name="powerSGD_hook",
-            make=lambda group, start: (torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook),
-            is_same=is_same,
-            one_bucket=True,
-        ),
-    )
+    records = []
+    for implementation in implementations:
+        ddp = GRADWIRE if implementation.name == GRADWIRE else PYTORCH
+        step_ms = percentiles_ms(implementation.seconds)
+        noop_ms = percentiles_ms(references[ddp, implementation.one_bucket].seconds)
+        metrics = {
+            STEP_MS: step_ms,
+            NOOP_STEP_MS: noop_ms,
+            OWN_MS: {"p50": round(step_ms["p50"] - noop_ms["p50"], 4)},
+            HOST_MS: {"p50": percentiles_ms(implementation.host_seconds)["p50"]},
+        }
+        if implementation.calls is not None:
+            metrics[LAUNCHES] = {"p50": implementation.calls.launches}
+            metrics[SYNCHRONIZATIONS] = {"p50": implementation.calls.synchronizations}
+        case = {"hook": implementation.hook, "one_bucket": implementation.one_bucket}
+        records += [
+            Record(bench="hooks", case=case, implementation=implementation.name, ranks=ranks, metric=metric, **numbers)
+            for metric, numbers in metrics.items()
+        ]
+    return records
 
 
-HOOKS: dict[str, HookEntry] = {
-    "none": _plain("no hook: gradients in fp32", None, None, torch.float32),
-    "noop": _plain("nothing", noop_hook, torch_debugging_hooks.noop_hook, None),
-    "allreduce": _plain("gradients in fp32", allreduce_hook, torch_default_hooks.allreduce_hook, torch.float32),
-    "fp16": _plain("gradients in fp16", fp16_compress_hook, torch_default_hooks.fp16_compress_hook, torch.float16),
-    "bf16": _plain("gradients in bf16", bf16_compress_hook, torch_default_hooks.bf16_compress_hook, torch.bfloat16),
-    "scaled-fp16": HookEntry(
-        description="gradients in fp16, scaled by a power of two per bucket",
-        make=lambda group, start: (ScaledCastState(group), scaled_cast_hook),
-        wire=torch.float16,
-        peer=Peer(
-            name="fp16_compress_hook",
-            make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
-            is_same=False,
-        ),
-    ),
-    "powersgd-r1": _low_rank(1, "factors of rank 1"),
-    "powersgd-r4": _low_rank(4, "factors of rank 4"),
-    "powersgd-r16": _low_rank(16, "factors of rank 16"),
-    "powersgd-r32": _low_rank(32, "factors of rank 32"),
-    "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
-    "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 a step", is_same=False, alternating=True),
-    # PyTorch's batched_powerSGD_hook is no peer: in torch 2.13 it ends with an AssertionError at its first compressed
-    # step, because it hands a 2-D factor to an orthogonaliser of 3-D ones.
-    "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
-}
-
-DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r4-bf16")
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Own cost and step time, a table per world size; then host time, driver calls and memory."""
+    names = {"hook": lambda record: label(record["hook"])}
+    timed = [record for record in records if record.metric != MEMORY]
+    result = []
+    for (ranks,), group in groups_of(timed, "ranks"):
+        columns = [
+            *((name, value(OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
+            ("speed-up", _own_speed_up),
+            ("step time (ms), gradwire", value(STEP_MS, GRADWIRE)),
+            ("speed-up of the step", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
+        ]
+        result.append(pivot(f"Own cost of hooks (ms), {count(ranks, 'rank')}", group, names, columns))
+    fewest = [record for record in records if record.ranks == records[0].ranks or record.metric == MEMORY]
+    noop = next(record.p50 for record in records if record.metric == MEMORY and record.implementation == GRADWIRE)
+    columns = [
+        *((f"host time (ms), {name}", value(HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
+        *((f"memory, {name}", beyond(MEMORY, name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
+    ]
+    title = f"Host time and peak memory of a step, {count(records[0].ranks, 'rank')}"
+    result.append(pivot(title, fewest, names, columns, () if _has_calls(records) else _notes(records)))
+    if _has_calls(records):
+        calls = [(f"{m}, {name}", value(m, name)) for m in (LAUNCHES, SYNCHRONIZATIONS) for name in (PYTORCH, GRADWIRE)]
+        result.append(pivot("Driver calls of a step", fewest, names, calls, _notes(records)))
+    return result
 
 
-def star(hook: str) -> str:
-    """What marks a hook's name where PyTorch's is only the nearest that it has."""
-    peer = HOOKS[hook].peer
-    return "" if peer is None or peer.is_same else " *"
+def _has_calls(records: Sequence[Record]) -> bool:
+    return any(record.metric == LAUNCHES for record in records)
+
+
+def _own_speed_up(group: Sequence[Record]) -> str:
+    # Of noop, nothing but noise is left.
+    return "" if group[0]["hook"] == "noop" else speed_up(OWN_MS, PYTORCH, GRADWIRE)(group)
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    settings = records[0].provenance["settings"]
+    return [
+        f"model: {settings['model']}",
+        f"step time: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+        "own cost: median beyond a step with noop_hook on the same DDP in the same round; the row of noop shows the "
+        "noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so copying counts as own cost "
+        "on gradwire's only",
+        "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
+        "host time: CPU time of all threads of rank 0 until the backward returns",
+        "launches: kernels, copies and fills handed to the GPU. Host waits: for a stream or an event",
+        "memory: peak of a process (on a GPU, of its tensors) beyond that with noop_hook on gradwire's DDP",
+        BUCKETS_NOTE,
+        STAR_NOTE,
+    ]
+
+
+if __name__ == "__main__":
+    launch.work(main)

@@ -1,4 +1,4 @@
-"""What `kernel_cost` times: every kernel on buckets of a model, beside what one would write without it."""
+"""Cases of `gradwire bench kernels`: every kernel on buckets of a model, beside plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,39 +11,52 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
+from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.shapes import Shape
 from gradwire.compress import LowRankPolicy
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.flattening import flatten_bytes, flatten_reference
-from gradwire.kernels.lowrank import backproject, lowrank_bytes, project, reconstruct
-from gradwire.kernels.matrices import Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes
-from gradwire.kernels.unflattening import unflatten_bytes
-from gradwire.kernels.warm_start import renew, renew_bytes
+from gradwire.kernels import (
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    backproject,
+    flatten,
+    flatten_bytes,
+    flatten_reference,
+    lowrank_bytes,
+    orthogonalize,
+    orthogonalize_bytes,
+    project,
+    reconstruct,
+    renew,
+    renew_bytes,
+    unflatten,
+    unflatten_bytes,
+)
 
-OURS = "gradwire"
-RANKS = 2  # the mean that is taken is one over so many
+RANKS = 2  # the gradients are divided by it
 RANK = 4  # of PowerSGD
 
-Contender = Callable[[int], object]  # takes the number of a bucket
+Call = Callable[[int], object]  # takes the index of a bucket
 
 
 @dataclass(frozen=True)
 class Case:
     """A kernel on some buckets of a model.
 
-    What it writes to is NaN before, because fresh memory may hold the right result of another case.
+    Outputs are NaN before, because fresh memory may hold the right result of another case.
 
     Attributes:
-        kernel: what it does.
-        nbytes: that gradwire's moves for each bucket.
-        contenders: by name, gradwire's first.
-        check: raises where gradwire's result for bucket 0 is wrong; to be called after it has run on that.
+        kernel: its name and options.
+        nbytes: bytes that gradwire's kernel reads and writes, for each bucket.
+        implementations: by name, gradwire's first.
+        check: raises AssertionError if gradwire's result for bucket 0 is wrong; call it after a run on that bucket.
     """
 
     kernel: str
     nbytes: list[int]
-    contenders: dict[str, Contender]
+    implementations: dict[str, Call]
     check: Callable[[], None]
 
 
@@ -51,15 +64,13 @@ def _gradients(shapes: Sequence[Sequence[Shape]], device: torch.device) -> list[
     return [[torch.randn(shape, device=device) for shape in of_bucket] for of_bucket in shapes]
 
 
-def _compiled(
-    name: str, work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]
-) -> dict[str, Contender]:
-    """``work(*operands(i))`` as torch.compile makes it, for each bucket; nothing where it finds no compiler."""
+def _compiled(work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]) -> dict[str, Call]:
+    """``work(*operands(i))`` under torch.compile, compiled for each bucket; empty where there is no C++ compiler."""
     if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
         return {}
-    torch._dynamo.reset()  # it gives up a function that has been compiled for too many shapes
+    torch._dynamo.reset()  # it stops compiling a function after a number of shapes
     compiled = torch.compile(work, dynamic=False)
-    return {f"{name}, compiled": lambda i: compiled(*operands(i))}
+    return {"torch.compile": lambda i: compiled(*operands(i))}
 
 
 def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
@@ -86,11 +97,11 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
         f"flatten to {str(dtype).removeprefix('torch.')}",
         [flatten_bytes(table.numel, torch.float32, dtype) for table in tables],
         {
-            OURS: lambda i: flatten(lists[i], wires[i], table=tables[i], scale=1 / RANKS),
-            "PyTorch: DDP copies, hook casts": ddp_and_hook,
+            GRADWIRE: lambda i: flatten(lists[i], wires[i], table=tables[i], scale=1 / RANKS),
+            "DDP and hook of PyTorch": ddp_and_hook,
             "cat, to, div": lambda i: cat_to_div(*lists[i]),
-            **_compiled("cat, to, div", cat_to_div, lambda i: tuple(lists[i])),
-            "_foreach_copy_, unscaled": lambda i: torch._foreach_copy_(wire_views[i], lists[i]),
+            **_compiled(cat_to_div, lambda i: tuple(lists[i])),
+            "foreach copy": lambda i: torch._foreach_copy_(wire_views[i], lists[i]),
         },
         check,
     )
@@ -120,10 +131,10 @@ def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> 
         "unflatten from float16",
         [unflatten_bytes(table.numel, torch.float16, torch.float32) for table in tables],
         {
-            OURS: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
-            "PyTorch: hook casts, DDP copies": hook_and_ddp,
-            "_foreach_copy_": lambda i: torch._foreach_copy_(lists[i], wire_views[i]),
-            **_compiled("copies", copies, lambda i: (wires[i], *lists[i])),
+            GRADWIRE: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
+            "DDP and hook of PyTorch": hook_and_ddp,
+            "foreach copy": lambda i: torch._foreach_copy_(lists[i], wire_views[i]),
+            **_compiled(copies, lambda i: (wires[i], *lists[i])),
         },
         check,
     )
@@ -147,7 +158,7 @@ def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[
 
 
 def _packed(
-    tables: Sequence[MatrixTable], sides: Sequence[Factor]
+    tables: Sequence[MatrixTable], sides: Sequence[FactorLayout]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
     """Random factors of one side of each bucket, where their results go, their flags, and views of each factor."""
     device = tables[0].device
@@ -170,9 +181,9 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
         f"orthogonalize, rank {RANK}",
         [orthogonalize_bytes(table.p.numel, torch.float32, torch.float32) for table in tables],
         {
-            OURS: lambda i: orthogonalize(wires[i], tables[i].p, outs[i], finite[i]),
-            "PyTorch's hook, one by one": lambda i: [torch_orthogonalize(f.t().clone()[None]) for f in factors[i]],
-            "linalg.qr, one by one": lambda i: [torch.linalg.qr(factor.t()) for factor in factors[i]],
+            GRADWIRE: lambda i: orthogonalize(wires[i], tables[i].p, outs[i], finite[i]),
+            "PyTorch's hook": lambda i: [torch_orthogonalize(f.t().clone()[None]) for f in factors[i]],
+            "linalg.qr": lambda i: [torch.linalg.qr(factor.t()) for factor in factors[i]],
         },
         check,
     )
@@ -189,11 +200,11 @@ def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case
             torch.testing.assert_close(unit.double(), expected, rtol=1e-5, atol=0)
 
     return Case(
-        f"renew, rank {RANK}",
+        f"column norms, rank {RANK}",
         [renew_bytes(table.q.numel, torch.float32, torch.float32) for table in tables],
         {
-            OURS: lambda i: renew(wires[i], tables[i].q, tables[i].keys, step, outs[i], finite[i]),
-            "norm, div, one by one": lambda i: [f / f.norm(dim=1, keepdim=True) for f in factors[i]],
+            GRADWIRE: lambda i: renew(wires[i], tables[i].q, tables[i].keys, step, outs[i], finite[i]),
+            "norm, div": lambda i: [f / f.norm(dim=1, keepdim=True) for f in factors[i]],
         },
         check,
     )
@@ -247,9 +258,9 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
         f"PowerSGD's three passes, rank {RANK}",
         [lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), torch.float32) for table in tables],
         {
-            OURS: passes,
-            "the same in eager PyTorch": lambda i: eager(*operands_of(i)),
-            **_compiled("the same", eager, operands_of),
+            GRADWIRE: passes,
+            "eager PyTorch": lambda i: eager(*operands_of(i)),
+            **_compiled(eager, operands_of),
         },
         check,
     )

@@ -1,30 +1,43 @@
-"""Starting worker processes on this machine, and leaving none behind.
+"""The launcher of all benches: one worker process per rank, on this machine or in its network namespaces.
 
-The launcher holds the write end of a pipe that the processes it starts, and theirs, have as standard input. When the
-launcher ends, for whatever reason, the pipe closes and every worker exits (`exit_with_launcher`); torchrun then has
-nothing to wait for. They run in sessions of their own, so that Ctrl-C in a terminal reaches the launcher only.
+`run` starts ``python -m MODULE`` for each rank, with the settings as JSON, and returns the records of rank 0; `work` is
+the body of such a module. The launcher holds the write end of a pipe that is the workers' standard input. When the
+launcher ends, for whatever reason, the pipe closes and every worker exits. Workers run in sessions of their own, so
+that Ctrl-C in a terminal reaches the launcher only.
 """
+
+from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.record import Record
+from gradwire.bench.timing import backend_of, bench_device
+
 _GRACE_S = 10
 _POLL_S = 0.1
+
+Worker = Callable[[dict[str, Any], torch.device], Sequence[Record]]
 
 
 class LaunchError(Exception):
     """A worker failed.
 
     Attributes:
-        log: what the processes wrote to standard error.
+        log: standard error of all workers.
     """
 
     def __init__(self, message: str, log: str) -> None:
@@ -32,109 +45,67 @@ class LaunchError(Exception):
         self.log = log
 
 
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, where it is known."""
+    return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+
+
 class Place(NamedTuple):
     """Where a rank runs.
 
     Attributes:
         prefix: the command that takes the rank's command as its arguments, such as ``ip netns exec NAME``.
-        interface: the network interface that its collectives use.
+        interface: the network interface of its collectives; without one, gloo looks up this machine's name.
+        address: IP address of that interface.
     """
 
-    prefix: tuple[str, ...]
-    interface: str
+    prefix: tuple[str, ...] = ()
+    interface: str | None = loopback_interface()
+    address: str = "127.0.0.1"
 
 
-def launch(module: str, arguments: Sequence[str], processes: int) -> None:
-    """Run ``python -m module *arguments`` in ``processes`` processes under torchrun, and wait for them.
-
-    Standard output is shared with the workers; their standard error is kept for the exception.
-
-    Raises:
-        LaunchError: a worker failed.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={processes}", "-m", module, *arguments]
-    _run([(command, {})])
+HERE = Place()
 
 
-def measured_by(module: str, settings: dict[str, Any], processes: int) -> Any:
-    """`launch` a module that takes ``settings`` as JSON, with the ``path`` of a file; returns what rank 0 writes."""
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        path = Path(folder, "measured.json")
-        launch(module, [json.dumps(settings | {"path": str(path)})], processes)
-        return json.loads(path.read_text())
-
-
-def launch_at(module: str, arguments: Sequence[str], places: Sequence[Place], address: str, port: int) -> None:
-    """`launch` with one rank in each place, which find one another without torchrun.
+def run(
+    module: str, settings: dict[str, Any], places: Sequence[Place] | int, device: torch.device | None = None
+) -> list[Record]:
+    """Run a module that calls `work` in one process per rank; returns the records of rank 0.
 
     Args:
-        module: what each rank runs.
-        arguments: of its command line.
-        places: where the ranks run.
-        address: of rank 0.
-        port: where rank 0 listens for the others.
+        module: its name.
+        settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank.
+        places: where each rank runs, or the number of ranks on this machine.
+        device: cuda gives each rank a GPU of its own; by default, the CPU.
 
     Raises:
         LaunchError: a worker failed.
     """
-    shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
-    _run(
-        [
-            (
-                [*place.prefix, sys.executable, "-m", module, *arguments],
-                shared | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": place.interface},
-            )
-            for rank, place in enumerate(places)
-        ]
-    )
+    places = [HERE] * places if isinstance(places, int) else places
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        path = Path(folder, "records")
+        arguments = [json.dumps(settings | {"path": str(path), "device": (device or torch.device("cpu")).type})]
+        launch(module, arguments, places)
+        return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def _run(commands: Sequence[tuple[Sequence[str], dict[str, str]]]) -> None:
-    """Run commands, each with its additions to the environment, until all have ended or one has failed."""
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        read_end, write_end = os.pipe()
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for command, additions in commands:
-                environment = _environment() | additions
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=read_end, stderr=log, start_new_session=True)
-                )
-            while None in (codes := [process.poll() for process in processes]) and not any(codes):
-                time.sleep(_POLL_S)
-        finally:
-            os.close(read_end)
-            os.close(write_end)
-            _stop(processes)
-        if any(codes):
-            log.seek(0)
-            code = next(code for code in codes if code)
-            raise LaunchError(f"a worker failed (exit code {code}); its messages are above.", log.read())
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the workers: what the user set wins."""
-    loopback = loopback_interface()
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    if loopback is not None:  # without it, gloo looks up this machine's name
-        defaults["GLOO_SOCKET_IFNAME"] = loopback
-    return defaults | os.environ
-
-
-def loopback_interface() -> str | None:
-    """Its name, where it is known."""
-    return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-
-
-def _stop(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-    deadline = time.monotonic() + _GRACE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def work(main: Worker) -> NoReturn:
+    """In a worker: join the process group, call ``main(settings, device)``, write the records of rank 0, and exit."""
+    exit_with_launcher()
+    settings = json.loads(sys.argv[1])
+    if "threads" in settings:
+        torch.set_num_threads(settings["threads"])
+    device = bench_device() if settings["device"] == "cuda" else torch.device("cpu")
+    dist.init_process_group(backend_of(device), timeout=timedelta(minutes=5))
+    records = main(settings, device)
+    if dist.get_rank() == 0:
+        Path(settings["path"]).write_text("".join(f"{record.to_json()}\n" for record in records))
+    dist.destroy_process_group()
+    # PyTorch's hooks hand Python functions to gloo's threads. A thread that drops one while the interpreter ends aborts
+    # the process (seen in one of 50 runs of PyTorch's powerSGD_hook on its DDP).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def exit_with_launcher() -> None:
@@ -148,12 +119,55 @@ def exit_with_launcher() -> None:
     threading.Thread(target=watch, name="exit-with-launcher", daemon=True).start()
 
 
-def leave() -> NoReturn:
-    """In a worker that has done its work: exit without an end of the interpreter.
+def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> None:
+    """Run ``python -m module *arguments`` as one rank in each place, until all have ended or one has failed.
 
-    PyTorch's hooks hand Python functions to gloo's threads, and a thread that lets go of one while the interpreter ends
-    aborts the process (seen in one of 50 runs of PyTorch's powerSGD_hook on its DDP).
+    Standard output is shared with the workers; their standard error is kept for the exception.
+
+    Raises:
+        LaunchError: a worker failed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
+    environment |= {
+        "MASTER_ADDR": places[0].address,
+        "MASTER_PORT": str(_free_port()),  # of this machine; in a namespace of its own every port is free
+        "WORLD_SIZE": str(len(places)),
+    }
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        read_end, write_end = os.pipe()
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, place in enumerate(places):
+                of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if place.interface is not None and (place.prefix or "GLOO_SOCKET_IFNAME" not in environment):
+                    of_rank["GLOO_SOCKET_IFNAME"] = place.interface
+                command = [*place.prefix, sys.executable, "-m", module, *arguments]
+                processes.append(
+                    subprocess.Popen(command, env=of_rank, stdin=read_end, stderr=log, start_new_session=True)
+                )
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+                time.sleep(_POLL_S)
+        finally:
+            os.close(read_end)
+            os.close(write_end)
+            _stop(processes)
+        if any(codes):
+            log.seek(0)
+            code = next(code for code in codes if code)
+            raise LaunchError(f"a worker failed (exit code {code}); its messages are above.", log.read())
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

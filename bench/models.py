@@ -1,4 +1,4 @@
-"""Models for measuring reducers: of few and of many parameters."""
+"""Models of the reducer bench, with few and with many parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Model(NamedTuple):
     """A model and its input.
 
     Attributes:
-        build: makes it, with random weights.
+        build: makes the model, with random weights.
         input_shape: of a batch.
     """
 
@@ -22,7 +22,7 @@ class Model(NamedTuple):
 
 
 class Residual(nn.Module):
-    """x + tanh(A_k x) / 10 for each of many small layers: next to no arithmetic for each parameter."""
+    """x + tanh(A_k x) / 10 for each of many small layers: little compute per parameter."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """Appends ``growth`` channels that a bottleneck of 1 x 1 and 3 x 3 convolutions makes of all before."""
+    """Appends ``growth`` channels, computed from all before by a bottleneck of 1 x 1 and 3 x 3 convolutions."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class DenseLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input, and the new channels."""
+        """The input and the new channels."""
         return torch.cat([x, self.make(x)], dim=1)
 
 
 def dense_net(blocks: int, layers: int, growth: int) -> nn.Sequential:
-    """A DenseNet-BC (arXiv:1608.06993): six parameters a layer, most of them tiny."""
+    """A DenseNet-BC (arXiv:1608.06993): six parameters per layer, most of them tiny."""
     channels = 2 * growth
     parts: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1, bias=False)]
     for block in range(blocks):

@@ -1,8 +1,8 @@
-"""Hosts with a slow network between them, on one machine: network namespaces on a bridge, and a rate limit on each.
+"""Hosts with a slow network between them, on one machine: network namespaces on a bridge, with rate limits.
 
-Linux only; needs root and iproute2. Every host is a namespace with one interface, joined to a bridge that has a
-namespace to itself, so that nothing outside of them changes. Deleting the namespaces deletes all of it. A run that was
-killed leaves them behind; the next run deletes those.
+Linux only; needs root and iproute2. Every host is a namespace with one interface, joined to a bridge in a namespace of
+its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them behind;
+the next run deletes them.
 """
 
 import ipaddress
@@ -20,15 +20,15 @@ INTERFACE = "eth0"
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only
 _PREFIX = "gradwire-"
 _QUEUE_MS = 50
-# What may pass at once after a pause, beyond the rate: as little as lets gloo reach eight to nine tenths of it. With
-# half as much at a gigabit, gloo reaches half of that, because the system hands over 64 KiB at a time.
+# The burst of the token bucket: the smallest with which gloo reaches 80 to 90 % of the rate. With half of it at
+# 1 Gb/s, gloo reaches half of the rate, because the system hands over 64 KiB at a time.
 _BURST_MS = 1
 _LEAST_BURST = 16_384
-_RATES_MBIT = (0.1, 1_000_000)  # slower, and a step takes hours; faster, and there is no limit
+_RATES_MBIT = (0.1, 1_000_000)  # below, a step takes hours; above, nothing is limited
 
 
 class NamespaceError(Exception):
-    """The system refuses to make hosts, or to limit them."""
+    """The system refuses to make hosts or to limit their rate."""
 
 
 class Host(NamedTuple):
@@ -44,16 +44,16 @@ class Host(NamedTuple):
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """The command that runs a command there."""
+        """The command that runs its arguments in the namespace."""
         return ("ip", "netns", "exec", self.name)
 
 
 class Rate(NamedTuple):
-    """What an interface may send.
+    """The rate limit of an interface.
 
     Attributes:
         name: as given: 100mbit, 1gbit, 2.5gbit, unlimited.
-        mbit: megabits a second; None for no limit.
+        mbit: megabits per second; None for no limit.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Rate(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Rate":
-        """The rate of that name. Raises ValueError if it is none."""
+        """The rate of that name. Raises ValueError for any other text."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
         mbit = None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1)
         least, most = _RATES_MBIT
@@ -74,20 +74,20 @@ class Rate(NamedTuple):
 
 
 def obstacle() -> str | None:
-    """Why namespaces cannot be made here; None if nothing is known to be in the way."""
+    """The reason why namespaces cannot be made here; None if there is none."""
     if sys.platform != "linux":
-        return "network namespaces are Linux's"
+        return "network namespaces exist on Linux only"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found; install iproute2"
     if os.geteuid() != 0:
-        return "only root may make network namespaces"
+        return "only root can make network namespaces"
     return None
 
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts on one bridge, which are deleted at the end, whatever happens.
+    """``count`` hosts on one bridge, deleted at the end, also after an error.
 
     Raises:
         NamespaceError: the system refuses.
@@ -116,7 +116,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def delete_abandoned() -> None:
-    """Delete the namespaces of runs that are no more."""
+    """Delete the namespaces of runs whose process has ended."""
     for name in existing():
         pid = name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -130,7 +130,7 @@ def existing() -> list[str]:
 
 
 def limit(rate: Rate) -> None:
-    """Limit what the interface of this host sends; to be called in its namespace."""
+    """Limit the rate of this host's interface; call it in the host's namespace."""
     queue = ("dev", INTERFACE, "root")
     if _tc("-j", "qdisc", "show", *queue).find('"tbf"') >= 0:
         _tc("qdisc", "delete", *queue)
@@ -141,7 +141,7 @@ def limit(rate: Rate) -> None:
 
 
 def sent_bytes() -> int:
-    """What the interface of this host has sent so far; to be called in its namespace."""
+    """Bytes that this host's interface has sent so far; call it in the host's namespace."""
     return int(Path("/sys/class/net", INTERFACE, "statistics/tx_bytes").read_text())
 
 

@@ -1,4 +1,4 @@
-"""What several commands of ``gradwire`` ask for, and what they refuse, before anything is measured."""
+"""Options that several commands of ``gradwire`` share, and the parsing of their values."""
 
 import os
 from collections.abc import Collection
@@ -10,25 +10,33 @@ import typer
 
 from gradwire.bench.namespaces import Rate
 
-HooksOption = Annotated[str, typer.Option("--hooks", help="Which hooks, in which order, separated by commas.")]
+HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")]
 RanksOption = Annotated[
     str | None,
-    typer.Option("--ranks", help="Numbers of ranks, separated by commas; by default 1,2, or 1 on a single GPU."),
+    typer.Option("--ranks", help="World sizes, separated by commas. Default: 1,2; on a machine with one GPU, 1."),
 ]
+LoopbackOption = Annotated[
+    bool, typer.Option("--loopback", help="Use this machine's loopback, without a rate limit. Needs no root.")
+]
+HostsOption = Annotated[int, typer.Option(min=2, max=16, help="Number of hosts, with one rank each.")]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuses before anything is measured what could not be written afterwards."""
+    """Refuse, before the measurement, a file that cannot be written after it."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--output")
     if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"you may not write to the folder {path.parent}; name another.", param_hint="--output")
+        raise typer.BadParameter(
+            f"no permission to write to {path.parent}; choose another folder.", param_hint="--output"
+        )
     return path
 
 
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", help="A JSON file for the numbers.", dir_okay=False, callback=_in_a_folder),
+    typer.Option(
+        "--output", help="Write the results to this file, as JSON lines.", dir_okay=False, callback=_in_a_folder
+    ),
 ]
 
 
@@ -38,7 +46,7 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 
 def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
-    """The same, of ``choices`` alone."""
+    """The parts between commas, each one of ``choices``."""
     names = parse_list(text)
     unknown = [name for name in names if name not in choices]
     if unknown:
@@ -49,20 +57,22 @@ def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str
 
 
 def parse_choice(text: str, choices: Collection[str], option: str) -> str:
-    """The one that ``text`` names."""
+    """A single one of ``choices``."""
     names = parse_choices(text, choices, option)
     if len(names) > 1:
-        raise typer.BadParameter(f"expected one, got {len(names)}: {text!r}. Run it once for each.", param_hint=option)
+        raise typer.BadParameter(
+            f"expected one, got {len(names)}: {text!r}. Run the command once for each.", param_hint=option
+        )
     return names[0]
 
 
 def parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
-    """The names of hooks."""
+    """Names of hooks."""
     return parse_choices(text, choices, "--hooks")
 
 
 def parse_ranks(text: str | None, device: torch.device) -> list[int]:
-    """Numbers of ranks, one and two if ``text`` is None; of GPUs no more than there are."""
+    """World sizes, by default one and two; on GPUs at most one rank each."""
     most = torch.cuda.device_count() if device.type == "cuda" else 16
     choices = [str(count) for count in range(1, most + 1)]
     asked = text if text is not None else ",".join(choices[:2])
@@ -74,12 +84,12 @@ def parse_sizes(text: str) -> list[int]:
     sizes = parse_list(text)
     wrong = [size for size in sizes if not size.isdecimal() or int(size) == 0]
     if wrong:
-        raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB above 0.", param_hint="--sizes")
+        raise typer.BadParameter(f"{wrong[0]!r} is not a positive whole number of MiB.", param_hint="--sizes")
     return [int(size) for size in sizes]
 
 
 def parse_rate(text: str, option: str) -> Rate:
-    """A link's rate."""
+    """The rate of a link."""
     try:
         return Rate.parse(text)
     except ValueError as error:
@@ -87,8 +97,8 @@ def parse_rate(text: str, option: str) -> Rate:
 
 
 def refuse_beside(context: typer.Context, option: str, *others: str) -> None:
-    """Refuse ``others`` on the command line, which ``option`` leaves no room for."""
+    """Refuse ``others`` on the command line, because ``option`` sets their values."""
     sources = {name: context.get_parameter_source(name) for name in others}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
-        raise typer.BadParameter(f"settles --{given[0]}; leave out one of them.", param_hint=option)
+        raise typer.BadParameter(f"already sets --{given[0]}; use only one of the two.", param_hint=option)

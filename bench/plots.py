@@ -1,160 +1,272 @@
-"""The plots of README and docs, each drawn from the results of a bench as PNG, whole or not at all."""
+"""The plots of README and docs, each drawn from the records of a bench as PNG, whole or not at all."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.hooks import star
-from gradwire.bench.kernel_cases import OURS
-from gradwire.bench.report import format_number, format_rate, make_logarithmic, save_plot
-from gradwire.bench.results import Results as DemoResults
-from gradwire.bench.results import replacing
+from gradwire.bench import converge, demo, kernels, network
+from gradwire.bench.hook_registry import STAR_NOTE, label
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
+from gradwire.bench.record import (
+    ACCURACY,
+    BANDWIDTH,
+    OWN_MS,
+    SENT_PER_STEP,
+    STEP_MS,
+    TARGET_S,
+    TIME_MS,
+    TRAINING_LOSS,
+    Record,
+    replacing,
+    unique,
+)
+from gradwire.bench.tables import (
+    count,
+    find,
+    format_bytes,
+    format_number,
+    format_rate,
+    groups_of,
+    median_of,
+)
 
-_CURVES = ("#222222", "#0072b2", "#009e73", "#d55e00", "#a0307a", "#56b4e9", "#f0b400")
-_THEIRS_COLOR, _OURS_COLOR, _FLOOR_COLOR = "#d55e00", "#0072b2", "#444444"
+Records = Sequence[Record]
 
-Results = dict[str, Any]  # what a bench wrote: its measurements and their provenance
-Size = tuple[float, float]  # of a panel, in inches
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#56b4e9",
+    "#cc79a7",
+    "#222222",
+)
+_SIDES = {PYTORCH: (_RED, "s"), GRADWIRE: (_BLUE, "o")}
+_HOOK_COLOURS = (_BLACK, _BLUE, _GREEN, _RED, _PURPLE, _SKY, _ORANGE)
+# Colour and marker of each implementation in `draw_kernels`.
+_KERNEL_STYLES = {
+    GRADWIRE: (_BLUE, "o"),
+    "DDP and hook of PyTorch": (_RED, "s"),
+    "PyTorch's hook": (_RED, "s"),
+    "cat, to, div": (_GREEN, "^"),
+    "norm, div": (_GREEN, "^"),
+    "eager PyTorch": (_GREEN, "^"),
+    "torch.compile": (_PURPLE, "D"),
+    "foreach copy": (_BLACK, "x"),
+    "linalg.qr": (_ORANGE, "v"),
+}
+_SMALL_KERNELS = ("orthogonalize", "column norms")  # of kB-sized factors
 
 
-def _pairs(axes: Axes, labels: Sequence[str], theirs: Sequence[float], ours: Sequence[float]) -> None:
-    """PyTorch's and gradwire's bars side by side, each with its number at its end."""
-    places = range(len(labels))
-    for values, shift, color, name in ((theirs, -0.2, _THEIRS_COLOR, "PyTorch"), (ours, 0.2, _OURS_COLOR, "gradwire")):
-        bars = axes.barh([place + shift for place in places], values, 0.38, color=color, label=name)
-        axes.bar_label(bars, [format_number(value) for value in values], padding=2, fontsize=8)
-    axes.set_yticks(list(places), labels)
-    axes.invert_yaxis()
-    axes.margins(x=0.18)
+def _figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def _save(figure: Figure, title: str, path: Path) -> None:
+    figure.suptitle(title, fontsize=12)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", metadata={"Software": None})
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
 
 
-def _panels_of_pairs(
-    panels: dict[str, list[dict[str, Any]]], value: Callable[[dict[str, Any]], float], unit: str, size: Size
-) -> Figure:
-    """A panel for each title, with the pair of bars of each hook in its rows; of several, the first counts."""
-    figure = Figure(figsize=(size[0] * len(panels), size[1]), dpi=150, layout="constrained")
-    for axes, (title, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        of = {(row["hook"], row["provider"]): value(row) for row in reversed(rows)}
-        hooks = list(dict.fromkeys(row["hook"] for row in rows))
-        labels = [f"{hook}{star(hook)}" for hook in hooks]
-        _pairs(axes, labels, [of[hook, PYTORCH] for hook in hooks], [of[hook, GRADWIRE] for hook in hooks])
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, width: float, height: float) -> Figure:
+    """A panel for each title, with PyTorch's bar above gradwire's for each hook."""
+    figure = _figure(width, height)
+    for axes, (title, records) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        hooks = unique(record["hook"] for record in records)
+        for shift, (name, (colour, _)) in zip((-0.2, 0.2), _SIDES.items(), strict=True):
+            of = [[record for record in records if record["hook"] == hook] for hook in hooks]
+            values = [max(median_of(group, metric, name) or 0, 0) for group in of]
+            bars = axes.barh([i + shift for i in range(len(hooks))], values, 0.38, color=colour, label=name)
+            axes.bar_label(bars, [format_number(value) for value in values], padding=2, fontsize=8)
+        _name_rows(axes, [label(hook) for hook in hooks])
+        axes.margins(x=0.2)
         axes.set_xlabel(unit)
         axes.set_title(title, fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def draw_network(results: Results, path: Path) -> None:
-    """Milliseconds a step for each hook, one panel for each rate."""
-    steps = results["measurements"]["measured"]
-    rates = dict.fromkeys(step["rate"] for step in steps)
-    panels = {f"link: {format_rate(rate)}": [step for step in steps if step["rate"] == rate] for rate in rates}
-    figure = _panels_of_pairs(panels, lambda step: float(step["step_ms"]["p50"]), "ms per step", (4, 4.5))
-    _save(figure, f"Steps between {results['measurements']['hosts']} hosts: {results['measurements']['model']}", path)
+def draw_network(records: Records, path: Path) -> None:
+    """Step time with each hook, one panel for each link rate."""
+    settings = records[0].provenance["settings"]
+    steps = [r for r in records if r.metric == STEP_MS and not (r["hook"] == network.REFERENCE and r["one_bucket"])]
+    panels = {f"link: {format_rate(rate)}": group for (rate,), group in groups_of(steps, "rate")}
+    figure = _panels_of_bars(panels, STEP_MS, STEP_MS, 12, 4.5)
+    _save(figure, f"Step time between {count(settings['hosts'], 'host')}: {settings['model']}", path)
 
 
-def draw_converge(results: Results, path: Path) -> None:
-    """The score against seconds and against megabytes, a curve for each training; bold if its time is the median."""
-    measured = results["measurements"]
-    races = measured["races"]
-    hooks = list(dict.fromkeys(race["hook"] for race in races))
-    bold = _of_median_time(races)
-    faint = [race for race in races if race not in bold]
-    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, of, unit in ((panels[0], "seconds", 1.0), (panels[1], "sent_bytes", 1e-6)):
-        for race in (race for race in faint + bold if race[of]):
-            is_bold = race in bold
-            axes.plot(
-                [unit * value for value in race[of]],
-                race["scores"],
-                color=_CURVES[hooks.index(race["hook"]) % len(_CURVES)],
-                linestyle="-" if race["provider"] == GRADWIRE else ":",
-                linewidth=1.8 if is_bold else 0.8,
-                alpha=1.0 if is_bold else 0.35,
-                label=f"{race['hook']}, {race['provider']}" if is_bold else None,
-            )
-        axes.axhline(measured["target"], color=_FLOOR_COLOR, linestyle="--", linewidth=1)
-        if measured["rises"]:
-            axes.set_ylim(85, 100)
-        axes.grid(alpha=0.3)
-    panels[0].set_xlim(left=0)
-    panels[0].set_ylabel(measured["score"])
-    panels[0].set_xlabel("seconds of training")
-    make_logarithmic(panels[1])
-    panels[1].set_xlabel("sent by rank 0 (MB, logarithmic)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    title = f"{measured['task']}, {measured['hosts']} hosts at {format_rate(measured['rate'])}; dashed: the target"
-    _save(figure, f"{title}; bold: the seed of median time", path)
+def draw_hooks(records: Records, path: Path) -> None:
+    """Own cost of each hook, a panel for each world size."""
+    costs = [record for record in records if record.metric == OWN_MS and record["hook"] != "noop"]
+    panels = {count(ranks, "rank"): group for (ranks,), group in groups_of(costs, "ranks")}
+    figure = _panels_of_bars(panels, OWN_MS, "ms per step beyond noop_hook", 11, 5)
+    model = records[0].provenance["settings"]["model"]
+    _save(figure, f"Own cost of hooks: {model}\n{STAR_NOTE}", path)
 
 
-def _of_median_time(races: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each contender the training that takes the median of the seconds; one without the target takes longest."""
-    contenders: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for race in races:
-        contenders.setdefault((race["hook"], race["provider"]), []).append(race)
-    return [
-        sorted(group, key=lambda race: (race["reached"] is None, race["seconds"][-1]))[(len(group) - 1) // 2]
-        for group in contenders.values()
+def draw_converge(records: Records, path: Path) -> None:
+    """Time to target of every hook as dots, median and range; beside it the curves of gradwire's median trainings."""
+    settings = records[0].provenance["settings"]
+    hooks = unique(record["hook"] for record in records)
+    colours = dict(zip(hooks, itertools.cycle(_HOOK_COLOURS), strict=False))
+    figure = _figure(12, 4.6)
+    dots, curves = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    for (hook, by), group in groups_of(records, "hook", "implementation"):
+        seconds = converge.to_target(group, TARGET_S)
+        if seconds is None:
+            continue
+        colour, marker, fill = colours[hook], _SIDES[by][1], "white" if by == PYTORCH else None
+        y = hooks.index(hook) + (0.15 if by == GRADWIRE else -0.15)
+        dots.plot([min(seconds), max(seconds)], [y, y], color=colour, linewidth=2, alpha=0.5)
+        dots.plot([median(seconds)], [y], marker, color=colour, markerfacecolor=fill, markersize=7)
+        dots.annotate(
+            format_number(median(seconds)), (max(seconds), y), (6, -3), textcoords="offset points", fontsize=8
+        )
+    _name_rows(dots, [label(hook) for hook in hooks])
+    for name, colour in zip(dots.get_yticklabels(), colours.values(), strict=True):
+        name.set_color(colour)
+    dots.margins(x=0.15)
+    dots.set_xlim(left=0)
+    dots.set_xlabel("time to target (s)")
+    sides = [
+        Line2D([], [], color="#888888", marker=marker, markerfacecolor="white" if name == PYTORCH else None, label=name)
+        for name, (_, marker) in _SIDES.items()
     ]
+    seeds = count(len(unique(record["seed"] for record in records)), "seed")
+    dots.legend(handles=sides, title=f"median and range, {seeds}", loc="lower right", fontsize=9, title_fontsize=9)
+    for hook in hooks:
+        seconds, scores = _median_training([r for r in records if r["hook"] == hook], settings["score"])
+        curves.plot(seconds, scores, color=colours[hook], linewidth=1.8, label=label(hook))
+        curves.plot(seconds[-1:], scores[-1:], "o", color=colours[hook], markersize=6)
+    curves.axhline(settings["target"], color="#444444", linestyle="--", linewidth=1, label="target")
+    if settings["rises"]:
+        curves.set_ylim(bottom=80)
+    _logarithmic(curves)
+    curves.set_xlabel("training time (s, logarithmic)")
+    curves.set_ylabel(settings["score"])
+    curves.set_title("gradwire, seed of median time", fontsize=11)
+    curves.grid(alpha=0.3)
+    curves.legend(fontsize=9)
+    dots.set_title(f"until {converge.target_of(settings)}", fontsize=11)
+    link = f"{count(settings['hosts'], 'host')} at {format_rate(settings['rate'])}"
+    _save(figure, f"Time to target: {settings['task']}, {link}", path)
 
 
-def draw_hooks(results: Results, path: Path) -> None:
-    """Own cost of each hook, a panel for each number of ranks."""
-    costs = [cost for cost in results["measurements"]["costs"] if cost["hook"] != "noop"]
-    counts = dict.fromkeys(cost["ranks"] for cost in costs)
-    panels = {f"ranks: {ranks}": [cost for cost in costs if cost["ranks"] == ranks] for ranks in counts}
-    figure = _panels_of_pairs(panels, lambda cost: max(cost["own_ms"], 0.0), "ms per step beyond noop_hook", (6.5, 5))
-    note = "\n* PyTorch's nearest: it has none of the kind, or one that fails"
-    _save(figure, f"Own cost of hooks: {results['measurements']['model']}{note}", path)
+def _median_training(records: Records, score: str) -> tuple[list[float], list[float]]:
+    """Seconds and scores of gradwire's training of median time; one that missed the target counts as longest."""
+    ours = [record for record in records if record.implementation == GRADWIRE]
+    times = sorted((r for r in ours if r.metric == TARGET_S), key=lambda r: (r.p50 is None, r.series[-1]))
+    chosen = times[(len(times) - 1) // 2]
+    scores = find((r for r in ours if r["seed"] == chosen["seed"]), score)
+    assert scores is not None
+    return chosen.series, scores.series
 
 
-def draw_kernels(results: Results, path: Path) -> None:
-    """Bandwidth of each contender, one panel for each kernel; a line at that of a copy."""
-    timings = results["measurements"]["timings"]
-    kernels = list(dict.fromkeys(row["kernel"] for row in timings))
-    models = list(dict.fromkeys((row["model"], row["bucket_mib"]) for row in timings))
-    figure = Figure(figsize=(10, 2.6 * len(kernels)), dpi=150, layout="constrained")
-    copied = results["measurements"]["copy_gb_per_s"]
-    for axes, kernel in zip(figure.subplots(len(kernels), 1, squeeze=False)[:, 0], kernels, strict=True):
-        rows = [row for row in timings if row["kernel"] == kernel]
-        contenders = list(dict.fromkeys(row["contender"] for row in rows))
-        width = 0.8 / len(contenders)
-        for k, contender in enumerate(contenders):
-            # Labels begin with a space, because one that begins with an underscore is left out of the legend.
-            color = _OURS_COLOR if contender == OURS else str(0.35 + 0.11 * k)
-            of = {(row["model"], row["bucket_mib"]): row["gb_per_s"] for row in rows if row["contender"] == contender}
-            places = [place + (k - (len(contenders) - 1) / 2) * width for place in range(len(models))]
-            axes.bar(places, [of[model] for model in models], width, color=color, label=f" {contender}")
-        if max(row["gb_per_s"] for row in rows) > 0.3 * copied:
-            axes.axhline(copied, color=_FLOOR_COLOR, linestyle="--", linewidth=1, label="a copy of as many bytes")
-        axes.set_xticks(range(len(models)), [f"{model}\n{size} MiB" for model, size in models], fontsize=8)
-        axes.set_ylabel("GB/s")
-        axes.set_title(kernel, fontsize=10)
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-    _save(figure, "Kernels: bytes that gradwire's moves, per second of each one's time", path)
+def draw_kernels(records: Records, path: Path) -> None:
+    """Effective bandwidth of kernels that stream gradients; microseconds of those of kB-sized factors."""
+    copied = median_of(records, BANDWIDTH, kernels.COPY)
+    panels = groups_of((record for record in records if record.implementation != kernels.COPY), "kernel")
+    panels.sort(key=lambda panel: panel[0][0].startswith(_SMALL_KERNELS))
+    figure = _figure(12, 4.1 * -(-len(panels) // 2))
+    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
+    for axes, ((kernel,), group) in zip(grid, panels, strict=False):
+        is_small = kernel.startswith(_SMALL_KERNELS)
+        buckets = unique((record["model"], record["bucket_mib"]) for record in group)
+        for name in unique(record.implementation for record in group):
+            of = [[r for r in group if (r["model"], r["bucket_mib"]) == bucket] for bucket in buckets]
+            metric, scale = (TIME_MS, 1e3) if is_small else (BANDWIDTH, 1.0)
+            values = [scale * (median_of(rows, metric, name) or 0) for rows in of]
+            colour, marker = _KERNEL_STYLES.get(name, (_SKY, "P"))
+            size, order = (8, 3) if name == GRADWIRE else (6, 2)
+            axes.plot(
+                values, range(len(buckets)), marker, color=colour, markersize=size, label=f" {name}", zorder=order
+            )
+        if not is_small and copied:
+            axes.axvline(copied, color="#444444", linestyle="--", linewidth=1, label="copy_")
+        _name_rows(axes, [f"{model}, {size} MiB" for model, size in buckets])
+        axes.grid(axis="y", alpha=0.15)
+        if is_small:
+            _logarithmic(axes)
+            axes.set_xlabel("time (us, logarithmic); left is better")
+        else:
+            axes.set_xlim(left=0)
+            axes.set_xlabel("effective bandwidth (GB/s); right is better")
+        axes.set_title(f"{kernel}: {'time' if is_small else 'effective bandwidth'}", fontsize=11)
+        axes.legend(fontsize=8, frameon=True, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    facts = records[0].provenance
+    machine = facts["gpu"] or f"{facts['cpu']}, {count(facts['threads_per_process'], 'thread')}"
+    _save(figure, f"Effective bandwidth of kernels; time of operations on kB-sized factors ({machine})", path)
 
 
-def _save(figure: Figure, title: str, path: Path) -> None:
-    figure.suptitle(title, fontsize=11)
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png", metadata={"Software": None})
+def draw_demo(records: Records, path: Path) -> None:
+    """Training loss against megabytes sent per rank, one curve for each hook."""
+    groups = [group for _, group in groups_of(records, "hook")]
+    curves = [(find(group, SENT_PER_STEP), find(group, TRAINING_LOSS)) for group in groups]
+    steps = len(groups[0][0].series)
+    window = max(1, steps // 20)
+    figure = _figure(8, 5)
+    axes = figure.subplots()
+    for group, (sent, loss), style in zip(groups, curves, itertools.cycle(_CURVE_STYLES), strict=False):
+        assert sent is not None and loss is not None
+        megabytes = [nbytes / 1e6 for nbytes in sent.series[window - 1 :]]
+        payload = f"{format_bytes(median_of(group, SENT_PER_STEP) or 0)} per step"
+        name = group[0]["hook"]
+        text = f"{name}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
+        axes.plot(megabytes, running_mean(loss.series, window), label=text, **style)
+    axes.set_yscale("log")
+    totals = [sent.series[-1] for sent, _ in curves if sent is not None]
+    if max(totals) > 8 * min(totals) > 0:
+        _logarithmic(axes)
+    axes.set_xlabel("sent per rank (MB)")
+    axes.set_ylabel(f"training loss (mean of {window} steps)" if window > 1 else "training loss")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    _save(figure, demo.title(records), path)
 
 
-def draw_demo(results: Results, path: Path) -> None:
-    """As the demo draws it."""
-    save_plot(DemoResults.of(results), path)
+# Curves of casts coincide: the wide ones come first, and dashes leave the ones below visible.
+_CURVE_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": _BLACK, "linewidth": 2.0},
+    {"color": _SKY, "linewidth": 6.0},
+    {"color": _ORANGE, "linewidth": 3.0},
+    {"color": _PURPLE, "linewidth": 2.0, "linestyle": (0, (3, 3))},
+    {"color": _BLUE, "linewidth": 2.0},
+    {"color": _GREEN, "linewidth": 2.0},
+    {"color": _RED, "linewidth": 2.0},
+)
 
 
-DRAWINGS: dict[str, Callable[[Results, Path], None]] = {
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each ``window`` consecutive values."""
+    sums = [0.0, *itertools.accumulate(values)]
+    return [(high - low) / window for low, high in zip(sums, sums[window:], strict=False)]
+
+
+DRAWINGS: dict[str, Callable[[Records, Path], None]] = {
     "demo": draw_demo,
     "network": draw_network,
     "converge_digits": draw_converge,

@@ -1,7 +1,7 @@
-"""A GPU's part played by the CPU: what `gradwire.bench.gpu_lane` can check where there is no GPU.
+"""The GPU lane on a CPU: `gradwire.bench.gpu_lane` uses it where there is no GPU.
 
-`NcclRules` is gloo that refuses what NCCL refuses. `gpu_on_cpu` makes executors take the path of a GPU, whose streams
-do nothing: on a CPU, work is done in the order in which it is written down.
+`NcclRules` is gloo that raises where NCCL fails. `gpu_on_cpu` makes executors take the code path of a GPU, with streams
+that do nothing: on a CPU, work is done in program order.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _DTYPES = frozenset(
 class NcclRules(dist.ProcessGroup):
     """A process group of CPU tensors over gloo that raises, on every rank, where NCCL would fail or hang.
 
-    - Tensors are dense and contiguous, and of a dtype that NCCL knows and sums as numbers.
+    - Tensors are dense and contiguous, with a dtype that NCCL sums as numbers.
     - Tensors of one call have one dtype and one device, and there is at least one.
     - All ranks call the same collectives in the same order, with the same dtypes and sizes.
 
-    NCCL is more lenient in two cases: PyTorch hands it complex tensors as real pairs, and a sum of bools is their
+    NCCL is more lenient in two cases: PyTorch passes it complex tensors as real pairs, and a sum of bools is their
     logical or. gradwire relies on neither. Messages are PyTorch's where it has one.
 
     Attributes:
@@ -75,10 +75,10 @@ class NcclRules(dist.ProcessGroup):
         return self._description
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """`allreduce_coalesced` follows, which checks."""
+        """Nothing to do: `allreduce_coalesced` follows and checks."""
 
     def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]
-        """It was the call."""
+        """Nothing to do."""
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:  # type: ignore[override]
         """Check, then all-reduce."""
@@ -89,7 +89,7 @@ class NcclRules(dist.ProcessGroup):
         return self._gloo.allreduce(tensors, options)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        """Check, then all-reduce; the tensors travel in one call."""
+        """Check, then all-reduce all tensors in one call."""
         self._check("allreduce_coalesced", tensors)
         self._refuse_sums_of_bools(tensors, options)
         return self._gloo.allreduce_coalesced(tensors, options)
@@ -145,13 +145,13 @@ class NcclRules(dist.ProcessGroup):
 
 @cache
 def register_backend() -> str:
-    """Make `NcclRules` a backend of this process; returns its name."""
+    """Register `NcclRules` as a backend of this process; returns its name."""
     dist.Backend.register_backend(BACKEND, NcclRules, devices=["cpu"])
     return BACKEND
 
 
 class _NoStream:
-    """Stands for a CUDA stream."""
+    """Stands in for a CUDA stream."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -163,21 +163,21 @@ class _NoStream:
         pass
 
     def wait_stream(self, _: object) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 class _NoGraph:
-    """Stands for a CUDA graph that was captured: what it holds has run once, as it was captured."""
+    """Stands in for a captured CUDA graph: its work ran once, during the capture."""
 
     def replay(self) -> None:
-        """Nothing more."""
+        """Nothing to do."""
 
     reset = replay
 
 
 @contextmanager
 def _run_once(*_: object, **__: object) -> Iterator[None]:
-    """Stands for a capture."""
+    """Stands in for a capture."""
     yield
 
 
@@ -191,9 +191,9 @@ def _future_without_devices(devices: object = None) -> Future[Any]:
 
 @contextmanager
 def gpu_on_cpu() -> Iterator[None]:
-    """Within it, gradwire runs bucket algorithms on CPU tensors as on those of a GPU, by its `StreamExecutor`.
+    """A context in which gradwire runs bucket algorithms on CPU tensors with its `StreamExecutor`, as on a GPU.
 
-    For process groups whose first hook runs within it.
+    It applies to process groups whose first hook runs in it.
     """
     with ExitStack() as patches:
         for module, name, stand_in in (

@@ -1,7 +1,7 @@
-"""Parameter shapes of real models, in the order of their ``parameters()``, for benches that need lists and no model.
+"""Parameter shapes of real models, in the order of their ``parameters()``.
 
-Each function follows the table of its source; `PARAMETERS` holds the totals that the sources (or the models' published
-weights) give, and a test compares.
+Each function follows the table of its source. `PARAMETERS` holds the total that the source (or the published weights)
+gives; a test compares.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PARAMETERS = {
 
 
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:
-    """The lists that DDP would reduce together: from the last parameter to the first, each closed once it has a size.
+    """DDP's buckets: from the last parameter to the first, each closed once it reaches a size.
 
     Args:
         shapes: of the parameters.

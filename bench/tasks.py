@@ -1,4 +1,4 @@
-"""What `gradwire bench converge` trains: two small tasks with a target, on data that every machine has."""
+"""Tasks of `gradwire bench converge`: two small trainings with a target, on data that every machine has."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ class Task:
 
     Attributes:
         title: of tables and plots.
-        score: what is looked at, with its unit.
+        score: name of the validation metric, with its unit.
         target: of the score.
-        rises: whether a better score is a larger one.
-        look_every: steps.
-        most_steps: after which a training that has not reached the target ends.
+        rises: whether a higher score is better.
+        evaluate_every: steps between evaluations.
+        max_steps: length of a training that misses the target.
     """
 
     title: str
     score: str
     target: float
     rises: bool
-    look_every: int
-    most_steps: int
+    evaluate_every: int
+    max_steps: int
 
     def make_model(self) -> nn.Module:
         """The model, with weights from PyTorch's generator."""
         raise NotImplementedError
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """For its weights; the learning rate rises to this in the first `WARM_UP` steps and stays there."""
+        """The optimizer; its learning rate rises to this value in the first `WARM_UP` steps and stays there."""
         raise NotImplementedError
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """This rank's share of every batch, without end."""
+        """This rank's share of every batch, endless."""
         raise NotImplementedError
 
     def score_of(self, model: nn.Module) -> float:
-        """On data that the model was not trained on."""
+        """The score on data that the model was not trained on."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -58,19 +58,19 @@ class Task:
         return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
     def is_reached(self, score: float) -> bool:
-        """Whether a score is the target or better."""
+        """Whether a score reaches the target."""
         return score >= self.target if self.rises else score <= self.target
 
 
 class Digits(Task):
     """The demo's network and images."""
 
-    title = "8 x 8 digits, convolutional network"
-    score = "test images that are right (%)"
+    title = "Convolutional network on 8 x 8 digits"
+    score = "test accuracy (%)"
     target = 97.5
     rises = True
-    look_every = 5
-    most_steps = 250
+    evaluate_every = 5
+    max_steps = 250
 
     def __init__(self) -> None:
         self._data = load_data(torch.device("cpu"))
@@ -96,34 +96,34 @@ class Digits(Task):
 
 
 class Text(Task):
-    """A small GPT that predicts the next byte of the Python standard library's sources, every tenth file left out.
+    """A small GPT that predicts the next byte of the Python standard library's sources; every tenth file validates.
 
-    The frequencies of single bytes alone give 3.2 nats, those of pairs 2.56.
+    A unigram model of bytes has a loss of 3.2 nats, a bigram model 2.56.
     """
 
-    title = "bytes of the Python standard library, GPT"
+    title = "GPT on the bytes of Python's standard library"
     score = "validation loss (nats per byte)"
     target = 2.5
     rises = False
-    look_every = 10
-    most_steps = 600
+    evaluate_every = 10
+    max_steps = 600
     length, batch = 64, 4  # bytes of a sequence, sequences of a rank in a step
-    sequences = 32  # to look at
+    validation_sequences = 32
 
     def __init__(self) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
         if len(files) < 20:
             raise ValueError(
                 f"{Path(os.__file__).parent} has {len(files)} Python files; expected the standard library's sources. "
-                "Run this with a Python that has them, or take the task digits."
+                "Run this with a Python that has them, or choose the task digits."
             )
         texts = [file.read_bytes() for file in files]
-        self._train, looked_at = (
+        self._train, validation = (
             torch.tensor(list(b"".join(part)))
             for part in ([text for i, text in enumerate(texts) if i % 10], texts[::10])
         )
-        starts = torch.linspace(0, len(looked_at) - self.length - 1, self.sequences).long()
-        self._looked_at = self._cut(looked_at, starts)
+        starts = torch.linspace(0, len(validation) - self.length - 1, self.validation_sequences).long()
+        self._validation = self._cut(validation, starts)
 
     def make_model(self) -> nn.Module:  # noqa: D102
         return Gpt(layers=5, width=192, length=self.length)
@@ -139,7 +139,7 @@ class Text(Task):
             )
 
     def score_of(self, model: nn.Module) -> float:  # noqa: D102
-        return self.loss(model, self._looked_at).item()
+        return self.loss(model, self._validation).item()
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         """Sequences of bytes, and the byte that follows each."""
@@ -178,12 +178,12 @@ TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text}
 
 
 def parameters_of(task: Task) -> int:
-    """How many its model has."""
+    """The number of parameters of its model."""
     return sum(parameter.numel() for parameter in task.make_model().parameters())
 
 
-def look(task: Task, model: nn.Module) -> float:
-    """The score of rank 0's model, whose batch statistics differ, on every rank."""
+def evaluate(task: Task, model: nn.Module) -> float:
+    """The score of rank 0's model on every rank: batch statistics differ between ranks."""
     model.eval()
     score = torch.tensor(task.score_of(model) if dist.get_rank() == 0 else 0.0, dtype=torch.float64)
     dist.broadcast(score, 0)
@@ -192,7 +192,7 @@ def look(task: Task, model: nn.Module) -> float:
 
 
 def describe(task: Task) -> dict[str, Any]:
-    """What results say of a task."""
+    """Settings of a task for the provenance."""
     return {
         "task": task.title,
         "parameters": parameters_of(task),

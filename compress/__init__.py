@@ -1,22 +1,27 @@
-"""Compression algorithms and their memory: straight-line code that awaits its collectives; no streams, no futures."""
+"""Compression algorithms and their memory.
+
+An algorithm is a coroutine that awaits its collectives. It touches no stream and no future, so it reads like its paper
+and runs in one process too: see `powersgd_all_reduce`.
+"""
 
 from gradwire.compress.cast import cast_all_reduce, sparse_all_reduce
-from gradwire.compress.error_memory import ErrorMemory
 from gradwire.compress.gradients import Gradients
 from gradwire.compress.policy import LowRankPolicy
-from gradwire.compress.powersgd import Factors, LowRankBucket, alternating_all_reduce, powersgd_all_reduce
+from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
+from gradwire.compress.powersgd_bucket import LowRankBucket, flat_low_rank_bucket
+from gradwire.compress.powersgd_memory import PowerSGDMemory
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
 
 __all__ = [
     "BucketScale",
     "DelayedScaling",
-    "ErrorMemory",
-    "Factors",
     "Gradients",
     "LowRankBucket",
     "LowRankPolicy",
+    "PowerSGDMemory",
     "alternating_all_reduce",
     "cast_all_reduce",
+    "flat_low_rank_bucket",
     "powersgd_all_reduce",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",

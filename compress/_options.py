@@ -1,4 +1,4 @@
-"""Checks of options and counters: each raises a ValueError that has the name, the value and the expectation."""
+"""Validation of options and counters: a ValueError states the name, the value and the expectation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 def check_whole_number(
     name: str, value: object, expected: str, lowest: int | None = None, highest: int | None = None
 ) -> None:
-    """Raise if ``value`` is no int, which True and False are not, or not in lowest..highest."""
+    """Raise ValueError unless ``value`` is an int, not a bool, from ``lowest`` to ``highest``."""
     if (
         not isinstance(value, int)
         or isinstance(value, bool)
@@ -20,20 +20,20 @@ def check_whole_number(
 
 
 def check_number(name: str, value: object, expected: str, lowest: float = -math.inf) -> None:
-    """Raise if ``value`` is no int or float, inf, NaN, or below ``lowest``."""
+    """Raise ValueError unless ``value`` is a finite int or float of at least ``lowest``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not -math.inf < value < math.inf or value < lowest:  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise if ``value`` is neither True nor False."""
+    """Raise ValueError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; expected True or False.")
 
 
 def check_patterns(name: str, value: object, expected: str, lowest: int) -> None:
-    """Raise if ``value`` is no dictionary from strings to whole numbers of at least ``lowest``."""
+    """Raise ValueError unless ``value`` maps strings to whole numbers of at least ``lowest``."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {value!r}; expected a dictionary from name patterns to numbers.")
     for pattern, number in value.items():

@@ -1,8 +1,8 @@
-"""All-reduce of gradients in another dtype, or in their own.
+"""All-reduce in the gradients' own dtype or in 16 bit.
 
     w_k = cast(g_k / n),   w = sum over the n ranks of w_k,   g = cast(w)
 
-Dividing before the cast keeps 1e5 and 0 on two ranks from overflowing fp16: their mean, 5e4, is representable.
+Division comes before the cast: 1e5 and 0 on two ranks would overflow fp16, but their mean, 5e4, does not.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ async def cast_all_reduce(
     workspace: Workspace,
     divisor: int | None = None,
 ) -> None:
-    """Write the mean over all ranks of ``source`` into ``target``, summed on the wire in ``dtype``.
+    """Write the mean of ``source`` over all ranks into ``target``; the sum is taken in ``dtype``.
 
-    Each rank's contribution saturates at the largest finite value of ``dtype``; inf and NaN pass through. A sum of
-    contributions that leaves the range of ``dtype`` is inf, as in PyTorch's own fp16 hook.
+    Each rank's contribution saturates at the largest finite value of ``dtype``; inf and NaN pass through. A sum
+    beyond the range of ``dtype`` becomes inf, as in PyTorch's fp16 hook.
 
     Args:
-        source: the gradients. Unchanged, unless ``target`` is the same memory.
-        target: where the result goes; may be ``source``, or one flat tensor of the same elements.
-        dtype: the wire's: fp16, bf16, or the gradients' own for a plain all-reduce.
-        transport: sums over the ranks.
-        workspace: wire memory; not used where ``target`` is flat and has ``dtype`` already.
-        divisor: n, where it is not the number of ranks: some may have nothing to add.
+        source: the gradients. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, other tensors like it, or one flat tensor of as many elements.
+        dtype: wire dtype: fp16, bf16, or the gradients' own for a plain all-reduce.
+        transport: the all-reduce over the ranks.
+        workspace: provides the wire buffer, unless ``target`` is flat and of ``dtype``: then it is the wire buffer.
+        divisor: n, by default the world size; lower if some ranks contribute nothing.
     """
     flat = target.flat
     wire = flat if flat is not None and flat.dtype == dtype else workspace.wire(source.table.numel, dtype)
@@ -45,7 +45,7 @@ async def cast_all_reduce(
 
 
 async def sparse_all_reduce(gradient: torch.Tensor, transport: Transport, divisor: int) -> torch.Tensor:
-    """The sum over all ranks of a sparse gradient divided by ``divisor``; uses its memory."""
+    """Divide a sparse gradient by ``divisor``, in place, and return its sum over all ranks."""
     gradient.div_(divisor)
     await transport.all_reduce(gradient)
     return gradient

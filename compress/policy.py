@@ -1,8 +1,8 @@
-"""Policy: which parameters are compressed, as which matrices, to which rank, and from which step on."""
+"""`LowRankPolicy`: which parameters are compressed, as which matrices, to which rank, and from which step on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -14,7 +14,7 @@ from gradwire.compress._options import check_number, check_patterns, check_whole
 
 
 class MatrixShape(NamedTuple):
-    """How a parameter is compressed: as this many matrices of n rows and m columns, one after another in memory."""
+    """The matrices of a parameter, n x m each, one after another in memory, and the rank of their factors."""
 
     matrices: int
     rows: int
@@ -23,25 +23,25 @@ class MatrixShape(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Elements of a matrix for each element of its factors, of a rank above 0."""
+        """Compression rate n m / ((n + m) r), for a rank above 0."""
         return self.rows * self.columns / ((self.rows + self.columns) * self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankPolicy:
-    """What PowerSGD compresses.
+    """The choice of what PowerSGD compresses.
 
-    A parameter o x i x k ... is a matrix of o rows and i k ... columns, a complex one with a real pair for each
-    element; PowerSGD's result does not depend on the order of columns, so they are taken as they lie in memory.
+    A parameter o x i x k ... is a matrix of o rows and i k ... columns; a complex element is two real ones. PowerSGD's
+    result does not depend on the order of columns, so they stay in memory order and nothing is copied.
 
     Attributes:
-        rank: r of the factors, clamped to min(n, m). A higher one is more accurate and sends more.
-        start_iteration: first step that is compressed. A later one lets training settle first.
-        min_compression_rate: a matrix is compressed if (n + m) r times this is below n m. Never if it would not
-            shrink, whatever this is. A higher one leaves more parameters uncompressed. Finite.
-        ranks: other ranks by name pattern, as in `fnmatch`; the first that matches counts, and 0 exempts.
-        stacks: parameters that are several matrices along their first dimension, by name pattern, and how many: 3
-            for a fused query-key-value weight, the number of experts for experts x n x m.
+        rank: r, clamped to min(n, m). Start with 1 to 4 and double it until accuracy suffices; bytes grow with it.
+        start_iteration: the first compressed step. Choose one after the learning rate's warm-up.
+        min_compression_rate: a matrix is compressed if (n + m) r times this is below n m, and never if it would not
+            shrink. A higher rate exempts matrices that gain little. Finite.
+        ranks: other ranks by name pattern, as in `fnmatch`; the first match counts, and 0 exempts.
+        stacks: number of matrices along the first dimension, by name pattern: 3 for a fused query-key-value
+            weight, the number of experts for experts x n x m.
 
     Raises:
         ValueError: an attribute is of another type or out of range.
@@ -61,15 +61,15 @@ class LowRankPolicy:
         check_patterns("stacks", self.stacks, "a number of matrices, at least 1", 1)
 
     def has_started(self, iteration: int) -> bool:
-        """Whether the step ``iteration``, counted from 0, is compressed."""
+        """Whether step ``iteration``, counted from 0, is compressed."""
         return iteration >= self.start_iteration
 
     def matrix_shape(self, name: str, layout: Tensor) -> MatrixShape | None:
-        """How the parameter ``name`` is compressed, or None if it is sent as it is.
+        """The matrices that a parameter is compressed as; None if it is sent uncompressed.
 
         Args:
             name: of the parameter.
-            layout: a dense tensor with its shape, strides and dtype.
+            layout: a dense tensor with its shape, strides and dtype, such as its gradient.
 
         Raises:
             ValueError: a pattern asks for more matrices than its first dimension can be cut into.
@@ -77,6 +77,11 @@ class LowRankPolicy:
         shape = self.as_matrices(name, layout)
         sent = (shape.rows + shape.columns) * shape.rank * max(self.min_compression_rate, 1)
         return shape if 0 < sent < shape.rows * shape.columns else None
+
+    def matrix_shapes(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[MatrixShape | None]:
+        """`matrix_shape` of every parameter; without names, patterns match "0", "1", ..."""
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        return [self.matrix_shape(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first pattern that matches none of the names, as ``ranks['head.*']``; None if all match."""
@@ -88,7 +93,7 @@ class LowRankPolicy:
         return None
 
     def as_matrices(self, name: str, layout: Tensor) -> MatrixShape:
-        """The matrices that ``name`` is, whether or not compressing them pays; of rank 0 if ``ranks`` exempts it.
+        """The matrices of a parameter, even if compression does not pay; of rank 0 if ``ranks`` exempts it.
 
         Raises:
             ValueError: a pattern asks for more matrices than its first dimension can be cut into.
@@ -112,9 +117,9 @@ def _first_match(patterns: Mapping[str, int], name: str, default: int) -> int:
 
 
 def _memory_matrix(layout: Tensor) -> tuple[int, int]:
-    """Rows and columns of the row-major matrix that a dense tensor is in memory.
+    """Rows and columns of a dense tensor in memory order, as a row-major matrix.
 
-    The first dimension is one side of it if it lies outermost or innermost in memory; else the outermost is.
+    One side is the first dimension if it is outermost or innermost in memory; else it is the outermost dimension.
     """
     if layout.numel() == 0 or layout.dim() == 0:
         return layout.numel(), 1

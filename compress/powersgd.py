@@ -1,193 +1,28 @@
-"""PowerSGD: gradients as products of low-rank factors, with the rest remembered for the next step.
+"""PowerSGD: all-reduce of matrices as low-rank factors, with error feedback and a warm start.
 
-For each matrix M of n rows and m columns, with Q from the step before:
+For each matrix M of n x m, with Q (m x r) from the step before:
 
     M = G + E                                   error feedback
-    P = all-reduce(M Q),  P = orthogonalise(P)  one step of power iteration, from a warm start
+    P = all-reduce(M Q),  P = orthogonalise(P)  one step of power iteration; P: n x r
     Q = all-reduce(M' P)
     G = P Q',             E = M - G
 
-That sends r (n + m) elements in place of n m. What is not compressed travels with P. Source: Vogels, Karimireddy,
-Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algorithms 1, 2.
+It sends r (n + m) elements instead of n m. Gradients that are not compressed travel with P.
+
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019, algorithms 1 and 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradwire.comm.collectives import Transport
 from gradwire.comm.workspace import Workspace
-from gradwire.compress.policy import MatrixShape
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.lowrank import backproject, can_keep, project, reconstruct
-from gradwire.kernels.matrices import ALIGNMENT, Factor, Matrix, MatrixTable, Operands
-from gradwire.kernels.orthogonalization import orthogonalize
-from gradwire.kernels.segments import is_capturing, memory_order
-from gradwire.kernels.warm_start import draw, renew
-
-
-class Factors:
-    """The warm-start factors of every parameter, by name; equal on all ranks.
-
-    Attributes:
-        q: unit columns, matrices x r x m.
-        p: the same for the other side, matrices x r x n; used only by `alternating_all_reduce`.
-    """
-
-    def __init__(self) -> None:
-        self.q: dict[str, Tensor] = {}
-        self.p: dict[str, Tensor] = {}
-
-
-class LowRankBucket:
-    """The gradients of a bucket, sorted into matrices and the rest, with what is remembered of them.
-
-    It lives as long as the bucket has these parameters; errors and factors live on in their dictionaries.
-
-    Args:
-        names: of the bucket's parameters.
-        layouts: real dense tensors with the shapes, strides, dtype and device of their gradients.
-        shapes: how each is compressed, or None; not all None.
-        factor_dtype: of the factors on the wire; None for the gradients' own, or bf16 for fp16 gradients, because
-            factors have the range of gradients.
-        errors: the error memory of each compressed parameter, in the layout of its gradient and in ``table.compute``;
-            None without error feedback.
-        factors: the warm-start factors.
-        seed: of the random columns.
-        iteration: the step, for the random columns of factors that are not known.
-        alternating: whether `alternating_all_reduce` will be used, which remembers both sides.
-
-    Attributes:
-        table: the layout of the matrices.
-        q: warm-start factors, packed as ``table.q``; unit columns, equal on all ranks.
-        p: the same for the other side, if ``alternating``.
-        step: the step of the random columns, in device memory: int64, one element.
-        finite: scratch of one step: whether each matrix is finite on all ranks.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        layouts: Sequence[Tensor],
-        shapes: Sequence[MatrixShape | None],
-        factor_dtype: torch.dtype | None,
-        errors: Sequence[Tensor] | None,
-        factors: Factors,
-        seed: int,
-        iteration: int,
-        alternating: bool = False,
-    ) -> None:
-        dtype, device = layouts[0].dtype, layouts[0].device
-        self._raw = [i for i, shape in enumerate(shapes) if shape is None]
-        self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
-        self._raw_table = SegmentTable([layouts[i] for i in self._raw]) if self._raw else None
-        matrices = [
-            Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
-            for i, shape in self._compressed
-            for k in range(shape.matrices)
-        ]
-        self.table = MatrixTable(matrices, dtype, device)
-        self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
-        self._errors = self._cut(errors) if errors is not None else None
-        self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
-        self.step = torch.full((1,), iteration, dtype=torch.int64, device=device)
-        self.q = self._remembered(self.table.q, names, factors.q)
-        self.p = self._remembered(self.table.p, names, factors.p) if alternating else None
-
-    @property
-    def raw_numel(self) -> int:
-        """Real elements that are not compressed."""
-        return self._raw_table.numel if self._raw_table is not None else 0
-
-    def start_step(self, iteration: int) -> None:
-        """Set ``step``, unless a CUDA graph is being captured, which would set it to the same number at every replay.
-
-        There it stands where the step before has left it: one further.
-        """
-        if not is_capturing(self.step.device):
-            self.step.fill_(iteration)
-
-    def operands(self, source: Sequence[Tensor], target: Sequence[Tensor], keep: bool) -> Operands:
-        """The matrices of the bucket's gradients, where they lie."""
-        matrices = [self._cut([tensors[i] for i, _ in self._compressed]) for tensors in (source, target)]
-        keep = keep and self._errors is not None and can_keep(self.table)
-        return Operands(self.table, matrices[0], matrices[1], self._errors, keep)
-
-    def wires(self, workspace: Workspace, sent: Factor, *sizes: tuple[Factor, bool]) -> Wires:
-        """Memory of one step: the message of ``sent`` and what is not compressed, and more factors.
-
-        Args:
-            workspace: where it comes from.
-            sent: the factor that travels with the rest.
-            sizes: further factors, and whether each is for the wire.
-        """
-        dtype, compute = self.table.dtype, self.table.compute
-        others = [(factor.numel, self._factor_dtype if on_wire else compute) for factor, on_wire in sizes]
-        if self._factor_dtype == dtype:  # then one collective takes both
-            message, *buffers = workspace.wires((sent.numel + self.raw_numel, dtype), *others)
-            wires = Wires([message], message[: sent.numel], message[sent.numel :], buffers)
-        else:
-            factor, raw, *buffers = workspace.wires((sent.numel, self._factor_dtype), (self.raw_numel, dtype), *others)
-            wires = Wires([factor, raw] if self._raw else [factor], factor, raw, buffers)
-        for (factor_of, _), buffer in zip(((sent, True), *sizes), (wires.factor, *buffers), strict=True):
-            if factor_of.has_gaps:
-                buffer.zero_()
-        return wires
-
-    def pack(self, source: Sequence[Tensor], wire: Tensor, scale: float) -> None:
-        """Write what is not compressed, times ``scale``, into its wire."""
-        if self._raw_table is not None:
-            flatten([source[i] for i in self._raw], wire, table=self._raw_table, scale=scale)
-
-    def unpack(self, wire: Tensor, target: Sequence[Tensor]) -> None:
-        """Write the wire into the gradients that are not compressed."""
-        if self._raw_table is not None:
-            unflatten(wire, [target[i] for i in self._raw], table=self._raw_table)
-
-    def _cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The matrices that the compressed parameters consist of, in the order of memory."""
-        return [
-            matrix
-            for (_, shape), tensor in zip(self._compressed, tensors, strict=True)
-            for matrix in memory_order(tensor).view(shape.matrices, shape.rows, shape.columns)
-        ]
-
-    def _remembered(self, factor: Factor, names: Sequence[str], known: dict[str, Tensor]) -> Tensor:
-        """The packed factors of one side, random where ``known`` has none; its entries become views of them."""
-        buffer = torch.zeros(factor.numel, dtype=self.table.compute, device=self.table.device)
-        draw(factor, self.table.keys, self.step, buffer)
-        first = 0
-        for i, shape in self._compressed:
-            length = factor.lengths[first]
-            distance = -(-factor.sizes[first] // ALIGNMENT) * ALIGNMENT
-            size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
-            view = buffer.as_strided(size, stride, factor.offsets[first])
-            if names[i] in known and known[names[i]].shape == view.shape:
-                view.copy_(known[names[i]])
-            known[names[i]] = view
-            first += shape.matrices
-        return buffer
-
-
-class Wires(NamedTuple):
-    """Memory of one step of a bucket.
-
-    Attributes:
-        messages: what travels together.
-        factor: the part of it that holds the packed factors.
-        raw: the part of it that holds what is not compressed.
-        buffers: further packed factors.
-    """
-
-    messages: list[Tensor]
-    factor: Tensor
-    raw: Tensor
-    buffers: list[Tensor]
+from gradwire.compress.powersgd_bucket import LowRankBucket
+from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct, renew
 
 
 async def powersgd_all_reduce(
@@ -195,41 +30,57 @@ async def powersgd_all_reduce(
     source: Sequence[Tensor],
     target: Sequence[Tensor],
     iteration: int,
-    warm_start: bool,
     transport: Transport,
     workspace: Workspace,
+    *,
+    warm_start: bool = True,
 ) -> None:
-    """Write the mean over all ranks of ``source`` into ``target``: of matrices an approximation of rank r.
+    """Write the mean of ``source`` over all ranks into ``target``, with each matrix approximated to rank r.
 
-    A matrix that is not finite on some rank becomes NaN on all, and leaves its error and its factors as they were.
+    A matrix with an inf or NaN on any rank becomes NaN on all ranks; its error and factors stay as they were.
 
     Args:
-        bucket: errors and factors. Modified.
-        source: the gradients, real. Modified if ``target`` is the same memory.
-        target: where the result goes.
-        iteration: counts the steps, equal on all ranks.
-        warm_start: whether Q begins as the last step's; else it is drawn anew.
-        transport: sums over the ranks. Two waits.
-        workspace: wire memory.
+        bucket: layout and memory of the gradients. Its memory is modified.
+        source: the gradients, real. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, or other tensors like it.
+        iteration: number of the step, equal on all ranks.
+        transport: the two all-reduces over the ranks.
+        workspace: provides the wire buffers.
+        warm_start: whether to start from Q of the last step; else from a random one.
+
+    Example: without a process group, on a list of tensors. The same gradient is compressed in 20 steps; error feedback
+    sends in later steps what earlier ones left out, so the mean of the results is closer to it than any one of them::
+
+        >>> import torch
+        >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
+        >>> from gradwire.compress import LowRankBucket, LowRankPolicy, powersgd_all_reduce
+        >>> gradients = [torch.randn(256, 128), torch.randn(256)]
+        >>> bucket = LowRankBucket(gradients, LowRankPolicy(rank=8).matrix_shapes(gradients))
+        >>> transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
+        >>> results, applied = [torch.empty_like(g) for g in gradients], torch.zeros(256, 128)
+        >>> for step in range(20):
+        ...     algorithm = powersgd_all_reduce(bucket, gradients, results, step, transport, workspace)
+        ...     run_algorithm(algorithm, transport)
+        ...     applied += results[0] / 20
+        >>> transport.payload_bytes // 20, sum(g.nbytes for g in gradients)
+        (13312, 132096)
+        >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm())
+        True
     """
     table, mean = bucket.table, 1 / transport.world_size
-    gradients = bucket.operands(source, target, keep=True)
-    wires = bucket.wires(workspace, table.p, (table.p, False), (table.q, True))
-    p, q = wires.buffers
-    bucket.start_step(iteration)
+    step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.p, basis=table.p, answer=table.q)
+    m, p, q = step.matrices, step.basis, step.answer
     if not warm_start:
-        draw(table.q, table.keys, bucket.step, bucket.q)
+        draw(table.q, table.keys, bucket.counter, bucket.q)
 
-    bucket.pack(source, wires.raw, mean)
-    project(gradients, bucket.q, wires.factor, scale=mean)
-    await transport.all_reduce(*wires.messages)
-    orthogonalize(wires.factor, table.p, p, bucket.finite)
-    backproject(gradients, p, q, scale=mean)
+    project(m, bucket.q, step.sent, scale=mean)
+    await transport.all_reduce(*step.messages)
+    orthogonalize(step.sent, table.p, p, bucket.finite)
+    backproject(m, p, q, scale=mean)
     await transport.all_reduce(q)
-    bucket.step.add_(1)
-    renew(q, table.q, table.keys, bucket.step, bucket.q, bucket.finite)
-    reconstruct(gradients, p, q, bucket.finite)
-    bucket.unpack(wires.raw, target)
+    renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
+    reconstruct(m, p, q, bucket.finite)
+    bucket.unpack_uncompressed(step, target)
 
 
 async def alternating_all_reduce(
@@ -240,31 +91,39 @@ async def alternating_all_reduce(
     transport: Transport,
     workspace: Workspace,
 ) -> None:
-    """`powersgd_all_reduce` with one side a step, and so one wait on the wire and about half the bytes.
+    """`powersgd_all_reduce` of one side per step: one all-reduce and about half the bytes.
 
         even steps:  Q = orthogonalise(Q of the last step),  P = all-reduce(M Q),   G = P Q',  E = M - G
         odd steps:   P = orthogonalise(P of the last step),  Q = all-reduce(M' P),  G = P Q',  E = M - G
 
-    The fixed side is a step old, so each result is a little worse. Source: Zhang, Zhang, Shi, Chu, Li, "Evaluation and
-    Optimization of Gradient Compression for Distributed Deep Learning" (ACP-SGD), ICDCS 2023, algorithm 2.
+    The other side is one step old, so each approximation is slightly worse.
+
+    Source: Zhang, Zhang, Shi, Chu, Li, "Evaluation and Optimization of Gradient Compression for Distributed Deep
+    Learning" (ACP-SGD), ICDCS 2023, algorithm 2.
+
+    Args:
+        bucket: layout and memory of the gradients, made with ``alternating=True``. Its memory is modified.
+        source: the gradients, real. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, or other tensors like it.
+        iteration: number of the step, equal on all ranks. Even steps send P, odd ones Q.
+        transport: the all-reduce over the ranks.
+        workspace: provides the wire buffers.
     """
     table, mean = bucket.table, 1 / transport.world_size
-    gradients = bucket.operands(source, target, keep=False)
-    assert bucket.p is not None
-    on_p = iteration % 2 == 0
-    (fixed, remembered), (sent, following) = (
-        ((table.q, bucket.q), (table.p, bucket.p)) if on_p else ((table.p, bucket.p), (table.q, bucket.q))
-    )
-    wires = bucket.wires(workspace, sent, (fixed, False))
-    (basis,) = wires.buffers
-    bucket.start_step(iteration)
-
-    bucket.pack(source, wires.raw, mean)
-    orthogonalize(remembered, fixed, basis, bucket.finite)
-    (project if on_p else backproject)(gradients, basis, wires.factor, scale=mean)
-    await transport.all_reduce(*wires.messages)
-    bucket.step.add_(1)
-    renew(wires.factor, sent, table.keys, bucket.step, following, bucket.finite)
-    p, q = (wires.factor, basis) if on_p else (basis, wires.factor)
-    reconstruct(gradients, p, q, bucket.finite)
-    bucket.unpack(wires.raw, target)
+    assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
+    if iteration % 2 == 0:
+        step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.p, basis=table.q)
+        m, p, q = step.matrices, step.sent, step.basis
+        orthogonalize(bucket.q, table.q, q, bucket.finite)
+        project(m, q, p, scale=mean)
+        await transport.all_reduce(*step.messages)
+        renew(p, table.p, table.keys, bucket.counter.add_(1), bucket.p, bucket.finite)
+    else:
+        step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.q, basis=table.p)
+        m, p, q = step.matrices, step.basis, step.sent
+        orthogonalize(bucket.p, table.p, p, bucket.finite)
+        backproject(m, p, q, scale=mean)
+        await transport.all_reduce(*step.messages)
+        renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
+    reconstruct(m, p, q, bucket.finite)
+    bucket.unpack_uncompressed(step, target)

@@ -1,13 +1,15 @@
 """All-reduce in 16 bit with delayed scaling: each bucket is multiplied by a power of two chosen one step earlier.
 
     w_k = cast(clamp(g_k s / n, -limit, limit)),   w = sum over the n ranks of w_k,   g = w / s
-    s'  = the power of two that places max |g| a margin below the limit             (kernels/scale.py)
+    s'  = the power of two that places max |g| a margin below the limit             (kernels/delayed_scaling.py)
 
-The reduced gradient has the same bits on every rank, so all ranks choose the same scale without one more message. Only
-a bucket's first step needs one, of 12 bytes: the ranks agree on what they remember, and on the largest |g| now.
-limit is the wire type's largest value / 2^(ceil(log2 n) + 1): the sum of n contributions cannot overflow, whatever the
-order and rounding of the partial sums, so a non-finite result means a non-finite gradient. The idea is the delayed
-scaling of NVIDIA Transformer Engine's fp8 recipe, applied to a sum over ranks.
+The reduced gradient is bitwise equal on all ranks, so all choose the same scale without a message. Only the first step
+of a bucket sends one, of 12 bytes: the ranks agree on their remembered exponents and on the largest |g|.
+
+limit is the largest value of the wire dtype / 2^(ceil(log2 n) + 1). The sum of n contributions cannot overflow in any
+order and with any rounding of partial sums, so a non-finite result means a non-finite gradient.
+
+Delayed scaling is from the fp8 recipe of NVIDIA's Transformer Engine; here it applies to a sum over ranks.
 """
 
 from __future__ import annotations
@@ -22,21 +24,25 @@ from gradwire.comm.collectives import Transport
 from gradwire.comm.workspace import Workspace
 from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
-from gradwire.kernels import flatten, unflatten
-from gradwire.kernels.scale import MAX_EXPONENT, update_scale
+from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling:
-    """How a bucket's scale follows its gradient. All in binades: powers of two.
+    """How the scale of a bucket follows its gradients. Distances are in binades, that is, powers of two.
 
     Attributes:
-        dtype: of the wire, torch.float16 or torch.bfloat16.
-        margin: headroom between the largest reduced magnitude and half the saturation limit. A larger one tolerates
-            larger jumps between steps and between ranks; a smaller one keeps more bits of small values.
-        growth: how far the scale may rise in one step. A larger one follows a shrinking gradient faster.
-        backoff: how far it falls beyond its target after a step in which a rank may have saturated. A larger one
+        dtype: wire dtype, torch.float16 or torch.bfloat16.
+        margin: headroom between the largest reduced magnitude and half the saturation limit, 1 to 12. With the
+            default, 4, a gradient may grow 16-fold from one step to the next before it saturates. Raise the margin if
+            elements saturate in many steps, as they also do where large gradients of ranks cancel; lower it to keep
+            more of the smallest values, one binade each.
+        growth: how far the scale may rise per step. Raise it if gradients shrink by more than half from step to step.
+        backoff: how far the scale falls below its target after a step in which a rank may have saturated. A larger one
             ends a series of saturations sooner.
+
+    Raises:
+        ValueError: an attribute is of another type or out of range.
     """
 
     dtype: torch.dtype = torch.float16
@@ -52,7 +58,7 @@ class DelayedScaling:
             check_whole_number(name, getattr(self, name), expected, lowest, highest)
 
     def limit(self, world_size: int) -> float:
-        """The magnitude at which one rank's contribution saturates on the wire, so that no sum overflows."""
+        """The magnitude at which one rank's contribution saturates, so that no sum overflows."""
         return math.ldexp(torch.finfo(self.dtype).max, -(world_size - 1).bit_length() - 1)
 
 
@@ -60,10 +66,10 @@ class BucketScale:
     """The scale of one bucket, on its device.
 
     Attributes:
-        exponent: int32[2]: the scale's exponent, and 1 once it was derived from a gradient.
-        scales: fp32[2]: 2^exponent / world for sending, 2^-exponent for receiving.
-        absmax: fp32[1]: scratch of one step.
-        is_agreed: whether the ranks have agreed on it.
+        exponent: int32 [2]: the exponent of the scale, and 1 once it was derived from a gradient.
+        scales: fp32 [2]: 2^exponent / world size to send, 2^-exponent to receive.
+        absmax: fp32 [1]: the largest magnitude of the step at hand.
+        is_agreed: whether all ranks have this scale.
     """
 
     def __init__(self, exponent: Tensor) -> None:
@@ -83,18 +89,18 @@ async def scaled_cast_all_reduce(
     transport: Transport,
     workspace: Workspace,
 ) -> None:
-    """Write the mean over all ranks of ``source`` into ``target`` and choose the bucket's next scale.
+    """Write the mean of ``source`` over all ranks into ``target``, and choose the next scale of the bucket.
 
     Args:
-        source: the gradients. Unchanged, unless ``target`` is the same memory.
-        target: where the result goes; may be ``source``, or one flat tensor of the same elements.
-        scaling: the options.
-        scale: the bucket's scale. Modified.
-        counters: int64[4]: elements that were not finite and that saturated on this rank, steps with a non-finite
-            result, and scratch. Modified.
+        source: the gradients. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, other tensors like it, or one flat tensor of as many elements.
+        scaling: options.
+        scale: of the bucket. Modified.
+        counters: int64 [4]: non-finite elements of this rank, saturated elements of this rank, steps with a non-finite
+            result, and a flag of the step at hand. Modified.
         is_last: whether this is the last bucket of the step.
-        transport: sums over the ranks.
-        workspace: wire memory.
+        transport: the all-reduce over the ranks.
+        workspace: provides the wire buffer.
     """
     if not scale.is_agreed:
         await _agree(source, scale, transport)
@@ -108,10 +114,10 @@ async def scaled_cast_all_reduce(
 
 
 async def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
-    """Give all ranks one exponent and the largest |g| of all.
+    """Give all ranks the same exponent, and the largest |g| of all.
 
-    The exponent is the smallest that any of them derived from a gradient, and if none did, the smallest of all: without
-    a gradient exponents rise by themselves, and not on a rank that has lost its state.
+    The exponent is the smallest that a rank has derived from a gradient; if none has, the smallest of all. Exponents
+    rise by themselves in steps without a gradient, but not on a rank that has lost its state.
     """
     tensors = source.table.real(source.tensors)
     norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
@@ -128,6 +134,7 @@ async def _agree(source: Gradients, scale: BucketScale, transport: Transport) ->
 
 
 def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool, transport: Transport) -> None:
+    """Choose the next scale from ``scale.absmax``."""
     limit = scaling.limit(transport.world_size)
     update_scale(
         scale.exponent,

@@ -1,6 +1,6 @@
-"""Communication hooks in PyTorch's shape: the same modules, names and signatures as PyTorch's own.
+"""DDP communication hooks: modules, names and signatures as in ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Each is a plain function for ``model.register_comm_hook(state, hook)``, on PyTorch's DDP and on gradwire's.
+Each hook is a function for ``model.register_comm_hook(state, hook)``, on PyTorch's DDP and on gradwire's.
 """
 
 from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks

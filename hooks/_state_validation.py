@@ -1,6 +1,6 @@
-"""Validation of loaded hook states: every entry is checked before any is replaced.
+"""Validation of checkpoints of hook states: every entry is checked before the state is modified.
 
-Each function raises a ValueError that has the entry, what it is, and what was expected of it.
+Each function raises a ValueError that names the entry, its value and the expectation.
 """
 
 import reprlib
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from gradwire.compress._options import check_whole_number
 from gradwire.compress.policy import MatrixShape
-from gradwire.kernels.scale import MAX_EXPONENT
+from gradwire.kernels import MAX_EXPONENT
 
-MAX_COUNT = 2**62  # half of int64's range: a counter that is loaded has room to count on
-MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, but for rounding
+MAX_COUNT = 2**62  # half of int64's range: a loaded counter can still count up
+MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
 ARITHMETIC_DTYPES = (torch.float32, torch.float64)
 
 
 class Expected(NamedTuple):
-    """What the state of one parameter has to fit.
+    """The shapes that the memory of one parameter must fit.
 
     Attributes:
         error: shape of its gradient, complex numbers as real pairs.
-        matrices: how it is compressed, or None.
+        matrices: its matrices; None if it is not compressed.
     """
 
     error: torch.Size
@@ -32,11 +32,11 @@ class Expected(NamedTuple):
 
 
 def check_powersgd_state(state: object, parameters: Mapping[str, Expected]) -> None:
-    """Raise unless ``state`` is what `PowerSGDState.state_dict` returns for a model with these parameters.
+    """Raise ValueError unless ``state`` is a `PowerSGDState.state_dict` of a model with these parameters.
 
     Args:
-        state: what was passed to ``load_state_dict``.
-        parameters: those that are known, by name; the shapes of others are checked against each other.
+        state: the argument of ``load_state_dict``.
+        parameters: the known ones, by name. Entries of unknown parameters must fit each other.
     """
     state = _entries(state, "PowerSGDState", ("iter", "errors", "q", "p", "numel"))
     _check_count("iter", state["iter"])
@@ -63,9 +63,9 @@ def check_powersgd_state(state: object, parameters: Mapping[str, Expected]) -> N
 def check_powersgd_shapes(
     errors: Mapping[str, Tensor], q: Mapping[str, Tensor], p: Mapping[str, Tensor], parameters: Mapping[str, Expected]
 ) -> None:
-    """Raise unless errors and factors fit the parameters, and each other where a parameter is not known.
+    """Raise ValueError unless errors and factors fit the known parameters, and each other for unknown ones.
 
-    The rank of factors may be another one: they begin anew then, as when the rank changes in training.
+    Factors may have another rank r: they start anew then, as when r changes in training.
     """
     for name, error in errors.items():
         expected = parameters.get(name)
@@ -87,7 +87,7 @@ def check_powersgd_shapes(
 
 
 def check_scaled_cast_state(state: object) -> None:
-    """Raise unless ``state`` is what `ScaledCastState.state_dict` returns."""
+    """Raise ValueError unless ``state`` is a `ScaledCastState.state_dict`."""
     state = _entries(state, "ScaledCastState", ("names", "exponents", "counters"))
     names, exponents, counters = state["names"], state["exponents"], state["counters"]
     if not isinstance(names, list):
@@ -126,7 +126,7 @@ def _check_count(entry: str, value: object) -> None:
 def _check_tensor(
     entry: str, value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...] | None = None
 ) -> None:
-    """Raise unless ``value`` is a plain dense tensor, with memory, of one of the dtypes and of that shape."""
+    """Raise unless ``value`` is a plain dense tensor, not meta, of one of the dtypes and of ``shape``."""
     expected = f"a dense tensor of {' or '.join(map(str, dtypes))}"
     if shape is not None:
         expected += f" and shape {shape}"
@@ -143,14 +143,14 @@ def _check_tensor(
 
 
 def _check_elements(entry: str, tensor: Tensor, is_good: Tensor, expected: str) -> None:
-    """Raise if an element of ``is_good`` is False, and show that of ``tensor``."""
+    """Raise if an element of ``is_good`` is False; the message shows that element of ``tensor``."""
     if not bool(is_good.all()):
         place = (~is_good).nonzero()[0].tolist()
         raise _wrong(f"{entry}{place}" if place else entry, tensor[tuple(place)].item(), expected)
 
 
 def _check_factor(entry: str, factor: Tensor) -> None:
-    """Raise unless ``factor`` is matrices x rank x length, with columns of unit length."""
+    """Raise unless ``factor`` has the shape matrices x rank x length, with columns of unit length."""
     if factor.dim() != 3 or factor.shape[0] < 1 or not 1 <= factor.shape[1] <= factor.shape[2]:
         raise _wrong(entry, factor, "matrices x rank x length, with a rank from 1 to that length")
     _check_elements(entry, factor, factor.abs() <= MAX_FACTOR, "-1 to 1: a column has length 1")
@@ -170,7 +170,7 @@ def _check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], 
 
 
 def _check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
-    """Raise unless factors are those of matrices of ``numel`` elements altogether, of any rows and columns."""
+    """Raise unless the factors fit matrices with ``numel`` elements in total, of any numbers of rows and columns."""
     remedy = "Load the state of this model, or leave these factors out: they begin anew then."
     for side, factors in (("q", q), ("p", p)):
         if name in factors:

@@ -1,23 +1,23 @@
-"""Hooks for measuring: the names of ``torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks``."""
+"""Hooks for measurements: the names of ``torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks``."""
 
 from typing import Any
 
 import torch
 
-from gradwire.hooks.arguments import ddp_hook, needs_nothing
-from gradwire.hooks.reduce import bucket_work, in_place, is_sparse
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._arguments import ddp_hook, needs_nothing
+from gradwire.hooks._reduce_bucket import bucket_work, is_sparse, zero_copy
+from gradwire.hooks._types import GradBucket
 from gradwire.kernels import flatten
 
 __all__ = ["noop_hook"]
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_nothing)
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Communicate nothing and leave each rank its own gradients: what remains of a step is the headroom of any hook.
+    """Communicate nothing: each rank keeps its own gradients.
 
-    Ranks drift apart; use it to measure, not to train.
+    The step time with this hook is a lower bound for every hook. Ranks drift apart, so do not train with it.
 
     Example::
         >>> model.register_comm_hook(None, noop_hook)
@@ -26,7 +26,7 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         result = bucket.buffer()
     else:
         source, target, result = bucket_work(bucket, {})
-        if source.table is not target.table:  # gradients on their way to becoming views of the result
+        if source.table is not target.table:  # gradients that become views of the result
             flatten(source.tensors, result, table=source.table)
     is_cuda = result.device.type == "cuda"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device] if is_cuda else None)

@@ -1,7 +1,7 @@
 """Plain and 16-bit all-reduce: the names of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
 
-Every hook averages over the ranks. Where PyTorch's fp16 hook casts and then divides, these divide and then cast, in
-one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
+Every hook averages over the ranks. PyTorch's fp16 hook casts, then divides. These hooks divide, then cast, in one pass:
+gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
 import torch
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks.arguments import ddp_hook, needs_nothing, needs_process_group
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.reduce import Tables, bucket_work, in_place, is_sparse, reduce_bucket
-from gradwire.hooks.types import CommHook, GradBucket
+from gradwire.hooks._arguments import ddp_hook, needs_nothing, needs_process_group
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._reduce_bucket import Tables, bucket_work, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
 
 __all__ = [
@@ -35,7 +35,7 @@ def _cast_hook(
     return reduce_bucket(process_group, bucket, algorithm, settings=settings)
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_process_group)
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in their own dtype.
@@ -50,15 +50,15 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
     return _cast_hook(process_group, bucket, None, _SETTINGS["allreduce_hook"])
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_process_group)
 def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
-    Each rank sends ``fp16(g / world_size)``, saturated at +-65504; inf and NaN pass through, so
-    that a gradient scaler sees them. A sum beyond 65504 is inf. Magnitudes below 6e-8 times the
-    world size become 0: where gradients may be that small, use
-    `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`, or bf16.
+    Each rank sends ``fp16(g / world_size)``, saturated at +-65504. inf and NaN pass through, so
+    that a gradient scaler sees them. A sum beyond 65504 becomes inf. Magnitudes below 6e-8 times
+    the world size become 0: if gradients may be that small, use bf16 or
+    `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -70,15 +70,15 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     return _cast_hook(process_group, bucket, torch.float16, _SETTINGS["fp16_compress_hook"])
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_process_group)
 def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
 
-    The factor 1 / world_size is applied in fp32 before the cast; NCCL's own average rounds it to
-    bf16 first, which is 0.2 % off at 3 ranks. Runs on every backend that sums bf16, gloo too.
-    PyTorch's DDP refuses a hook of this name on a build of PyTorch without NCCL (or XCCL), as its
-    CPU builds are; gradwire's never does.
+    Gradients are divided by the world size in fp32, before the cast. NCCL's own average rounds
+    1 / world_size to bf16 first, which is 0.2 % off at 3 ranks. The hook runs on every backend that
+    sums bf16, gloo included. PyTorch's DDP rejects a hook of this name if PyTorch was built without
+    NCCL or XCCL, as CPU builds are; gradwire's DDP accepts it.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -91,11 +91,11 @@ def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
 
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
-    # Kept from step to step by bucket index: a stream may still read one when the hook has returned.
+    # By bucket index, kept from step to step: a stream may still read one after the hook has returned.
     wires: dict[int, torch.Tensor] = {}
     tables: Tables = {}
 
-    @in_place
+    @zero_copy
     @ddp_hook(needs_nothing)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         if is_sparse(bucket):
@@ -120,12 +120,12 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Let ``hook`` work on an fp16 copy of the gradients, and cast its result back to their own dtype.
+    """Wrap ``hook`` to get an fp16 copy of the gradients; its result is cast back to their dtype.
 
     Finite values saturate at +-65504; inf and NaN pass through.
 
     Args:
-        hook: any communication hook, of gradwire, PyTorch, or your own.
+        hook: any communication hook: gradwire's, PyTorch's or your own.
 
     Example::
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
@@ -137,10 +137,10 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Let ``hook`` work on a bf16 copy of the gradients, and cast its result back to their own dtype.
+    """Wrap ``hook`` to get a bf16 copy of the gradients; its result is cast back to their dtype.
 
     Args:
-        hook: any communication hook, of gradwire, PyTorch, or your own.
+        hook: any communication hook: gradwire's, PyTorch's or your own.
 
     Example::
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)

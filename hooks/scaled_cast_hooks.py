@@ -1,4 +1,4 @@
-"""A 16-bit all-reduce that chooses its own scale: fp16's precision without its narrow range."""
+"""16-bit all-reduce with delayed scaling: the precision of fp16 without its narrow range."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,25 +8,32 @@ import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
+from gradwire.hooks._arguments import ddp_hook, needs_state
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import check_scaled_cast_state
-from gradwire.hooks.arguments import ddp_hook, needs_state
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.hooks.reduce import in_place, reduce_bucket
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._types import GradBucket
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
 class ScaledCastState(NamedState):
-    """State of `scaled_cast_hook`: a scale for each bucket, remembered by parameter name.
+    """Options and scales of `scaled_cast_hook`. Scales belong to buckets and are kept by parameter name.
+
+    The defaults suit most models. Watch `saturated_elements` to tune ``margin``.
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        dtype: of the wire: torch.float16, or torch.bfloat16, whose range is fp32's and rarely needs a scale.
-        margin: binades between the largest reduced gradient and half the saturation limit. A larger one tolerates
-            larger jumps between steps; a smaller one keeps more bits of small gradients.
-        growth: binades by which a scale may rise in one step.
-        backoff: binades by which a scale falls beyond its target after a step in which a rank may have saturated.
+        dtype: wire dtype: torch.float16, or torch.bfloat16, which has the range of fp32 and rarely
+            needs a scale.
+        margin: headroom for a gradient to grow from one step to the next, in binades (powers of
+            two), 1 to 12. With the default, 4, it may grow 16-fold before elements saturate. Raise
+            it if `saturated_elements` keeps rising, lower it to keep smaller values: fp16 loses
+            those below about 2^-32 of the largest with the default and 2 ranks.
+        growth: binades by which a scale may rise per step. Raise it if gradients shrink by more
+            than half from step to step.
+        backoff: binades by which a scale falls below its target after a step in which a rank may
+            have saturated. Raise it if saturation lasts for several steps.
 
     Raises:
         ValueError: an option is of another type or out of range.
@@ -55,29 +62,33 @@ class ScaledCastState(NamedState):
 
     @property
     def nonfinite_elements(self) -> int:
-        """Gradient elements of this rank that were inf or NaN. Reading it waits for the device."""
+        """Number of inf or NaN gradient elements on this rank. Reading it waits for the device."""
         return int(self._counters[0])
 
     @property
     def saturated_elements(self) -> int:
-        """Finite gradient elements of this rank that were clipped to fit the wire. Reading it waits for the device."""
+        """Number of finite gradient elements that saturated on this rank. Reading it waits for the device."""
         return int(self._counters[1])
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose reduced gradient was not finite, and which left the scales alone. Reading it waits."""
+        """Number of steps with a non-finite reduced gradient. Reading it waits for the device."""
         return int(self._counters[2])
 
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.scaling).items())
+        return f"{type(self).__name__}({options})"
+
     def settings(self) -> dict[str, object]:
-        """What all ranks must share. The scales are not in it: the ranks agree on them."""
+        """The options, which must be equal on all ranks. Scales need not be: the ranks agree on them."""
         return {"hook": "scaled_cast_hook", **vars(self.scaling)}
 
     def exponents(self) -> dict[str, int]:
-        """The exponent of each parameter's current scale, 2^exponent. Reading it waits for the device."""
+        """The exponent of the current scale, 2^exponent, by parameter name. Waits for the device."""
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
 
     def bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
-        """The scale of the bucket of these parameters; a new bucket starts from the smallest scale of its members."""
+        """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""
         if names not in self._buckets:
             known = {id(exponent): exponent for name in names if (exponent := self._exponents.get(name)) is not None}
             if known:
@@ -94,15 +105,15 @@ class ScaledCastState(NamedState):
         self._buckets = {key: scale for key, scale in self._buckets.items() if members.isdisjoint(key)}
 
     def counters(self, device: torch.device) -> torch.Tensor:
-        """The int64[4] counters on ``device``."""
+        """The counters, int64 [4], on ``device``."""
         if self._counters.device != device:
             self._counters = self._counters.to(device)
         return self._counters
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales and counters as plain tensors, which ``torch.load(weights_only=True)`` takes.
+        """Scales and counters as plain tensors, for ``torch.load(weights_only=True)``.
 
-        The scales are equal on all ranks and fit any number of them; the counts of elements are this rank's.
+        Scales are equal on all ranks and fit any world size; element counts are this rank's.
 
         Raises:
             RuntimeError: the parameters' names are not known.
@@ -120,11 +131,11 @@ class ScaledCastState(NamedState):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, whatever the buckets and the number of ranks are now.
+        """Continue from a `state_dict`, with any buckets and any world size.
 
         Raises:
-            ValueError: an entry is missing, of another type, dtype or shape, or out of range. The message names it;
-                nothing is changed then.
+            ValueError: an entry is missing, of another type, dtype or shape, or out of range. The message names it,
+                and the state is not modified.
         """
         check_scaled_cast_state(state_dict)
         exponents, counters = state_dict["exponents"].clone(), state_dict["counters"].clone()
@@ -134,17 +145,17 @@ class ScaledCastState(NamedState):
         self.expect_handshake()
 
     def replicated_state(self) -> dict[str, Any]:
-        """Scales, and the number of skipped steps; see `NamedState.replicated_state`."""
+        """Scales and the number of skipped steps; see `NamedState.replicated_state`."""
         return self.state_dict()
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Take scales and the number of skipped steps from another rank, and keep this rank's counts of elements."""
+        """Take scales and the number of skipped steps from another rank; keep this rank's element counts."""
         counters = replicated["counters"].clone()
         counters[:2] = self._counters[:2]
         self.load_state_dict({**replicated, "counters": counters})
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling: options and `state_dict`. The process group stays behind, as in PyTorch's hook states."""
+        """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""
         return {"scaling": self.scaling, "state": self._entries()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,17 +164,17 @@ class ScaledCastState(NamedState):
         self.load_state_dict(state["state"])
 
 
-@in_place
+@zero_copy
 @ddp_hook(needs_state(ScaledCastState))
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 16 bit, scaled by a power of two that each step chooses for the next.
+    """All-reduce the mean of the gradients in 16 bit, scaled by a power of two chosen one step earlier.
 
-    The scale follows from the largest reduced magnitude, which has the same bits on all ranks: no further message
-    after a bucket's first step, and no synchronisation with the host. A finite element that does not fit saturates and
-    is counted in the state; inf and NaN pass through, leave the scale alone, and are counted as a skipped step.
+    The scale follows the largest reduced magnitude, which is bitwise equal on all ranks: after the first step of a
+    bucket it takes no message, and no synchronisation with the host. Finite elements that do not fit saturate and are
+    counted in the state. inf and NaN pass through, do not change the scale, and count as a skipped step.
 
     Args:
-        state: scales, options and counters. Modified.
+        state: options, scales and counters. Modified.
         bucket: the gradients. Overwritten with their mean.
     """
     names = state._names.of(bucket)

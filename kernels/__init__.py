@@ -1,7 +1,83 @@
-"""Kernels: the fused device work, each beside its plain-PyTorch reference. Nothing here communicates."""
+"""Kernels: the fused device work of gradient compression. Nothing here communicates.
 
-from gradwire.kernels.flattening import flatten
-from gradwire.kernels.segments import SegmentTable
-from gradwire.kernels.unflattening import unflatten
+Each family has a reference in plain PyTorch, Triton kernels, and CPU paths where these are faster than the reference:
 
-__all__ = ["SegmentTable", "flatten", "unflatten"]
+    flattening           gradients <-> one flat wire buffer, with scale, saturation and cast
+    delayed_scaling      the scale of a 16-bit wire, from the previous step's largest magnitude
+    lowrank              PowerSGD's three passes over the matrices of a bucket
+    orthogonalization    an orthonormal basis of every low-rank factor
+    column_norms         the factors of the next step, with unit columns
+
+`segment_table` and `matrix_table` describe a bucket to the kernels; `dispatch` chooses the implementation.
+"""
+
+from gradwire.kernels.column_norms import draw, renew, renew_bytes, renew_reference
+from gradwire.kernels.counter_random import random_key, uniform
+from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
+from gradwire.kernels.dtypes import WIRE_DTYPES, compute_dtype
+from gradwire.kernels.flattening import (
+    flatten,
+    flatten_bytes,
+    flatten_reference,
+    unflatten,
+    unflatten_bytes,
+    unflatten_reference,
+)
+from gradwire.kernels.lowrank import (
+    backproject,
+    backproject_reference,
+    can_keep,
+    lowrank_bytes,
+    project,
+    project_reference,
+    reconstruct,
+    reconstruct_reference,
+)
+from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout, Matrix, MatrixTable, Operands
+from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes, orthogonalize_reference
+from gradwire.kernels.segment_table import Fitting, SegmentTable, as_real, gradient_layout, memory_order
+from gradwire.kernels.uploads import is_capturing, upload
+
+__all__ = [
+    "ALIGN_NUMEL",
+    "MAX_EXPONENT",
+    "MAX_RANK",
+    "WIRE_DTYPES",
+    "FactorLayout",
+    "Fitting",
+    "Matrix",
+    "MatrixTable",
+    "Operands",
+    "SegmentTable",
+    "as_real",
+    "backproject",
+    "backproject_reference",
+    "can_keep",
+    "compute_dtype",
+    "draw",
+    "flatten",
+    "flatten_bytes",
+    "flatten_reference",
+    "gradient_layout",
+    "is_capturing",
+    "lowrank_bytes",
+    "memory_order",
+    "orthogonalize",
+    "orthogonalize_bytes",
+    "orthogonalize_reference",
+    "project",
+    "project_reference",
+    "random_key",
+    "reconstruct",
+    "reconstruct_reference",
+    "renew",
+    "renew_bytes",
+    "renew_reference",
+    "unflatten",
+    "unflatten_bytes",
+    "unflatten_reference",
+    "uniform",
+    "update_scale",
+    "update_scale_reference",
+    "upload",
+]

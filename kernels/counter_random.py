@@ -1,11 +1,11 @@
-"""Counter-based random numbers: the same bits from the same counters, on every rank, device and run.
+"""Counter-based random numbers: the same counters give the same bits on every rank and device, in every run.
 
     u(key, step, index) = (2 k + 1) / 2^24 - 1, where k is the top 24 bits of mix(mix(key + step g) + (index + 1) g)
 
-uniform in (-1, 1) and never 0, so that a vector of them can be divided by its norm.
+u is uniform in (-1, 1) and never 0, so that a vector of such numbers can be divided by its norm. mix is the finaliser
+of SplitMix64, g its increment.
 
-mix is the finaliser of SplitMix64 and g its increment (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014).
+Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def random_key(seed: int, name: str) -> int:
-    """A signed 64-bit key that depends on the seed and on the name, and on nothing else."""
+    """A signed 64-bit key that depends on the seed and the name alone."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical
+    """The logical shift; that of torch copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
-    """The numbers of the stream (key, step) at the indices ``index``, in fp32 and in its shape.
+    """The numbers of the stream (key, step) at the indices ``index``: fp32, in the shape of ``index``.
 
     Args:
         key: a signed 64-bit number.
@@ -59,8 +60,12 @@ def _mix_triton(x):
 
 
 @jit
-def uniform_triton(key, step, index):
-    """`uniform` at the indices ``index``; all three int64."""
+def uniform_triton(
+    key,
+    step,
+    index,  # [BLOCK]
+):
+    """`uniform` in Triton. All three are int64."""
     gamma: tl.constexpr = 0x9E3779B97F4A7C15
     stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
     bits = _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma)

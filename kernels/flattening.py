@@ -1,11 +1,17 @@
-"""Flatten: gather the gradients of a bucket into one wire buffer, scaling before the cast.
+"""Flatten: gather the gradients of a bucket into one wire buffer. Unflatten: scatter the buffer back into them.
 
-    wire[offsets[i] + j] = cast(clamp(g_i[j] * scale, -limit, limit))        in one launch for the whole bucket
+    flatten      wire[offsets[i] + j] = cast(clamp(g_i[j] * scale, -limit, limit))
+    unflatten    g_i[j] = cast(wire[offsets[i] + j] * scale)
+                 absmax = max(absmax, max_ij |g_i[j]|)                   optional; NaN if an element is NaN
 
-A finite element saturates at ``limit`` (the wire type's largest finite value); inf and NaN pass through.
-Arithmetic is in fp32, or in fp64 for fp64 gradients; fp64 reaches a 16-bit wire by way of fp32, as in PyTorch.
+Each is one launch for the whole bucket. Arithmetic is in fp32, or in fp64 if the gradients are fp64 (for `unflatten`:
+if the gradients or the wire are). fp64 is rounded to fp32 on its way to 16 bits, as in PyTorch.
 
-Traffic for N elements: read s N, wrote w N bytes (s, w: bytes of a source and of a wire element).
+A finite element saturates at ``limit``, by default the largest finite value of the wire dtype; inf and NaN pass
+through. The maximum needs no float atomics: the bits of non-negative fp32 numbers, read as integers, sort like the
+numbers, followed by inf and NaN.
+
+Traffic for N elements, with s bytes per gradient element and w bytes per wire element: (s + w) N bytes each way.
 """
 
 from __future__ import annotations
@@ -15,11 +21,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.dtypes import (
+    WIRE_DTYPES,
+    compute_dtype,
+    narrow,
+    narrow_reference,
+    saturating_cast,
+    triton_dtype,
+)
+from gradwire.kernels.flattening_cpu import flatten_cpu, unflatten_cpu
 from gradwire.kernels.language import jit, kernel, tl
-from gradwire.kernels.platform import use_triton
-from gradwire.kernels.segments import CHUNK, SegmentTable, memory_order
+from gradwire.kernels.segment_table import CHUNK_NUMEL, SegmentTable, load_chunk, memory_order
 
-WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NUM_WARPS = 8
 
 
@@ -28,9 +42,9 @@ def flatten_bytes(numel: int, source: torch.dtype, wire: torch.dtype) -> int:
     return numel * (source.itemsize + wire.itemsize)
 
 
-def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic between these dtypes: fp64 if one of them is, else fp32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def unflatten_bytes(numel: int, wire: torch.dtype, target: torch.dtype) -> int:
+    """Bytes that unflattening ``numel`` elements reads and writes."""
+    return numel * (wire.itemsize + target.itemsize)
 
 
 def flatten_reference(
@@ -41,93 +55,130 @@ def flatten_reference(
     limit: float,
     counters: Tensor | None,
 ) -> None:
-    """What `flatten` computes, written for reading."""
+    """`flatten` in plain PyTorch, tensor by tensor."""
     for tensor, wire in zip(tensors, torch.split(out, table.lengths), strict=True):
-        _saturating_cast(memory_order(tensor).to(compute_dtype(tensor.dtype.to_real())), wire, scale, limit, counters)
+        saturating_cast(memory_order(tensor).to(compute_dtype(tensor.dtype.to_real())), wire, scale, limit, counters)
 
 
-def _saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float, counters: Tensor | None) -> None:
-    scaled = x * torch.as_tensor(scale, dtype=x.dtype, device=x.device)
-    finite = x.isfinite()
-    clamped = torch.where(finite, scaled.clamp(-limit, limit), scaled)
-    out.copy_(narrow_reference(clamped, out.dtype))
-    if counters is not None:
-        counters[0] += (~finite).sum()
-        counters[1] += (finite & (scaled.abs() > limit)).sum()
-
-
-def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast from the dtype of the arithmetic, fp64 by way of fp32, as PyTorch casts fp64 to 16 bit."""
-    return x if dtype == torch.float64 else x.to(torch.float32).to(dtype)
-
-
-@jit
-def narrow(x, DTYPE: tl.constexpr):
-    """`narrow_reference` in Triton."""
-    if DTYPE == tl.float64:
-        return x
-    return x.to(tl.float32).to(DTYPE)
+def unflatten_reference(
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+) -> None:
+    """`unflatten` in plain PyTorch, tensor by tensor."""
+    compute = compute_dtype(wire.dtype, table.dtype)
+    multiplier = torch.as_tensor(scale, dtype=compute, device=wire.device)
+    for tensor, segment in zip(tensors, torch.split(wire, table.lengths), strict=True):
+        result = memory_order(tensor)
+        result.copy_(narrow_reference(segment.to(compute) * multiplier, table.dtype))
+        if absmax is not None and result.numel() > 0:
+            absmax.copy_(torch.maximum(absmax, result.abs().max().float()))
 
 
 @jit
-def _flatten_block(x, finite_limit, scale, COMPUTE: tl.constexpr, WIRE: tl.constexpr):
-    """Scale, saturate and cast one block; also 1 for each non-finite element and 2^16 for each saturated one."""
+def _load_scale(scale_ptr, scale, COMPUTE: tl.constexpr):
+    """The multiplier: read from the device if there is a pointer, else the argument."""
+    if scale_ptr is not None:
+        return tl.load(scale_ptr).to(COMPUTE)
+    return tl.full((), scale, COMPUTE)
+
+
+@jit
+def _saturating_cast(
+    x,  # [CHUNK]
+    scale,
+    limit,
+    COMPUTE: tl.constexpr,
+    WIRE: tl.constexpr,
+):
+    """Scale, saturate and cast. Also a mark per element: 1 if it is not finite, 2^16 if it saturated, else 0."""
     x = x.to(COMPUTE)
     scaled = x * scale
     finite = tl.abs(x) < float("inf")
-    above = scaled > finite_limit
-    below = scaled < -finite_limit
-    clamped = tl.where(finite & above, finite_limit, tl.where(finite & below, -finite_limit, scaled))
+    above = scaled > limit
+    below = scaled < -limit
+    clamped = tl.where(finite & above, limit, tl.where(finite & below, -limit, scaled))
     return narrow(clamped, WIRE), tl.where(finite, tl.where(above | below, 1 << 16, 0), 1)
 
 
 @kernel
 def _flatten_kernel(
-    table_ptr,
-    out_ptr,
-    scale_ptr,  # None: use `scale`
-    counters_ptr,  # None: do not count
-    scale: tl.float64,
-    limit: tl.float64,
+    table_ptr,  # [3 S + 2 C] int64: `SegmentTable.packed`
+    scale_ptr,  # [1] fp32; None: use `scale`
+    wire_ptr,  # [numel]
+    counters_ptr,  # [2] int64: non-finite, saturated; None: do not count
     n_segments,
     n_chunks,
+    scale: tl.float64,
+    limit: tl.float64,
     SOURCE: tl.constexpr,
     COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    chunk = tl.program_id(0).to(tl.int64)
-    chunks_ptr = table_ptr + 3 * n_segments
-    segment = tl.load(chunks_ptr + chunk)
-    start = tl.load(chunks_ptr + n_chunks + chunk)
-    source_ptr = tl.load(table_ptr + segment).to(tl.pointer_type(SOURCE)) + start
-    remaining = tl.load(table_ptr + n_segments + segment) - start
-    WIRE: tl.constexpr = out_ptr.dtype.element_ty
-    # An address of its own: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
-    wire_ptr = out_ptr + tl.load(table_ptr + 2 * n_segments + segment) + start
-    wire_ptr = wire_ptr.to(tl.int64).to(tl.pointer_type(WIRE))
+    """One chunk of one gradient into its place in the wire."""
+    address, offset, length, start = load_chunk(table_ptr, n_segments, n_chunks, tl.program_id(0).to(tl.int64))
+    source_ptr = address.to(tl.pointer_type(SOURCE)) + start  # [remaining]
+    remaining = length - start
+    WIRE: tl.constexpr = wire_ptr.dtype.element_ty
+    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
+    out_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(WIRE))  # [remaining]
 
-    factor = tl.full((), scale, COMPUTE)
-    if scale_ptr is not None:
-        factor = tl.load(scale_ptr).to(COMPUTE)
+    multiplier = _load_scale(scale_ptr, scale, COMPUTE)
     finite_limit = tl.full((), limit, COMPUTE)
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
-    aligned = (source_ptr.to(tl.int64) | wire_ptr.to(tl.int64)) % 16 == 0
+    aligned = (source_ptr.to(tl.int64) | out_ptr.to(tl.int64)) % 16 == 0
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining >= CHUNK) & aligned:
-        x = tl.load(tl.multiple_of(source_ptr, 16) + offs)
-        y, marks = _flatten_block(x, finite_limit, factor, COMPUTE, WIRE)
-        tl.store(tl.multiple_of(wire_ptr, 16) + offs, y)
+        x = tl.load(tl.multiple_of(source_ptr, 16) + offs)  # [CHUNK]
+        y, marks = _saturating_cast(x, multiplier, finite_limit, COMPUTE, WIRE)
+        tl.store(tl.multiple_of(out_ptr, 16) + offs, y)
     else:
         x = tl.load(source_ptr + offs, mask=mask, other=0)
-        y, marks = _flatten_block(x, finite_limit, factor, COMPUTE, WIRE)
-        tl.store(wire_ptr + offs, y, mask=mask)
+        y, marks = _saturating_cast(x, multiplier, finite_limit, COMPUTE, WIRE)
+        tl.store(out_ptr + offs, y, mask=mask)
     if counters_ptr is not None:
-        marked = tl.sum(marks)  # both counts at once: a chunk has fewer than 2^16 elements, and those masked off are 0
+        # One sum for both counts: a chunk has fewer than 2^16 elements, and the masked ones, 0, are not marked.
+        marked = tl.sum(marks)
         if marked > 0:
-            # Sums need no order. The default, "acq_rel", fences the memory of the whole GPU.
+            # Sums need no order. The default semantics, "acq_rel", fences the memory of the whole GPU.
             tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64), sem="relaxed")
             tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64), sem="relaxed")
+
+
+@kernel
+def _unflatten_kernel(
+    table_ptr,  # [3 S + 2 C] int64: `SegmentTable.packed`
+    wire_ptr,  # [numel]
+    scale_ptr,  # [1] fp32; None: use `scale`
+    absmax_ptr,  # [1] int32: the bits of the fp32 maximum; None: do not look for it
+    n_segments,
+    n_chunks,
+    scale: tl.float64,
+    TARGET: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of the wire into its gradient."""
+    address, offset, length, start = load_chunk(table_ptr, n_segments, n_chunks, tl.program_id(0).to(tl.int64))
+    target_ptr = address.to(tl.pointer_type(TARGET)) + start  # [remaining]
+    remaining = length - start
+    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
+    source_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(wire_ptr.dtype.element_ty))  # [remaining]
+
+    multiplier = _load_scale(scale_ptr, scale, COMPUTE)
+    offs = tl.arange(0, CHUNK)
+    mask = offs < remaining
+    aligned = (source_ptr.to(tl.int64) | target_ptr.to(tl.int64)) % 16 == 0
+    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
+    if (remaining >= CHUNK) & aligned:
+        y = narrow(tl.load(tl.multiple_of(source_ptr, 16) + offs).to(COMPUTE) * multiplier, TARGET)  # [CHUNK]
+        tl.store(tl.multiple_of(target_ptr, 16) + offs, y)
+    else:
+        y = narrow(tl.load(source_ptr + offs, mask=mask, other=0).to(COMPUTE) * multiplier, TARGET)
+        tl.store(target_ptr + offs, y, mask=mask)
+    if absmax_ptr is not None:
+        bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        # A masked element is 0 times the scale: NaN if that is inf, so it is masked off here again.
+        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)), sem="relaxed")  # no order needed: no fence
 
 
 def _flatten_triton(
@@ -142,76 +193,43 @@ def _flatten_triton(
     with torch.cuda.device_of(out):
         _flatten_kernel[(table.n_chunks,)](
             table_ptr=table.packed(tensors),
-            out_ptr=out,
             scale_ptr=scale if is_tensor else None,
+            wire_ptr=out,
             counters_ptr=counters,
-            scale=1.0 if is_tensor else scale,
-            limit=limit,
             n_segments=len(table),
             n_chunks=table.n_chunks,
+            scale=1.0 if is_tensor else scale,
+            limit=limit,
             SOURCE=triton_dtype(table.dtype),
             COMPUTE=triton_dtype(compute_dtype(table.dtype)),
-            CHUNK=CHUNK,
+            CHUNK=CHUNK_NUMEL,
             num_warps=NUM_WARPS,
         )
 
 
-def triton_dtype(dtype: torch.dtype) -> object:
-    """The Triton type of a torch dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def _flatten_cpu(
-    tensors: Sequence[Tensor],
-    table: SegmentTable,
-    out: Tensor,
-    scale: float | Tensor,
-    limit: float,
-    counters: Tensor | None,
+def _unflatten_triton(
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
 ) -> None:
-    scale = float(scale)
-    if table.dtype == out.dtype and counters is None and abs(scale) <= 1 and limit >= torch.finfo(out.dtype).max:
-        _scale_cpu(tensors, table, out, scale)
-        return
-    scratch = table.scratch(compute_dtype(table.dtype))
-    factor = torch.tensor(scale, dtype=scratch.dtype, device=scratch.device)  # a number would become one in each call
-    for index, block in enumerate(table.blocks):
-        pieces, views = table.pieces(index, tensors)
-        x = scratch[: block.stop - block.start]
-        if x.numel() == 0:
-            continue
-        if block.is_piece and table.dtype == scratch.dtype:
-            torch.mul(pieces[0], factor, out=x)
-        else:
-            torch._foreach_copy_(views, pieces)
-            x.mul_(factor)
-        wire = out[block.start : block.stop]
-        if _all_within(x, limit):
-            wire.copy_(x if x.dtype == wire.dtype else x.float())
-        else:
-            torch._foreach_copy_(views, pieces)
-            _saturating_cast(x, wire, scale, limit, counters)
+    is_tensor = isinstance(scale, Tensor)
+    with torch.cuda.device_of(wire):
+        _unflatten_kernel[(table.n_chunks,)](
+            table_ptr=table.packed(tensors),
+            wire_ptr=wire,
+            scale_ptr=scale if is_tensor else None,
+            absmax_ptr=None if absmax is None else absmax.view(torch.int32),
+            n_segments=len(table),
+            n_chunks=table.n_chunks,
+            scale=1.0 if is_tensor else scale,
+            TARGET=triton_dtype(table.dtype),
+            COMPUTE=triton_dtype(compute_dtype(wire.dtype, table.dtype)),
+            CHUNK=CHUNK_NUMEL,
+            num_warps=NUM_WARPS,
+        )
 
 
-def _all_within(x: Tensor, limit: float) -> bool:
-    """Whether all of ``x`` is finite and within ``limit``."""
-    # The sum of squares bounds the largest at a third of the cost of looking for it, unless squares underflow.
-    if limit > 1e-15 and torch.dot(x, x).item() < 0.5 * limit * limit:
-        return True
-    low, high = torch.aminmax(x)
-    return -limit <= low.item() and high.item() <= limit
-
-
-def _scale_cpu(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: float) -> None:
-    """`flatten` to the tensors' own dtype where nothing can saturate: large ones in one pass, small ones together."""
-    views = table.views(out)
-    for block in table.blocks:
-        if not block.is_piece:
-            torch._foreach_copy_(views[block.first : block.last], table.real(tensors[block.first : block.last]))
-            out[block.start : block.stop].mul_(scale)
-        elif block.start == table.offsets[block.first]:  # all pieces at once
-            stop = block.start + table.lengths[block.first]
-            torch.mul(memory_order(tensors[block.first]), scale, out=out[block.start : stop])
+def _check_wire_dtype(wire: Tensor) -> None:
+    if wire.dtype not in WIRE_DTYPES:
+        raise ValueError(f"The wire is {wire.dtype}; expected one of {', '.join(map(str, WIRE_DTYPES))}.")
 
 
 def flatten(
@@ -225,24 +243,23 @@ def flatten(
 ) -> Tensor:
     """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
 
-    A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself (scaling in place).
+    A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
 
     Args:
-        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, taken as real pairs) on one device.
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
         out: the wire, 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64. Overwritten.
-        table: the layout, built once by the caller for lists that recur; by default made for this call.
+        table: the layout. Build it once for a list that recurs; by default it is built for this call.
         scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronisation.
-        limit: largest magnitude that a finite element may have on the wire; the wire type's largest by default.
-        counters: int64, two elements: the numbers of non-finite and of saturated elements are added to them.
+        limit: the largest magnitude of a finite element on the wire; by default that of the wire dtype.
+        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: tensors and ``out`` do not fit the table, or ``out`` has another dtype than those named.
+        ValueError: the tensors or ``out`` do not fit the table, or ``out`` has another dtype than those named.
     """
-    if out.dtype not in WIRE_DTYPES:
-        raise ValueError(f"The wire is {out.dtype}; expected one of {', '.join(map(str, WIRE_DTYPES))}.")
+    _check_wire_dtype(out)
     table = table or SegmentTable(tensors)
     table.check(tensors, out)
     if table.numel == 0:
@@ -253,7 +270,41 @@ def flatten(
     if use_triton(out.device):
         _flatten_triton(*arguments)
     elif out.device.type == "cpu":
-        _flatten_cpu(*arguments)
+        flatten_cpu(*arguments)
     else:
         flatten_reference(*arguments)
     return out
+
+
+def unflatten(
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    table: SegmentTable | None = None,
+    scale: float | Tensor = 1.0,
+    absmax: Tensor | None = None,
+) -> None:
+    """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
+
+    Args:
+        wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, written as real pairs). Overwritten.
+        table: the layout. Build it once for a list that recurs; by default it is built for this call.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronisation.
+        absmax: fp32, [1]: raised to the largest magnitude written, as stored; NaN if a NaN was written.
+
+    Raises:
+        ValueError: the tensors or ``wire`` do not fit the table, or ``wire`` has another dtype than those named.
+    """
+    _check_wire_dtype(wire)
+    table = table or SegmentTable(tensors)
+    table.check(tensors, wire)
+    if table.numel == 0:
+        return
+    arguments = (wire, tensors, table, scale, absmax)
+    if use_triton(wire.device):
+        _unflatten_triton(*arguments)
+    elif wire.device.type == "cpu":
+        unflatten_cpu(*arguments)
+    else:
+        unflatten_reference(*arguments)

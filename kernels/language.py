@@ -1,4 +1,4 @@
-"""Triton, where it is installed; a stand-in that only lets the kernel files be imported, where it is not."""
+"""Triton where it is installed; elsewhere a stand-in with which the kernel files can be imported, but not launched."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ except ModuleNotFoundError as error:
 
 
 def kernel(function: Any) -> Any:
-    """`triton.jit` for a function that is launched; pointers are named ``*_ptr``.
+    """`triton.jit` for a function that is launched. Its pointers are named ``*_ptr``.
 
-    Triton compiles a kernel again for an integer argument that is 1, that is a multiple of 16, or that is neither. The
-    counts that our kernels take gain nothing from it, and each bucket of a model has others, so a compilation would
-    stop training whenever a new combination turns up. Of our arguments only pointers (by their alignment) and
-    constexprs are specialised.
+    Triton compiles a kernel anew for an integer argument that is 1, a multiple of 16, or neither. The counts that our
+    kernels take gain nothing from it, and differ between the buckets of a model: every new combination would stop
+    training for a compilation. Here only pointers (by their alignment) and constexprs are specialised.
     """
     if not HAS_TRITON:
         return jit(function)
@@ -39,7 +38,7 @@ def kernel(function: Any) -> Any:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below ``number``, which is positive."""
+    """The smallest power of two that is at least ``number``, a positive integer."""
     return 1 << (number - 1).bit_length()
 
 

@@ -1,20 +1,23 @@
-"""Orthogonalise: an orthonormal basis of the row space of every rank-first factor of a bucket.
+"""Orthogonalise: an orthonormal basis of the column space of every factor of a bucket.
 
-    p_c = (w_c - sum over d < c of <p_d, w_c> p_d) / norm       Gram-Schmidt, in the order of the columns c of P
+    p_c = (w_c - sum over d < c of <p_d, w_c> p_d) / norm        Gram-Schmidt, in the order of the columns c
 
-Column c of P is row c of the rank-first factor. A column whose remainder is no more than ``tolerance`` times its own
-norm is numerically dependent on those before it: it is dropped, which means set to zero. A dropped direction costs
-nothing, because error feedback sends it again; a wrong one, kept, would make the output grow (PyTorch's one-pass
-Gram-Schmidt doubles it at rank 2 when the gradient has rank 1). So for every finite input:
+Factors are stored transposed (`matrix_table`): column c is row c of an r x n block of memory.
 
-    the largest eigenvalue of P P' is at most 1 + 1e-5, the kept columns are orthonormal to 1e-5, the others are zero.
+A column is numerically dependent on those before it if its remainder is at most `tolerance` times its own norm. Such a
+column is dropped: set to zero. A dropped direction costs nothing, because error feedback sends it again. A wrong
+direction, kept, would make the output grow: PyTorch's one-pass Gram-Schmidt doubles it at rank 2 when the gradient has
+rank 1. So for every finite input:
 
-On a GPU, a column of a factor that is large is also dropped if those before it make its rounding errors grow too much,
-beyond a condition of about 1000 (`cholesky_qr`).
+    the largest eigenvalue of P^T P is at most 1 + 1e-5, the kept columns are orthonormal to 1e-5, the others are zero.
 
-A factor with an inf or NaN becomes NaN throughout, and its flag says so.
+Implementations: small factors on a GPU by Gram-Schmidt in one program; large ones by Cholesky QR, which also drops a
+column if the columns before it amplify its rounding errors too much, beyond a condition number of about 1000. On CPUs
+Cholesky QR in fp64; elsewhere `orthogonalize_reference`.
 
-Traffic: at least r n elements a factor read and written; a few times that for a factor that does not fit into the
+A factor with an inf or NaN becomes NaN throughout, and its flag is cleared.
+
+Traffic: at least r n elements per factor, read and written; a few times that for a factor that does not fit into the
 registers of one program. It is small beside the matrices.
 """
 
@@ -26,27 +29,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.kernels.cholesky_qr import (
-    cholesky_qr_cpu,
-    cholesky_qr_triton,
-    gram_schmidt,
-    load_rows,
-    or_one,
-    store_rows,
-)
-from gradwire.kernels.language import kernel, next_power_of_2, tl
-from gradwire.kernels.matrices import ALIGNMENT, MAX_RANK, Factor
-from gradwire.kernels.platform import use_triton
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.language import next_power_of_2
+from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout
+from gradwire.kernels.orthogonalization_cpu import gram_schmidt, orthogonalize_cpu
+from gradwire.kernels.orthogonalization_triton import cholesky_qr_triton, gram_schmidt_triton
 
-# A small factor is orthogonalised in the registers of one program. SMALL is the largest number of
-# its elements, padded to powers of two, that no target spills: at high rank fewer, because a thread
-# also holds a product with each row.
-WARPS = 16
-SMALL = 1 << 14
-SMALL_HIGH_RANK = 1 << 13  # above rank 16
-# The kernel is compiled for the longest small factors, and for buckets of factors at most an eighth
-# as long. One variant for each power of two would cost a model more compilations than it saves time.
-SHORTENING = 8
+# All thresholds of all implementations, which take them as arguments. eps is that of the result's dtype.
+#
+# Columns to drop
+TOLERANCE_EPS = 64  # remainder / norm, in eps. Gram-Schmidt and CPUs: above the rounding errors of 64 columns
+PIVOT_EPS = 4  # pivot, in rank eps. Cholesky QR on GPUs: pivots are squares of remainders, rounded in fp32
+GROWTH_EPS = 0.1  # |L^-1|^2, in 1 / eps. Cholesky QR on GPUs: a second round can mend errors of eps |L^-1|^2 below 0.1
+#
+# Small factors on GPUs: one program holds one in registers. Numbers of elements, padded to powers of two
+SMALL_NUMEL = 1 << 14  # the most that spill on no target with 16 warps
+SMALL_NUMEL_HIGH_RANK = 1 << 13  # above rank 16, where a thread also holds a product with each column
+SHORTENING = (
+    8  # a kernel for the longest, one for 1/8 of it: one for each 2^k costs more compilations than it saves time
+)
+SMALL_NUM_WARPS = 16  # with 8, up to 255 registers, and 108 spills at rank 64
+SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
+#
+# Large factors on GPUs: cut into tiles
+TILE_LENGTH = 512  # rows of P that one program handles
+BLOCK_NUMEL = 1024  # elements it handles at a time: beside two r x r matrices, more would spill at rank 64
+#
+# Rounds of Cholesky QR on CPUs, by the bound r eps |L^-1|^2 on the error of a round in fp64
+ONE_ROUND_ERROR = 1e-10  # no second round up to here: below fp32's eps, and far below the promised 1e-5
+TWO_ROUNDS_ERROR = 1e-6  # Gram-Schmidt from here on: below, a second round mends the error
 
 
 def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
@@ -55,136 +66,112 @@ def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The relative norm at which what remains of a column is taken for rounding error."""
-    return 64 * torch.finfo(dtype).eps
+    """The relative norm at or below which the remainder of a column counts as rounding error."""
+    return TOLERANCE_EPS * torch.finfo(dtype).eps
 
 
-def orthogonalize_reference(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    """What `orthogonalize` computes, written for reading: Gram-Schmidt in fp64.
+def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
+    """`orthogonalize` in plain PyTorch: Gram-Schmidt in fp64.
 
-    Factors of one size are handled at once; padded, because sums may round by alignment, so that no factor's bits
+    Factors of one size are handled together. They are padded, because sums may round by alignment: no factor's bits
     depend on its neighbours.
     """
-    sources, targets = factor.views(wire), factor.views(out)
-    for members in _of_one_size(factor):
+    sources, targets = layout.views(wire), layout.views(out)
+    for members in _of_one_size(layout):
         rows = _stacked(sources, members)
         is_finite = rows.isfinite().all(2).all(1)
         basis = torch.where(is_finite[:, None, None], gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
-        torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, factor, members))
+        torch._foreach_copy_([targets[i] for i in members], _unstacked(basis, layout, members))
         finite[members] = is_finite.to(finite.dtype)
 
 
-def _of_one_size(factor: Factor) -> list[list[int]]:
-    """The factors of each size."""
+def _of_one_size(layout: FactorLayout) -> list[list[int]]:
+    """The indices of the factors of each size."""
     groups: dict[tuple[int, int], list[int]] = {}
-    for i, size in enumerate(zip(factor.ranks, factor.lengths, strict=True)):
+    for i, size in enumerate(zip(layout.ranks, layout.lengths, strict=True)):
         groups.setdefault(size, []).append(i)
     return list(groups.values())
 
 
 def _stacked(sources: Sequence[Tensor], members: Sequence[int]) -> Tensor:
-    """Factors of one size in fp64, k x r x n, with zeros in new columns up to the alignment."""
-    gap = -sources[members[0]].shape[1] % ALIGNMENT
+    """Factors of one size in fp64, k x r x n, with n padded by zeros to the alignment."""
+    gap = -sources[members[0]].shape[1] % ALIGN_NUMEL
     return torch.stack([pad(sources[i], (0, gap)) if gap else sources[i] for i in members]).double()
 
 
-def _unstacked(basis: Tensor, factor: Factor, members: Sequence[int]) -> list[Tensor]:
-    """The results without the new columns."""
-    return list(basis[:, :, : factor.lengths[members[0]]].unbind())
+def _unstacked(basis: Tensor, layout: FactorLayout, members: Sequence[int]) -> list[Tensor]:
+    """The results without the padding."""
+    return list(basis[:, :, : layout.lengths[members[0]]].unbind())
 
 
-@kernel
-def _gram_schmidt_kernel(
-    wire_ptr,
-    out_ptr,
-    finite_ptr,
-    layout_ptr,
-    members_ptr,
-    n_factors,
-    TOLERANCE: tl.constexpr,
-    RANK: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
-    """A small factor in one program: Gram-Schmidt in registers, twice for each row."""
-    factor = tl.load(members_ptr + tl.program_id(0).to(tl.int64))
-    rank = tl.load(layout_ptr + factor)
-    length = tl.load(layout_ptr + n_factors + factor)
-    start = tl.load(layout_ptr + 2 * n_factors + factor)
-    offs_r = tl.arange(0, RANK)
-    offs_n = tl.arange(0, LENGTH)
-    p = load_rows(wire_ptr + start, offs_r, offs_n, rank, length)
-    n_bad = tl.sum(tl.sum(tl.where(tl.abs(p) < float("inf"), 0, 1), axis=1), axis=0)
-    tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
-    p = p / or_one(tl.max(tl.abs(p), axis=1))[:, None]
-    for c in range(0, RANK):
-        is_c = offs_r == c
-        column = tl.sum(tl.where(is_c[:, None], p, 0.0), axis=0)
-        norm = tl.sqrt(tl.sum(column * column, axis=0))
-        for _ in tl.static_range(2):
-            products = tl.where(offs_r < c, tl.sum(p * column[None, :], axis=1), 0.0)
-            column -= tl.sum(p * products[:, None], axis=0)
-        remainder = tl.sqrt(tl.sum(column * column, axis=0))
-        column = tl.where(remainder > TOLERANCE * norm, column / or_one(remainder), 0.0)
-        p = tl.where(is_c[:, None], column[None, :], p)
-    p = tl.where(n_bad > 0, float("nan"), p)
-    # Load the sizes again, or the first masks would occupy registers throughout the loop.
-    rank = tl.load(layout_ptr + factor, volatile=True)
-    length = tl.load(layout_ptr + n_factors + factor, volatile=True)
-    store_rows(out_ptr + start, p, offs_r, offs_n, rank, length)
-
-
-def can_use_triton(factor: Factor, out: Tensor) -> bool:
-    """Whether the kernels take these factors: up to rank 64, into fp32."""
-    return use_triton(out.device) and max(factor.ranks) <= MAX_RANK and out.dtype == torch.float32
+def can_use_triton(layout: FactorLayout, out: Tensor) -> bool:
+    """Whether the Triton kernels accept these factors: ranks up to `MAX_RANK`, into fp32."""
+    return use_triton(out.device) and max(layout.ranks) <= MAX_RANK and out.dtype == torch.float32
 
 
 def longest_small(rank: int) -> int:
-    """The largest length of a factor of ``rank`` rows, a power of two, that one program orthogonalises."""
-    return (SMALL if rank <= 16 else SMALL_HIGH_RANK) // rank
+    """The largest length, a power of two, of a factor of ``rank`` columns that one program orthogonalises."""
+    return (SMALL_NUMEL if rank <= 16 else SMALL_NUMEL_HIGH_RANK) // rank
 
 
-def _orthogonalize_triton(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    rank = next_power_of_2(max(factor.ranks))
-    longest = longest_small(rank)
-    small = [i for i, length in enumerate(factor.lengths) if length <= longest]
-    large = [i for i, length in enumerate(factor.lengths) if length > longest]
-    layout = factor.on_device.get("layout", out.device, lambda: (factor.ranks, factor.lengths, factor.offsets))
-    common = {"finite_ptr": finite, "layout_ptr": layout, "n_factors": len(factor.ranks)}
+def _orthogonalize_triton(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
+    longest = longest_small(next_power_of_2(max(layout.ranks)))
+    small = [i for i, length in enumerate(layout.lengths) if length <= longest]
+    large = [i for i, length in enumerate(layout.lengths) if length > longest]
+    eps = torch.finfo(torch.float32).eps
     with torch.cuda.device_of(out):
         if small:
             short = max(1, longest // SHORTENING)
-            is_short = max(factor.lengths[i] for i in small) <= short
-            _gram_schmidt_kernel[(len(small),)](
-                wire_ptr=wire,
-                out_ptr=out,
-                members_ptr=factor.on_device.get("small", out.device, lambda: [small]),
-                **common,
-                TOLERANCE=tolerance(torch.float32),
-                RANK=rank,
-                LENGTH=short if is_short else longest,
-                num_warps=WARPS // 4 if is_short else WARPS,
+            is_short = max(layout.lengths[i] for i in small) <= short
+            gram_schmidt_triton(
+                wire,
+                layout,
+                small,
+                out,
+                finite,
+                padded_length=short if is_short else longest,
+                tolerance=tolerance(torch.float32),
+                num_warps=SHORT_NUM_WARPS if is_short else SMALL_NUM_WARPS,
             )
         if large:
-            cholesky_qr_triton(wire, factor, large, layout, out, finite)
+            cholesky_qr_triton(
+                wire,
+                layout,
+                large,
+                out,
+                finite,
+                tile_length=TILE_LENGTH,
+                block_numel=BLOCK_NUMEL,
+                pivot_per_rank=PIVOT_EPS * eps,
+                growth=GROWTH_EPS / eps,
+            )
 
 
-def orthogonalize(wire: Tensor, factor: Factor, out: Tensor, finite: Tensor) -> None:
-    """Write an orthonormal basis of every factor's row space into ``out``, with zeros for dependent rows.
+def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
+    """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
 
     Args:
         wire: the packed factors, summed over the ranks: fp32, bf16 or fp64, of any finite magnitude.
-        factor: their layout, each r x n with r <= n.
+        layout: of the factors, each r x n with r <= n.
         out: the packed result, fp32 or fp64. Overwritten; NaN throughout for a factor that is not finite.
-        finite: int32, one element a factor. Overwritten: 1, or 0 for a factor that is not finite.
+        finite: int32, one element per factor. Overwritten: 1, or 0 for a factor that is not finite.
 
     Raises:
         ValueError: a buffer does not fit the layout.
     """
-    factor.check(wire, "wire")
-    factor.check(out, "out")
-    if can_use_triton(factor, out):
-        _orthogonalize_triton(wire, factor, out, finite)
+    layout.check(wire, "wire")
+    layout.check(out, "out")
+    if can_use_triton(layout, out):
+        _orthogonalize_triton(wire, layout, out, finite)
     elif out.device.type == "cpu" and torch.float64 not in (wire.dtype, out.dtype):
-        cholesky_qr_cpu(wire, factor, out, finite, tolerance(out.dtype))
+        orthogonalize_cpu(
+            wire,
+            layout,
+            out,
+            finite,
+            tolerance=tolerance(out.dtype),
+            one_round_error=ONE_ROUND_ERROR,
+            two_rounds_error=TWO_ROUNDS_ERROR,
+        )
     else:
-        orthogonalize_reference(wire, factor, out, finite)
+        orthogonalize_reference(wire, layout, out, finite)

@@ -1,53 +1,71 @@
-"""A bucket: a list of gradients that travels as one, with a flat buffer only where somebody asks for it."""
+"""Buckets: lists of gradients that are reduced together, with a flat buffer only if a hook asks for one."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from gradwire.compress import Gradients
-from gradwire.kernels import SegmentTable, flatten, unflatten
-from gradwire.kernels.segments import Fitting, gradient_layout
+from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
 from gradwire.reducer import errors
 
-# Of a parameter's name and what was reduced for it, beyond its gradient, but not applied.
+__all__ = ["BucketBase", "BucketSpec", "DenseBucket", "TakeBack"]
+
+# Called with a parameter's name and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], None]
 
 
-class BucketFacts:
-    """What every bucket is asked for: its place, its parameters, and the state of its reduction.
+@dataclass(frozen=True, kw_only=True)
+class BucketSpec:
+    """A bucket's position and parameters.
 
     Attributes:
-        device: where the gradients are.
-        divisor: what a sum over ranks is divided by; the number of ranks, or of those that have inputs left.
-        pending: parameters whose gradient is not ready in this backward.
-        awaited: the parameter, by its index in the model, whose gradient is taken for the last to come.
-        stand_ins: parameters, by their place in the bucket, that this backward had no gradient for on this rank.
-        future: the result of the hook, from launch to finalisation; None too for a bucket that is not reduced.
+        index: position in the order of launch.
+        is_last: whether it is the last bucket of a backward.
+        members: indices of its parameters in the model.
+        parameters: in the order of their gradients in the buffer.
+        names: of the parameters, as in ``module.named_parameters()``.
     """
 
-    def __init__(self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        self._index = index
-        self._is_last = is_last
-        self._parameters = list(parameters)
-        self._names = list(names)
-        self.device = self._parameters[0].device
+    index: int
+    is_last: bool
+    members: list[int]
+    parameters: list[Tensor]
+    names: list[str]
+
+
+class BucketBase:
+    """What dense and sparse buckets have in common.
+
+    Attributes:
+        members: indices of the parameters in the model.
+        device: of the gradients.
+        divisor: what a sum over ranks is divided by: the number of ranks, or of those that still have inputs.
+        stand_ins: positions in the bucket of the parameters that this rank has no gradient for in this backward.
+    """
+
+    def __init__(self, spec: BucketSpec) -> None:
+        self._spec = spec
+        self._index = spec.index
+        self._parameters = spec.parameters
+        self._names = spec.names
+        self.members = spec.members
+        self.device = spec.parameters[0].device
         self.divisor = 1
-        self.awaited: int | None = None
         self.release()
 
     def index(self) -> int:
-        """Position of the bucket in the order of communication."""
+        """Position in the order of launch."""
         return self._index
 
     def is_last(self) -> bool:
         """Whether this is the last bucket of a backward."""
-        return self._is_last
+        return self._spec.is_last
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of their gradients in the buffer."""
@@ -58,39 +76,35 @@ class BucketFacts:
         return self._names
 
     def release(self) -> None:
-        """Wait for the next backward, without anything of this one."""
-        self.pending = len(self._parameters)
+        """Drop all tensors of this backward."""
         self.stand_ins: list[int] = []
-        self.future: Future[Tensor] | None = None
 
 
-class GradBucket(BucketFacts):
+class DenseBucket(BucketBase):
     """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and two more methods.
 
-    A hook written for PyTorch asks for `buffer` or `gradients`, and the gradients are then copied into one flat
-    buffer, which lives as long as the bucket. gradwire's own hooks ask for `source` and `target` instead, and no
-    buffer is ever made. With ``as_view`` the buffer always exists and every ``.grad`` ends up as a view of it.
+    A hook written for PyTorch asks for `buffer` or `gradients`. The gradients are then flattened into one buffer, which
+    lives as long as the bucket. gradwire's own hooks ask for `source` and `target` instead, and no buffer is allocated.
+    With ``as_view`` the buffer always exists, and every ``.grad`` ends up as a view of it.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
-        in_place: whether `source` and `target` may be used; set by the reducer, cleared once the bucket is flat.
+        zero_copy: whether hooks may use `source` and `target`; set by the reducer, cleared once the bucket is flat.
     """
 
-    in_place: bool
+    zero_copy: bool
     _grads: Sequence[Tensor]
-    _kept: dict[int, Tensor]  # gradients that this backward had nothing for, as they were
-    _replaced: Tensor | None
+    _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
+    _replaced: Tensor | None  # what a hook gave to `set_buffer`
 
-    def __init__(
-        self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str], as_view: bool
-    ) -> None:
-        super().__init__(index, is_last, parameters, names)
+    def __init__(self, spec: BucketSpec, as_view: bool) -> None:
+        super().__init__(spec)
         layouts = [gradient_layout(tensor) for tensor in self._like_gradients()]
         self._table = SegmentTable(layouts)
         self._strides = [layout.stride() for layout in layouts]
         self._buffer: Tensor | None = None
-        self._flat_table: SegmentTable | None = None
-        self._is_flat = False
+        self._flat_table: SegmentTable | None = None  # of the buffer as one tensor
+        self._is_flat = False  # whether the buffer holds this backward's gradients
         self.as_view = as_view
         if as_view:
             self._allocate()
@@ -108,7 +122,7 @@ class GradBucket(BucketFacts):
             if self._unaliased():
                 flatten(self._grads, buffer, table=self._table)
             self._is_flat = True
-            self.in_place = False
+            self.zero_copy = False
         assert self._buffer is not None
         return self._buffer
 
@@ -117,16 +131,16 @@ class GradBucket(BucketFacts):
         return self._views(self.buffer())
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let `buffer` and `gradients` stand for another flat tensor from now on."""
+        """Replace the flat tensor that `buffer` and `gradients` return."""
         if buffer.dim() != 1 or buffer.numel() != self._table.numel:
             raise ValueError(
                 f"The new buffer has shape {tuple(buffer.shape)}; expected ({self._table.numel},), as the old one."
             )
         self._replaced = buffer
-        self.in_place = False
+        self.zero_copy = False
 
     def source(self) -> Gradients:
-        """The gradients where they lie now."""
+        """The gradients in the memory that they are in."""
         if self.as_view and not self._unaliased():
             return self._flat()
         return Gradients(self._grads, self._table)
@@ -136,10 +150,10 @@ class GradBucket(BucketFacts):
         return self._flat() if self.as_view else Gradients(self._grads, self._table)
 
     def scale_into_buffer(self) -> Tensor:
-        """Divide gradients that are views of the buffer, copy the others there times 1 / divisor; returns the buffer.
+        """Write the gradients, divided by `divisor`, into the buffer; returns the buffer.
 
-        The two round differently unless the divisor is a power of two, and so does complex division. PyTorch does the
-        same, one gradient at a time.
+        Bitwise equal to PyTorch: gradients that are views of the buffer are divided, all others are multiplied by
+        1 / divisor. The two round differently unless the divisor is a power of two, and so does complex division.
         """
         buffer = self._allocate()
         outside = self._outside() if self.as_view else range(len(self._grads))
@@ -155,15 +169,15 @@ class GradBucket(BucketFacts):
                 view.div_(self.divisor)
         return buffer
 
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
-        """Take the parameters' gradients, which are all ready. An undefined one becomes zero.
+    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
+        """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
 
         A gradient in another layout than its parameter's, as a user may have assigned, is replaced by a copy.
 
         Args:
-            in_place: whether the hook may take them where they lie.
-            unused: parameters, by their place in the bucket, that this backward had no gradient for. If no other rank
-                has one either, their ``.grad`` stays as it is; so a copy is reduced, or with ``as_view`` kept.
+            zero_copy: whether the hook may use `source` and `target`.
+            unused: positions in the bucket of the parameters that this rank has no gradient for in this backward. If no
+                other rank has one either, their ``.grad`` must not change: a copy is reduced, or with ``as_view`` kept.
 
         Raises:
             ValueError: a gradient has another dtype or shape than when the model was wrapped.
@@ -186,40 +200,40 @@ class GradBucket(BucketFacts):
         self._grads = Fitting(grads, self._table)
         self._is_flat = False
         self._replaced = None
-        self.in_place = in_place
+        self.zero_copy = zero_copy
 
     def _raise_changed(self, i: int, grad: Tensor) -> NoReturn:
         dtype, shape = self._table.source_dtype, self._table.shapes[i]
-        raise ValueError(errors.other_dtype_or_shape(self._names[i], grad, dtype, shape))
+        raise ValueError(errors.gradient_misfit(self._names[i], grad, dtype, shape))
 
     def _in_layout(self, i: int, grad: Tensor | None) -> Tensor:
-        """A copy of a gradient in its parameter's layout; zeros if it is undefined."""
+        """A copy of a gradient in its parameter's layout; zeros for an undefined gradient."""
         parameter = self._parameters[i]
         copy = parameter.detach().new_empty_strided(parameter.shape, self._strides[i])
         if grad is None:
             return copy.zero_()
-        warnings.warn(errors.other_strides(self._names[i], grad, self._strides[i]), stacklevel=2)
+        warnings.warn(errors.gradient_strides(self._names[i], grad, self._strides[i]), stacklevel=2)
         return copy.copy_(grad)
 
-    def of_zeros(self, in_place: bool) -> GradBucket:
-        """This bucket with zeros for gradients, which leaves the parameters' own alone."""
-        bucket = GradBucket(self._index, self._is_last, self._parameters, self._names, as_view=False)
+    def of_zeros(self, zero_copy: bool) -> DenseBucket:
+        """A copy of this bucket whose gradients are zeros, separate from the parameters' gradients."""
+        bucket = DenseBucket(self._spec, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
         zeros = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
         bucket._grads = Fitting(zeros, bucket._table)
-        bucket.in_place = in_place
+        bucket.zero_copy = zero_copy
         return bucket
 
     def finish(
         self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
     ) -> None:
-        """Put a hook's flat result into the gradients, None if it is there already, and let go of them.
+        """Write a hook's result into the gradients, and release them.
 
         Args:
-            result: as long as the bucket.
-            scale: what the result is multiplied by.
-            used: of each of the `stand_ins`, whether any rank has a gradient for it.
-            take_back: told what was reduced for those that no rank has one for.
+            result: flat, of the bucket's number of elements; None if the hook has written into `target`.
+            scale: multiplies the result.
+            used: for each of `stand_ins`, whether any rank has a gradient for it.
+            take_back: called for those that no rank has a gradient for.
 
         Raises:
             ValueError: the result has another number of elements than the bucket.
@@ -227,10 +241,7 @@ class GradBucket(BucketFacts):
         target = self.target()
         if result is not None:
             if result.numel() != self._table.numel:
-                raise ValueError(
-                    f"The communication hook returned {result.numel()} elements for bucket {self._index}, "
-                    f"which has {self._table.numel}. Return a tensor of the size of bucket.buffer()."
-                )
+                raise ValueError(errors.result_misfit(self._index, result.numel(), self._table.numel))
             if result.data_ptr() != target.tensors[0].data_ptr():
                 unflatten(result.reshape(-1), target.tensors, table=target.table)
         if scale != 1:
@@ -245,7 +256,7 @@ class GradBucket(BucketFacts):
         self.release()
 
     def _apply_stand_in(self, i: int) -> None:
-        """Some rank has a gradient: the result takes its place here too."""
+        """Make the result the gradient: some rank has one."""
         parameter = self._parameters[i]
         if self.as_view:
             assert self._buffer is not None
@@ -256,7 +267,7 @@ class GradBucket(BucketFacts):
             parameter.grad = self._grads[i]
 
     def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
-        """No rank has a gradient: it stays as it was."""
+        """Leave the gradient as it was: no rank has one."""
         before, result = self._parameters[i].grad, self._grads[i]
         if self.as_view:
             assert self._buffer is not None
@@ -268,7 +279,7 @@ class GradBucket(BucketFacts):
             result.copy_(self._kept[i])
 
     def give_back(self, take_back: TakeBack) -> None:
-        """Hand every finite result, which is in the gradients and will not be applied, to ``take_back``."""
+        """Call ``take_back`` with every finite result: the hook has written it into `target`, nobody will apply it."""
         target = self.target()
         results = self._views(target.tensors[0]) if target.flat is not None else target.tensors
         for name, result in zip(self._names, results, strict=True):
@@ -276,22 +287,22 @@ class GradBucket(BucketFacts):
                 take_back(name, result)
 
     def release(self) -> None:
-        """Let go of this backward's gradients and of a replaced buffer."""
+        """Drop all tensors of this backward; the buffer stays."""
         super().release()
         self._grads = ()
         self._kept = {}
         self._replaced = None
-        self.in_place = False
+        self.zero_copy = False
 
     def point_gradients_at_buffer(self) -> None:
-        """Make every defined ``.grad`` a view of the buffer, which must hold its values already."""
+        """Make every defined ``.grad`` a view of the buffer, which holds its values."""
         assert self._buffer is not None
         for parameter, view in zip(self._parameters, self._views(self._buffer), strict=True):
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view
 
     def adopt_gradients(self) -> None:
-        """Copy the gradients that there are already into a new buffer, and make them views of it."""
+        """Copy existing gradients into a new buffer, and make them views of it."""
         buffer = self._allocate()
         for parameter, view in zip(self._parameters, self._views(buffer), strict=True):
             if parameter.grad is not None:
@@ -299,7 +310,7 @@ class GradBucket(BucketFacts):
         self.point_gradients_at_buffer()
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        """Views of a flat buffer in the shape, strides and dtype of each parameter."""
+        """Views of a flat buffer in the shapes, strides and dtype of the gradients."""
         views = self._table.views(buffer)
         return [torch.view_as_complex(view) for view in views] if self._table.is_complex else list(views)
 
@@ -320,7 +331,7 @@ class GradBucket(BucketFacts):
         return [i for i, view in enumerate(views) if self._grads[i].data_ptr() != view.data_ptr()]
 
     def _unaliased(self) -> bool:
-        """Whether the gradients lie outside the buffer; if only some do, those are copied into it first."""
+        """Whether no gradient is a view of the buffer. If some are, the others are copied into it first."""
         if not self.as_view:
             return True
         outside = self._outside()

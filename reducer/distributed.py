@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Sequence
-from numbers import Real
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -15,65 +13,67 @@ from torch import Tensor, nn
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
 from gradwire.hooks import default_hooks
-from gradwire.hooks.arguments import check_process_group
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.hooks.types import GradBucket
+from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.agreement import broadcast_coalesced, verify_model
-from gradwire.reducer.logging import Logger
-from gradwire.reducer.mixed_precision import check, forget_hooks, restore
+from gradwire.reducer.arguments import check_bucket_sizes, check_comm_hook, check_ranks
+from gradwire.reducer.bucketing import BucketOptions
+from gradwire.reducer.ddp_interface import DDPReducer
+from gradwire.reducer.ddp_logging import Logger
+from gradwire.reducer.mixed_precision import MixedPrecisionDDP, check_config, restore_parameters
+from gradwire.reducer.model_sync import broadcast_coalesced, verify_model
 from gradwire.reducer.nesting import refuse_wrapper_around, refuse_wrappers_inside
-from gradwire.reducer.reducer import Reducer
 from gradwire.reducer.resynchronization import begin_together, resynchronize
+
+__all__ = ["DistributedDataParallel"]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(MixedPrecisionDDP):
     """Data-parallel training: averages gradients over ranks during the backward pass.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass: the same arguments, the same
-    gradients to the bit without a communication hook. Behind it, a bucket is a list of gradients, so gradwire's hooks
-    read and write gradients where they lie, and no flat copy of the gradients is ever allocated for them. (Without a
-    hook there is one on CPUs, as PyTorch has it; on GPUs there is none.)
+    A drop-in subclass of ``torch.nn.parallel.DistributedDataParallel``: the same arguments and, without a communication
+    hook, bitwise equal gradients. Buckets are lists of gradients, so gradwire's hooks are zero-copy: they read and
+    write gradients in place, without a flat copy. (Without a hook, gradients are flattened on CPUs, as in PyTorch, but
+    not on GPUs.)
 
     Args:
         module: the model, equal on all ranks; rank 0's parameters and buffers are broadcast unless ``init_sync=False``.
         device_ids: None, or one GPU.
-        output_device: where a single-GPU module leaves its output.
+        output_device: device of a single-GPU module's output.
         dim: the dimension along which `scatter` and `gather` split.
         broadcast_buffers: deprecated; see ``forward_sync_buffers``.
-        init_sync: whether to compare the shapes of parameters and broadcast rank 0's at construction.
-        process_group: the ranks to train on; None for the default group.
+        init_sync: whether construction compares the models of all ranks and broadcasts rank 0's parameters and buffers.
+        process_group: the ranks to average over; None for the default group.
         bucket_cap_mb: bucket size in MiB; by default 25, and 1 for the first bucket.
         find_unused_parameters: whether a backward may leave parameters without a gradient, on this rank or on all.
-            Costs a walk of the graph in every forward and a small exchange in every backward; buckets then keep the
-            order of the model.
+            Costs a walk of the graph in every forward and a small all-reduce in every backward; buckets keep the order
+            of the model.
         check_reduction: ignored, as in PyTorch.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
-        static_graph: whether every backward uses the parameters that the first one uses, as often. Allows what
-            ``find_unused_parameters`` allows, without its costs, and checkpoints that share parameters.
+        static_graph: whether every backward uses the same parameters as the first one, equally often. Supports unused
+            parameters without the costs of ``find_unused_parameters``, and activation checkpoints of shared parameters.
         delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets: their gradients are summed
             in one flat fp32 buffer.
         param_to_hook_all_reduce: the parameter whose gradient starts the sum of those.
         mixed_precision: PyTorch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: compute with copies of
             the parameters in one dtype, sum their gradients in another, and keep parameters and gradients in their own
-            for the optimizer. Needs an accelerator; takes no communication hook, no `join` and no copies of the wrapped
-            model; ``gradient_as_bucket_view`` has no effect then.
+            for the optimizer. Needs an accelerator. Excludes communication hooks, `join` and copies of the wrapped
+            model; ``gradient_as_bucket_view`` has no effect.
         device_mesh: a 1-D mesh in place of ``process_group``.
-        skip_all_reduce_unused_params: with ``find_unused_parameters``, whether a bucket of which a rank uses no
-            parameter is left out. All ranks must use the same parameters then.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``, whether a bucket without any used parameter is
+            not reduced. All ranks must use the same parameters.
         bucket_cap_mb_list: the size of each bucket in MiB; the last one repeats.
         batched_grad_copy: accepted; the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronised forward.
 
     Raises:
-        NotImplementedError: an argument asks for what is not supported.
-        ValueError: the module is or contains a wrapper of the same parameters that has a communication hook.
-        ValueError, RuntimeError: as PyTorch's class does.
+        NotImplementedError: an argument or setting is not supported.
+        ValueError: the module is or contains a wrapper of the same parameters with a communication hook.
+        ValueError, RuntimeError: as in PyTorch's class.
     """
 
-    reducer: Reducer  # type: ignore[assignment]
+    reducer: DDPReducer
     logger: Logger
 
     def __init__(
@@ -101,7 +101,7 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         refuse_wrappers_inside(module)
         if mixed_precision is not None:
-            check(mixed_precision)
+            check_config(mixed_precision)
         if torch_internals.uses_python_reducer():
             raise NotImplementedError(
                 "gradwire.DistributedDataParallel does not support torch._dynamo.config.optimize_ddp='python_reducer', "
@@ -117,8 +117,8 @@ class DistributedDataParallel(TorchDDP):
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "forward_sync_buffers": forward_sync_buffers,
         }
-        _check_process_group(process_group, device_mesh)
-        _check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        check_ranks(process_group, device_mesh)
+        check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self._syncs_at_init = init_sync
         self._options_at_init: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -150,11 +150,11 @@ class DistributedDataParallel(TorchDDP):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Put gradwire's reducer and logger in place of PyTorch's; called by the constructor and by unpickling."""
+        """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         if self._syncs_at_init:
             self._syncs_at_init = False
-            self._verify_model(parameters)
+            _verify_model(self, parameters)
             with torch.no_grad():
                 broadcast_coalesced(
                     self._module_states(), GroupTransport(self.process_group), self.broadcast_bucket_size
@@ -162,17 +162,17 @@ class DistributedDataParallel(TorchDDP):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`
-        limits, rebuilt_limits = self._bucket_limits(static_graph)
-        self.reducer = Reducer(
-            parameters,
-            [names[parameter] for parameter in parameters],
-            expect_sparse_gradient,
-            self.process_group,
-            limits,
-            rebuilt_limits,
-            self.gradient_as_bucket_view and self.mixed_precision is None,
-            self.find_unused_parameters,
-            self.skip_all_reduce_unused_params,
+        limits, rebuilt_limits = _bucket_limits(self, static_graph)
+        options = BucketOptions(
+            parameters=parameters,
+            names=[names[parameter] for parameter in parameters],
+            sparse=expect_sparse_gradient,
+            first_limits=limits,
+            rebuilt_limits=rebuilt_limits,
+            gradient_as_bucket_view=self.gradient_as_bucket_view and self.mixed_precision is None,
+        )
+        self.reducer = DDPReducer(
+            options, self.process_group, self.find_unused_parameters, self.skip_all_reduce_unused_params
         )
         self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
@@ -187,45 +187,13 @@ class DistributedDataParallel(TorchDDP):
         if has_sync_bn and self.device_type == "cpu":
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
-    def _bucket_limits(self, static_graph: bool) -> tuple[list[int], list[int]]:
-        """Sizes in bytes of the buckets of the first backward, and of those after the rebuild; the last one repeats."""
-        caps = list(getattr(self, "bucket_bytes_cap_list", []))
-        first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
-        rebuilt = caps or [first, self.bucket_bytes_cap]
-        # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
-        is_rebuilt = static_graph or not self.find_unused_parameters
-        return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
-
-    def _verify_model(self, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None) -> None:
-        """Compare with the other ranks whatever their collectives depend on.
-
-        Not ``gradient_as_bucket_view``, which changes no message, and not the sizes of rebuilt buckets, which rank 0
-        tells.
-        """
-        begin_together(connections_of(self.process_group))
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        buffers = self._buffers_in_use() if self._syncs_buffers_at_init or self.broadcast_buffers else {}
-        limits, _ = self._bucket_limits(self._options_at_init["static_graph"])
-        frozen = {name: p for name, p in self._parameters_in_use().items() if not p.requires_grad}
-        options = {
-            **self._options_at_init,
-            "bucket_cap_mb, first buckets (bytes)": limits,
-            "forward_sync_buffers": bool(buffers) and self.broadcast_buffers,
-            "buffers broadcast at construction": bool(buffers) and self._syncs_buffers_at_init,
-            "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in self._delay_all_reduce_params],
-            "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
-        }
-        states = {f"frozen parameter {name}": p for name, p in frozen.items()}
-        states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
-        verify_model({names[p]: p for p in parameters}, states, options, self.process_group, self.device)
-
     def _register_delay_all_reduce_hook(
         self, bucket_cap_mb: int, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
     ) -> None:
         """Compare the models before PyTorch's class broadcasts the delayed parameters."""
         if self._syncs_at_init:
             parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-            self._verify_model(parameters, param_to_hook_all_reduce)
+            _verify_model(self, parameters, param_to_hook_all_reduce)
         super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, device_ids)  # type: ignore[no-untyped-call]
 
     def _parameters_in_use(self) -> dict[str, Tensor]:
@@ -235,7 +203,7 @@ class DistributedDataParallel(TorchDDP):
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     def _module_states(self) -> list[Tensor]:
-        """What every rank takes from rank 0 at construction: parameters, frozen ones too, and buffers."""
+        """The parameters, including frozen ones, and buffers that rank 0 broadcasts at construction."""
         buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
         return [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
 
@@ -246,22 +214,22 @@ class DistributedDataParallel(TorchDDP):
             self._install_comm_hook(hook_state, hook)
 
     def _delay_reduction(self, _: Tensor) -> None:
-        """The first backward of a static graph begins: reduce at its end."""
+        """Reduce at the end of the first backward of a static graph, which begins now."""
         if not self._static_graph_delay_allreduce_enqueued:
             self._static_graph_delay_allreduce_enqueued = True
             torch_internals.queue_callback(self.reducer._delay_all_reduce)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` reduce the gradients of every bucket, in place of the plain all-reduce.
+        """Let ``hook(state, bucket)`` reduce the gradients of every bucket, instead of the plain all-reduce.
 
         Args:
             state: passed to every call of the hook.
-            hook: one of gradwire's, PyTorch's, or your own: takes a bucket, returns a ``torch.futures.Future`` that
-                holds the reduced flat tensor. bf16 hooks run on every backend.
+            hook: one of gradwire's, PyTorch's, or your own: takes a bucket and returns a ``torch.futures.Future`` of
+                the reduced flat tensor. bf16 hooks run on every backend.
 
         Raises:
             TypeError: ``hook`` is not callable.
-            ValueError: its annotations are not a hook's.
+            ValueError: its signature or annotations are not those of a hook.
             RuntimeError: a hook is registered already.
         """
         if self.mixed_precision is not None and self._comm_hooks:
@@ -277,26 +245,10 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.register_comm_hook(state, hook)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        if not callable(hook):
-            self._log_and_throw(TypeError, "Communication hook must be callable.")
-        signature = inspect.signature(hook)
-        parameters = list(signature.parameters.values())
         try:
-            signature.bind(None, None)
-        except TypeError:
-            self._log_and_throw(ValueError, f"Communication hook: takes {signature}; expected hook(state, bucket).")
-        if len(parameters) > 1 and parameters[1].annotation not in (
-            inspect.Parameter.empty,
-            GradBucket,
-            "dist.GradBucket",
-        ):
-            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
-        future = torch.futures.Future[torch.Tensor]
-        if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
-            self._log_and_throw(
-                ValueError,
-                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
-            )
+            check_comm_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
 
     def _register_builtin_comm_hook(self, comm_hook_type: torch_internals.BuiltinCommHookType) -> None:
         hooks = {
@@ -308,31 +260,6 @@ class DistributedDataParallel(TorchDDP):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
-        self.reducer.gradient_arrived(idx)
-
-    def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Before a module computes with copies of its parameters: wait for them, and watch for their gradients."""
-        if torch.is_grad_enabled():
-            if self._submodule_to_event[module]:
-                forget_hooks(module.parameters(recurse=False))
-            super()._module_wait_for_copy_hook(module, *args, **kwargs)
-            return
-        for event in self._submodule_to_event.pop(module, ()):
-            event.wait(stream=torch.accelerator.current_stream())
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """The hook of `torch.distributed.algorithms.Join`; not with mixed precision."""
-        if self.mixed_precision is not None:
-            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
-        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.mixed_precision is not None:
-            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state
-
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         if self.logger is not None:
             self.logger.set_error_and_log(f"{err_type}: {err_msg}")
@@ -342,7 +269,7 @@ class DistributedDataParallel(TorchDDP):
         return self.logger._get_ddp_logging_data()
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Let the reducer step the optimizers of ``apply_optimizer_in_backward``, which would come before the mean."""
+        """Let the reducer step the optimizers of ``apply_optimizer_in_backward``: their own hooks run too early."""
         if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             return
         handles = torch_internals.optimizer_hooks()
@@ -352,7 +279,7 @@ class DistributedDataParallel(TorchDDP):
         self.reducer._set_optimizer_in_backward()
 
     def _match_unused_params_allreduce(self) -> None:
-        """In `join`, take part in the exchange of used parameters with none."""
+        """In `join`: take part in the exchange of used parameters, with none."""
         self.reducer.match_used_map()
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -365,23 +292,22 @@ class DistributedDataParallel(TorchDDP):
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """Broadcast buffers as a forward begins, apart from what backwards exchange."""
+        """Broadcast buffers before a forward, on a transport of its own."""
         with self.reducer.leaving("the broadcast of buffers"):
             transport = self.reducer.connections.transport("forward", self.reducer.device)
             broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank)
 
     def resynchronize(self, from_rank: int | None = None) -> None:
-        """Go on after an error: discard the failed step, and agree with all other ranks to begin anew.
+        """Recover from an error: discard the failed step, and agree with all other ranks to start again.
 
-        A collective call on all ranks, also on those without an error of their own. The connections that gradwire
-        made for itself are replaced, the next backward rebuilds the buckets, and what a hook must have alike on all
-        ranks (factors, scales, step counts) is taken from one rank. Error memory stays with its rank. See
-        docs/fault-handling.md for what led here.
+        A collective call on all ranks, including those without an error of their own. gradwire's own connections are
+        replaced, the next backward rebuilds the buckets, and the replicated part of a hook's state (factors, scales,
+        step counts) is taken from one rank. Error memory stays with its rank. See docs/fault-handling.md.
 
         Args:
             from_rank: the rank of the process group whose parameters, buffers and hook state all ranks take. None to
-                require equal parameters, and take the hook's state from rank 0. The optimizer's state is not looked at:
-                where ranks differ in that too, restart from a checkpoint.
+                require equal parameters, and take the hook's state from rank 0. The optimizer's state is not compared:
+                if that differs between ranks, too, restart from a checkpoint.
 
         Raises:
             RuntimeError: on every rank: the parameters differ, which needs ``from_rank``; or the process group itself
@@ -395,7 +321,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():
-            restore(self.module.parameters())
+            restore_parameters(self.module.parameters())
         # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
         if self.static_graph and not self.reducer.has_counted_calls:
             self._static_graph_delay_allreduce_enqueued = False
@@ -405,35 +331,36 @@ class DistributedDataParallel(TorchDDP):
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
 
-def _check_process_group(process_group: object, device_mesh: object) -> None:
-    if device_mesh is not None:
-        return  # PyTorch's class refuses both at once
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "process_group is GroupMember.NON_GROUP_MEMBER, which torch.distributed.new_group returns on ranks outside "
-            "of the new group; expected a group that this rank is in. Wrap the model on the group's ranks only."
-        )
-    check_process_group(process_group)
+def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[list[int], list[int]]:
+    """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
+    caps = list(getattr(ddp, "bucket_bytes_cap_list", []))
+    first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    rebuilt = caps or [first, ddp.bucket_bytes_cap]
+    # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
+    is_rebuilt = static_graph or not ddp.find_unused_parameters
+    return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
 
 
-def _check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> None:
-    if bucket_cap_mb is not None:
-        _check_bucket_size("bucket_cap_mb", bucket_cap_mb)
-    if bucket_cap_mb_list is None:
-        return
-    if not isinstance(bucket_cap_mb_list, Sequence) or isinstance(bucket_cap_mb_list, str):
-        raise TypeError(f"bucket_cap_mb_list is {bucket_cap_mb_list!r}; expected a list of sizes in MiB, or None.")
-    if not bucket_cap_mb_list:
-        raise ValueError(
-            "bucket_cap_mb_list is empty; expected the size of one bucket at least, in MiB, or None for bucket_cap_mb."
-        )
-    for index, size in enumerate(bucket_cap_mb_list):
-        _check_bucket_size(f"bucket_cap_mb_list[{index}]", size)
+def _verify_model(
+    ddp: DistributedDataParallel, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None
+) -> None:
+    """Raise unless all ranks have the same model and options, as far as their collectives depend on them.
 
-
-def _check_bucket_size(name: str, size: object) -> None:
-    expectation = "expected a number of MiB, 0 or larger (0: a bucket for every parameter), or None for the default"
-    if isinstance(size, bool) or not isinstance(size, Real):
-        raise TypeError(f"{name} is {size!r}; {expectation}.")
-    if not 0 <= float(size) * 2**20 < sys.maxsize:  # nor NaN
-        raise ValueError(f"{name} is {size!r}; {expectation}.")
+    They do not depend on ``gradient_as_bucket_view``, nor on the sizes of rebuilt buckets, which rank 0 broadcasts.
+    """
+    begin_together(connections_of(ddp.process_group))
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    buffers = ddp._buffers_in_use() if ddp._syncs_buffers_at_init or ddp.broadcast_buffers else {}
+    limits, _ = _bucket_limits(ddp, ddp._options_at_init["static_graph"])
+    frozen = {name: p for name, p in ddp._parameters_in_use().items() if not p.requires_grad}
+    options = {
+        **ddp._options_at_init,
+        "bucket_cap_mb, first buckets (bytes)": limits,
+        "forward_sync_buffers": bool(buffers) and ddp.broadcast_buffers,
+        "buffers broadcast at construction": bool(buffers) and ddp._syncs_buffers_at_init,
+        "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in ddp._delay_all_reduce_params],
+        "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
+    }
+    states = {f"frozen parameter {name}": p for name, p in frozen.items()}
+    states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    verify_model({names[p]: p for p in parameters}, states, options, ddp.process_group, ddp.device)

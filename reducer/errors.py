@@ -1,4 +1,4 @@
-"""The reducer's error messages: PyTorch's own sentences to the letter, then what gradwire adds.
+"""The reducer's error messages and warnings: PyTorch's sentences verbatim, followed by gradwire's additions.
 
 Scripts search logs for PyTorch's sentences, and PyTorch's tests match them.
 """
@@ -10,6 +10,27 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gradwire.reducer import torch_internals
+
+__all__ = [
+    "BUILTIN_HOOK_REGISTERED_TWICE",
+    "COPY_WITH_MIXED_PRECISION",
+    "CREATE_GRAPH",
+    "HOOK_REGISTERED_TWICE",
+    "HOOK_WITH_MIXED_PRECISION",
+    "JOIN_WITH_MIXED_PRECISION",
+    "NOTHING_UNUSED",
+    "dense_gradient",
+    "gradient_misfit",
+    "gradient_strides",
+    "graph_changed",
+    "marked_twice",
+    "no_future",
+    "result_misfit",
+    "static_graph_too_late",
+    "unfinished",
+    "wrapped_by_another",
+    "wrapped_twice",
+]
 
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
 BUILTIN_HOOK_REGISTERED_TWICE = "register_builtin_comm_hook or register_comm_hook can only be called once."
@@ -55,11 +76,11 @@ def unfinished(
     """The previous backward left parameters without a gradient.
 
     Args:
-        rank: this process's in its group.
+        rank: of this process in its group.
         names: of all parameters.
         missing: indices of those without a gradient.
-        static_graph: whether the graph was said to be static.
-        find_unused: whether parameters may be left out.
+        static_graph: whether the graph is declared static.
+        find_unused: whether a backward may leave parameters without a gradient.
     """
     missing = list(missing)
     begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -98,7 +119,7 @@ def unfinished(
 
 
 def marked_twice(name: str, index: int) -> str:
-    """A parameter's gradient came a second time in one backward."""
+    """A parameter was marked ready twice in one backward."""
     return (
         "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of "
         "a module parameter outside the `forward` function. Please make sure model parameters are not shared across "
@@ -121,7 +142,7 @@ def graph_changed(name: str, index: int, calls: int) -> str:
     Args:
         name: of the parameter.
         index: of the parameter.
-        calls: gradients in the first backward.
+        calls: number of gradients in the first backward.
     """
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
@@ -132,7 +153,7 @@ def graph_changed(name: str, index: int, calls: int) -> str:
 
 
 def static_graph_too_late(iterations: int) -> str:
-    """The graph was said to be static after forwards."""
+    """The graph was declared static after the first forward."""
     return (
         "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
         f"constructed. {iterations} iterations have begun already."
@@ -140,11 +161,11 @@ def static_graph_too_late(iterations: int) -> str:
 
 
 def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
-    """The module to wrap holds a wrapper that reduces parameters of it.
+    """The module to wrap is or contains a wrapper that reduces its parameters.
 
     Args:
-        inside: the name of that wrapper in the module, empty for the module itself.
-        kind: its class.
+        inside: name of that wrapper in the module, empty for the module itself.
+        kind: class of that wrapper.
         names: of the parameters.
     """
     where = f"contains a {kind.__module__}.{kind.__qualname__} ({inside})" if inside else "is a DistributedDataParallel"
@@ -156,10 +177,10 @@ def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
 
 
 def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
-    """The forward of another wrapper calls this one, and both reduce parameters.
+    """The forward of another wrapper calls this wrapper, and both reduce the same parameters.
 
     Args:
-        kind: the class of the other one.
+        kind: class of the other wrapper.
         names: of the parameters.
     """
     return (
@@ -171,7 +192,7 @@ def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
 
 
 def no_future(result: object) -> str:
-    """A hook returned something else than a future."""
+    """A hook returned a result that is not a future."""
     kind = type(result)
     return (
         "DDP communication hook's callback must return a torch.futures.Future object, but got "
@@ -180,7 +201,7 @@ def no_future(result: object) -> str:
 
 
 def dense_gradient(name: str) -> str:
-    """A gradient is dense that was said to be sparse."""
+    """A gradient that should be sparse is dense."""
     return (
         "Expected variable to have sparse gradient.\n"
         f"The gradient of {name} is dense; expected a sparse one, as its module has sparse=True. Make the module with "
@@ -188,8 +209,8 @@ def dense_gradient(name: str) -> str:
     )
 
 
-def other_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) -> str:
-    """A gradient lies in memory in another order than its parameter."""
+def gradient_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) -> str:
+    """A gradient has other strides than its parameter."""
     sizes = list(gradient.shape)
     return (
         "Grad strides do not match bucket view strides. This may indicate grad was not created according to the "
@@ -202,8 +223,8 @@ def other_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) ->
     )
 
 
-def other_dtype_or_shape(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """A gradient has another dtype or shape than its bucket was made for."""
+def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A gradient has another dtype or shape than when its model was wrapped."""
     expected, got = (_SCALAR_TYPES.get(each, str(each)) for each in (dtype, gradient.dtype))
     begin = f"Expected {expected}, got {got}\n" if gradient.dtype != dtype else ""
     return (
@@ -212,7 +233,15 @@ def other_dtype_or_shape(name: str, gradient: torch.Tensor, dtype: torch.dtype, 
     )
 
 
-# As C++ prints them.
+def result_misfit(index: int, numel: int, expected: int) -> str:
+    """The result of a hook has another number of elements than its bucket."""
+    return (
+        f"The communication hook returned {numel} elements for bucket {index}, which has {expected}. Return a tensor "
+        "of the size of bucket.buffer()."
+    )
+
+
+# The dtypes' names in C++.
 _SCALAR_TYPES = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",

@@ -1,8 +1,8 @@
-"""DDP's native mixed precision: parameters, gradients and their exchange in lower precisions than the optimizer's.
+"""DDP's native mixed precision: low-precision copies of parameters, and gradients reduced in a dtype of their own.
 
-PyTorch's class does most of it. Before a forward it points each parameter at a copy in ``param_dtype``, and it
-registers a hook that sums a bucket in ``reduce_dtype`` and points the parameters at their own values again. What is
-left to the reducer is in `LowPrecisionBucket`.
+PyTorch's class does most of it. Before a forward it points each parameter at a copy in ``param_dtype``. It registers a
+hook that sums a bucket in ``reduce_dtype`` and points the parameters back at their own values. `LowPrecisionBucket` is
+the reducer's part.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradwire.reducer.bucket import GradBucket, TakeBack
+from gradwire.reducer import errors
+from gradwire.reducer.bucket import BucketSpec, DenseBucket, TakeBack
+
+__all__ = ["LowPrecisionBucket", "MixedPrecisionDDP", "check_config", "restore_parameters"]
+
+TorchDDP = nn.parallel.DistributedDataParallel
 
 
-def check(config: Any) -> None:
-    """Raise, before anything has been changed, unless the constructor's ``mixed_precision`` can be used.
+def check_config(config: Any) -> None:
+    """Check the constructor's ``mixed_precision`` argument. Changes nothing.
 
     Raises:
-        ValueError: ``param_dtype`` or ``reduce_dtype`` is no floating-point dtype.
+        ValueError: ``param_dtype`` or ``reduce_dtype`` is not a floating-point dtype.
         RuntimeError: there is no accelerator.
     """
     for name in ("param_dtype", "reduce_dtype"):
@@ -38,33 +43,28 @@ def check(config: Any) -> None:
         ) from error
 
 
-class LowPrecisionBucket(GradBucket):
-    """The gradients of parameters in a lower precision, whose mean goes into gradients in the parameters' own.
+class LowPrecisionBucket(DenseBucket):
+    """A bucket of low-precision gradients, whose mean becomes gradients in the parameters' own dtype.
 
-    PyTorch's hook makes every ``.grad`` a tensor in the dtype of its parameter, so none can be a view of the bucket.
+    PyTorch's hook makes every ``.grad`` a tensor in its parameter's dtype, so no ``.grad`` is a view of the bucket.
 
     Args:
-        index: position in the order of communication.
-        is_last: whether it is the last one of a backward.
-        parameters: each with a copy in lower precision, ``_mp_param``, which PyTorch's class has made.
-        names: of the parameters.
-        stream: that PyTorch's hook casts gradients on.
+        spec: of parameters that have a low-precision copy, ``_mp_param``, which PyTorch's class has made.
+        stream: on which PyTorch's hook casts gradients.
     """
 
-    _absent: list[int]
+    _absent: list[int]  # positions of the stand-ins that have no gradient at all
 
-    def __init__(
-        self, index: int, is_last: bool, parameters: Sequence[Tensor], names: Sequence[str], stream: torch.Stream
-    ) -> None:
-        super().__init__(index, is_last, parameters, names, as_view=False)
+    def __init__(self, spec: BucketSpec, stream: torch.Stream) -> None:
+        super().__init__(spec, as_view=False)
         self._stream = stream
 
     def _like_gradients(self) -> Iterable[Tensor]:
         return [parameter._mp_param for parameter in self._parameters]  # type: ignore[attr-defined]
 
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
-        """Take the parameters' gradients; see `GradBucket.collect`."""
-        super().collect(in_place, unused)
+    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
+        """Take the parameters' gradients; see `DenseBucket.collect`."""
+        super().collect(zero_copy, unused)
         self._absent = [i for i in unused if self._parameters[i].grad is None]
         for i in self._absent:  # PyTorch's hook casts every gradient
             self._parameters[i].grad = self._grads[i]
@@ -72,7 +72,7 @@ class LowPrecisionBucket(GradBucket):
     def finish(
         self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
     ) -> None:
-        """Put the mean into the gradients, and let go of them; see `GradBucket.finish`."""
+        """Write the mean into the gradients, and release them; see `DenseBucket.finish`."""
         assert result is not None
         torch.accelerator.current_stream().wait_stream(self._stream)
         reduced = [i for i in range(len(self._parameters)) if used.get(i, True)]
@@ -92,23 +92,54 @@ class LowPrecisionBucket(GradBucket):
         return result.as_strided(self._table.shapes[i], self._table.strides[i], self._table.offsets[i])
 
     def release(self) -> None:
-        """Let go of this backward's gradients."""
+        """Drop all tensors of this backward."""
         super().release()
         self._absent = []
 
 
-def restore(parameters: Iterable[Tensor]) -> None:
-    """Point parameters at their own values after a forward that no backward follows."""
+class MixedPrecisionDDP(TorchDDP):
+    """The methods of PyTorch's class that behave differently with mixed precision."""
+
+    reducer: Any
+
+    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
+        self.reducer.on_copy_gradient(idx)
+
+    def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""
+        if torch.is_grad_enabled():
+            if self._submodule_to_event[module]:
+                _remove_copy_hooks(module.parameters(recurse=False))
+            super()._module_wait_for_copy_hook(module, *args, **kwargs)
+            return
+        for event in self._submodule_to_event.pop(module, ()):
+            event.wait(stream=torch.accelerator.current_stream())
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """The hook for `torch.distributed.algorithms.Join`; not with mixed precision."""
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
+
+
+def restore_parameters(parameters: Iterable[Tensor]) -> None:
+    """Point parameters back at their own values after a forward without a backward."""
     for parameter in parameters:
         if hasattr(parameter, "_mp_param"):
             parameter.data = parameter._fp_param  # type: ignore[attr-defined]
 
 
-def forget_hooks(parameters: Iterable[Tensor]) -> None:
-    """Remove the hooks that earlier forwards have set on the gradients of parameters.
+def _remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
+    """Remove the hooks that earlier forwards have set on the gradients of the parameters' copies.
 
-    PyTorch's class sets one in every forward and in every module that has the parameter. It removes the last one only,
-    after a synchronised backward.
+    PyTorch's class sets a hook in every forward and in every module that has the parameter, and removes only the last
+    one, after a synchronised backward.
     """
     for parameter in parameters:
         if hasattr(parameter, "_ddp_mp_hook_state"):

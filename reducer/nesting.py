@@ -1,7 +1,7 @@
-"""Wrappers inside wrappers: fine as long as no parameter's gradient is averaged by two of them.
+"""Nested DDP wrappers: allowed unless two of them average the gradient of one parameter.
 
-Averaging twice gives the same mean for twice the traffic, which is worth a warning (PyTorch's own tests do it). It is
-an error where the inner wrapper has a communication hook: the outer one sends the same gradients without it.
+Averaging twice gives the same mean for twice the traffic: a warning, because PyTorch's own tests do it. If the inner
+wrapper has a communication hook, it is an error: the outer wrapper sends the same gradients without the hook.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from gradwire.reducer import errors
 
+__all__ = ["refuse_wrapper_around", "refuse_wrappers_inside"]
+
 TorchDDP = nn.parallel.DistributedDataParallel
 
-# For each wrapper, those around it that were looked at.
-_seen: WeakKeyDictionary[TorchDDP, WeakSet[TorchDDP]] = WeakKeyDictionary()
+# For each wrapper, the wrappers around it that have been checked.
+_checked: WeakKeyDictionary[TorchDDP, WeakSet[TorchDDP]] = WeakKeyDictionary()
 
 
 def refuse_wrappers_inside(module: nn.Module) -> None:
-    """Warn if ``module`` is or contains a wrapper that reduces parameters which a new wrapper of it would reduce.
+    """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
     Raises:
         ValueError: that wrapper has a communication hook.
@@ -40,13 +42,13 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
 
 
 def refuse_wrapper_around(inner: TorchDDP) -> None:
-    """Warn once if ``inner`` runs within the forward of another wrapper, and both reduce a parameter.
+    """Warn once if ``inner`` runs within the forward of another wrapper and both reduce a parameter.
 
     Raises:
         RuntimeError: ``inner`` has a communication hook.
     """
     outer = TorchDDP._active_ddp_module
-    if outer is None or outer is inner or outer in _seen.get(inner, ()):
+    if outer is None or outer is inner or outer in _checked.get(inner, ()):
         return
     theirs = _reduced_by(outer)
     both = theirs.keys() & _reduced_by(inner).keys()
@@ -55,7 +57,7 @@ def refuse_wrapper_around(inner: TorchDDP) -> None:
         if inner._comm_hooks:
             raise RuntimeError(text)
         warnings.warn(text, stacklevel=3)
-    _seen.setdefault(inner, WeakSet()).add(outer)
+    _checked.setdefault(inner, WeakSet()).add(outer)
 
 
 def _reduced_by(wrapper: TorchDDP) -> dict[Tensor, str]:
@@ -65,6 +67,6 @@ def _reduced_by(wrapper: TorchDDP) -> dict[Tensor, str]:
 
 
 def _reduced(module: nn.Module, ignored: Collection[str]) -> dict[Tensor, str]:
-    """The parameters that a wrapper reduces, with their names."""
+    """The parameters that a wrapper reduces, and their names."""
     named = module.named_parameters(remove_duplicate=False)
     return {parameter: name for name, parameter in named if parameter.requires_grad and name not in ignored}

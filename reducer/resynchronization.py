@@ -1,4 +1,4 @@
-"""How ranks go on together after an error on some of them; see `DistributedDataParallel.resynchronize`."""
+"""Resynchronisation: ranks agree to continue after an error; see `DistributedDataParallel.resynchronize`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from torch import Tensor
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import collective_timeout, store_all_gather
-from gradwire.hooks.handshake import hash_bytes
-from gradwire.hooks.parameter_names import NamedState
-from gradwire.reducer.agreement import broadcast_coalesced
-from gradwire.reducer.reducer import Reducer
+from gradwire.hooks._handshake import hash_bytes
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.reducer.ddp_interface import DDPReducer
+from gradwire.reducer.model_sync import broadcast_coalesced
+
+__all__ = ["begin_together", "resynchronize"]
 
 CALL = "resynchronize()"
 
 
 def resynchronize(
-    reducer: Reducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
+    reducer: DDPReducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
 ) -> None:
-    """Replace the connections, restart the reducer, and make ranks alike. A collective call.
+    """Replace the connections, restart the reducer, and share one rank's state. A collective call.
 
-    Everything that may fail on some ranks and not on others is decided before anything changes, from what all ranks
-    told each other through the store: collectives may be stuck.
+    All checks come before any change, and all ranks decide them from the same facts. These are exchanged through the
+    store, because collectives may be stuck.
 
     Args:
         reducer: of this rank. Restarted.
-        parameters: of the model, frozen ones too. Overwritten with those of ``from_rank``.
-        buffers: of the model. Overwritten likewise.
+        parameters: of the model, including frozen ones. Overwritten with those of ``from_rank``.
+        buffers: of the model. Overwritten with those of ``from_rank``.
         from_rank: see `DistributedDataParallel.resynchronize`.
-        limit: bytes of a message.
+        limit: approximate size of a message in bytes.
     """
     group = reducer.process_group
     reducer.leave(f"{CALL} was called")
@@ -67,10 +69,7 @@ def resynchronize(
 
 
 def begin_together(connections: Connections) -> None:
-    """Begin anew where an exchange has failed on some rank: a model that is wrapped on all ranks needs no other call.
-
-    A collective call.
-    """
+    """Renew the connections if an exchange has failed on any rank. A collective call, made by DDP's constructor."""
     if connections.group.size() > 1:
         mine = json.dumps([connections.generation, connections.has_failed])
         texts = store_all_gather(
@@ -82,13 +81,13 @@ def begin_together(connections: Connections) -> None:
 
 
 def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Collectives that this rank has issued on the process group itself, which is not gradwire's to replace."""
+    """Number of collectives that this rank has issued on the process group itself, which gradwire cannot replace."""
     backend: Any = group._get_backend(device)
     return int(backend._get_sequence_number_for_group())
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """A checksum of the tensors' bytes."""
+    """A digest of the tensors' bytes."""
     hashed = blake2b(digest_size=16)
     for tensor in tensors:
         hash_bytes(hashed, tensor)
@@ -114,7 +113,7 @@ def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
 
 
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
-    """Raise on every rank, naming the parameters."""
+    """Raise, on every rank, with the names of the parameters that differ."""
     mine = [_digest([parameter]) for parameter in parameters.values()]
     everyones = [json.loads(text) for text in store_all_gather(group, f"{CALL}: parameters", json.dumps(mine))]
     differing = [name for name, *digests in zip(parameters, *everyones, strict=True) if len(set(digests)) > 1]
@@ -135,7 +134,7 @@ def _by_rank(values: Sequence[Any]) -> str:
 def _share_hook_state(
     state: NamedState, transport: GroupTransport, source: int, rank: int, device: torch.device
 ) -> None:
-    """Load on every rank what the state of ``source`` has for all of them."""
+    """Load the replicated part of the hook state of rank ``source`` on every rank."""
     content = b""
     if rank == source:
         buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The bucket of a sparse gradient, which travels alone and whole."""
+"""The bucket of a sparse gradient, which no other gradient shares and no hook compresses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from gradwire.reducer import errors
-from gradwire.reducer.bucket import BucketFacts, TakeBack
+from gradwire.reducer.bucket import BucketBase, BucketSpec, TakeBack
+
+__all__ = ["SparseBucket"]
 
 
-class SparseBucket(BucketFacts):
+class SparseBucket(BucketBase):
     """The sparse gradient of one parameter, with the interface of ``torch.distributed.GradBucket``."""
 
     _gradient: Tensor | None
 
-    def __init__(self, index: int, is_last: bool, parameter: Tensor, name: str) -> None:
-        super().__init__(index, is_last, [parameter], [name])
-        self._parameter = parameter
+    def __init__(self, spec: BucketSpec) -> None:
+        super().__init__(spec)
+        (self._parameter,) = spec.parameters
 
     def buffer(self) -> Tensor:
         """The gradient: sparse, in the parameter's shape."""
@@ -26,18 +28,18 @@ class SparseBucket(BucketFacts):
         return self._gradient
 
     def gradients(self) -> list[Tensor]:
-        """The same."""
+        """A list of `buffer` alone."""
         return [self.buffer()]
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let `buffer` stand for another tensor from now on."""
+        """Replace the tensor that `buffer` returns."""
         self._gradient = buffer
 
-    def collect(self, in_place: bool, unused: Sequence[int] = ()) -> None:
-        """Take a copy of the gradient; one without entries if it is undefined.
+    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
+        """Copy the gradient; an undefined gradient becomes one without entries.
 
         Raises:
-            RuntimeError: it is dense.
+            RuntimeError: the gradient is dense.
         """
         gradient = self._parameter.grad
         if gradient is not None and not gradient.is_sparse:
@@ -45,16 +47,16 @@ class SparseBucket(BucketFacts):
         self._gradient = self._empty() if gradient is None else gradient.detach().clone()
         self.stand_ins = list(unused)
 
-    def of_zeros(self, in_place: bool) -> SparseBucket:
-        """This bucket with a gradient without entries."""
-        bucket = SparseBucket(self._index, self._is_last, self._parameter, self._names[0])
+    def of_zeros(self, zero_copy: bool) -> SparseBucket:
+        """A copy of this bucket whose gradient has no entries."""
+        bucket = SparseBucket(self._spec)
         bucket._gradient = bucket._empty()
         return bucket
 
     def finish(
         self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
     ) -> None:
-        """Make the hook's result the gradient, and let go of it. See `GradBucket.finish`."""
+        """Make the hook's result the gradient, and release it. See `DenseBucket.finish`."""
         if used.get(0, True):
             assert result is not None
             result = result * scale if scale != 1 else result
@@ -62,12 +64,12 @@ class SparseBucket(BucketFacts):
         self.release()
 
     def release(self) -> None:
-        """Let go of this backward's gradient."""
+        """Drop all tensors of this backward."""
         super().release()
         self._gradient = None
 
     def _empty(self) -> Tensor:
-        # As an embedding's gradient has it: sparse in the first dimension only. Ranks must agree on that.
+        # Sparse in the first dimension only, like an embedding's gradient: equal on all ranks.
         shape = self._parameter.shape
         indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
         values = torch.empty(0, *shape[1:], dtype=self._parameter.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that the reducer needs, so that a new PyTorch can break one file only."""
+"""PyTorch's private names that `gradwire.reducer` uses, so that a new PyTorch can break one file only."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ GLOO_THREADS = 2  # of a process group, as PyTorch makes it
 
 
 def gradient_node(tensor: Tensor) -> Node:
-    """The autograd node that takes the tensor's gradient: for a parameter the one that adds to its ``.grad``.
+    """The autograd node that receives the tensor's gradient: for a parameter the node that accumulates ``.grad``.
 
-    That one lives only as long as somebody holds it.
+    That node lives only as long as it is referenced.
     """
     return get_gradient_edge(tensor).node
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward that runs now has come to its end."""
+    """Call ``callback`` at the end of the running backward."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -64,16 +64,20 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def assign_buckets(
     tensors: Sequence[Tensor], limits: Sequence[int], sparse: Sequence[bool], indices: Sequence[int] = ()
 ) -> list[list[int]]:
-    """PyTorch's own assignment by dtype, device and size; a sparse gradient has a bucket of its own.
+    """PyTorch's assignment by dtype, device and size; a sparse gradient gets a bucket of its own.
 
-    ``indices`` names the tensors, by position without it; ``sparse`` is looked up under these names.
+    Args:
+        tensors: in the order of assignment.
+        limits: bucket sizes in bytes; the last one repeats.
+        sparse: whether the gradient of each index is sparse.
+        indices: the tensors' indices; by default their positions.
     """
     buckets, _ = _compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(indices))
     return buckets
 
 
 def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
-    """The hooks by which ``apply_optimizer_in_backward`` steps the optimizers of each parameter."""
+    """For each parameter, the hooks with which ``apply_optimizer_in_backward`` steps its optimizers."""
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
@@ -81,17 +85,17 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """The tensors in what a forward returned: in lists, tuples, dictionaries and dataclasses."""
+    """The tensors in the output of a forward: in lists, tuples, dictionaries and dataclasses."""
     return list(_find_tensors(output))
 
 
 def uses_python_reducer() -> bool:
-    """Whether torch.compile was told to replace DDP's reducer by its own."""
+    """Whether torch.compile is configured to replace DDP's reducer with its own."""
     return torch._dynamo.config.optimize_ddp == "python_reducer"
 
 
 def is_future(value: object) -> bool:
-    """Whether ``value`` is a future of PyTorch's; ``Future.then`` returns one of the class under the public one."""
+    """Whether ``value`` is a PyTorch future; ``Future.then`` returns one of the public class's base class."""
     return isinstance(value, torch._C.Future)
 
 

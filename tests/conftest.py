@@ -37,7 +37,7 @@ def pytest_report_header():
 
 @pytest.fixture
 def facts():
-    """Where, when and with what numbers were made."""
+    """Made-up provenance."""
     return {
         "date": "2000-01-01T00:00:00+00:00",
         "gradwire": "1",
@@ -53,12 +53,14 @@ def facts():
 
 @pytest.fixture
 def printed():
-    """What 80 columns show of tables."""
+    """The text of tables in a terminal of 80 columns."""
     from rich.console import Console  # not installed on every machine that runs tests/gpu
+
+    from gradwire.bench.tables import print_tables
 
     def text_of(*tables):
         console = Console(file=io.StringIO(), width=80)
-        console.print(*tables)
+        print_tables(tables, console)
         return console.file.getvalue()
 
     return text_of

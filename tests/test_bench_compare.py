@@ -1,19 +1,22 @@
-"""`gradwire bench compare`: what counts as slower, and a path that was slowed down on purpose."""
+"""`gradwire bench compare`: the criterion for slower, and a kernel that is slowed down on purpose."""
 
-import json
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_cases, kernel_cost
+from gradwire.bench import kernel_cases, kernels
 from gradwire.bench.commands import app
-from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, ResultsError, compare, load_ratios
+from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
+from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
+from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, Record, RecordError, save
 from gradwire.bench.shapes import SHAPES
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
-RESULTS = sorted(path for path in KEPT.glob("*.json") if path.stem != "demo")
+RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem != "demo")
 
 
 def verdicts(before, after):
@@ -21,7 +24,7 @@ def verdicts(before, after):
     return [(change.verdict, round(change.band, 3)) for change in compare(*runs)]
 
 
-def test_repeated_runs_tell_what_is_noise():
+def test_verdict_depends_on_noise_of_repeated_runs():
     assert verdicts([1.0, 1.02], [1.04, 1.05]) == [("", LEAST_BAND)]
     assert verdicts([1.0, 1.02], [1.08, 1.09]) == [("slower", LEAST_BAND)]
     assert verdicts([1.08, 1.09], [1.0, 1.02]) == [("faster", LEAST_BAND)]
@@ -40,48 +43,80 @@ def test_unchanged_code_is_not_slower():
     assert [change.what for change in compare(runs[:3], slowed) if change.verdict == "slower"] == ["row 7"]
 
 
-def test_the_slowest_comes_first_and_only_what_all_runs_have():
+def test_changes_are_of_common_ratios_and_slowest_first():
     changes = compare([{"a": 1.0, "b": 1.0, "c": 1.0}], [{"a": 1.5, "b": 3.0}, {"a": 1.5, "b": 3.0, "c": 9.0}])
     assert [(change.what, change.factor) for change in changes] == [("b", 3.0), ("a", 1.5)]
 
 
-def test_what_is_missing_afterwards_is_no_success(tmp_path):
-    row = {"model": "mlp", "ranks": 1, "provider": "gradwire", "vs_pytorch": 1.0}
-    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+def record(case, implementation, p50, metric=STEP_MS, bench="hooks", ranks=1):
+    return Record(bench=bench, case=case, implementation=implementation, ranks=ranks, metric=metric, p50=p50)
+
+
+def test_ratios_are_to_pytorch_of_same_case_ranks_and_metric():
+    fp16, r4 = {"hook": "fp16"}, {"hook": "powersgd-r4", "one_bucket": True}
+    records = [
+        *(record(fp16, PYTORCH, 10.0 * ranks, ranks=ranks) for ranks in (1, 2)),
+        *(record(fp16, GRADWIRE, 5.0, ranks=ranks) for ranks in (1, 2)),
+        record(fp16, GRADWIRE_ON_PYTORCH, 20.0),
+        record(r4, PYTORCH, 100.0),
+        record(r4 | {"one_bucket": False}, GRADWIRE, 25.0),
+        record(fp16, GRADWIRE, 1.0, metric=BACKWARD_MS),
+    ]
+    assert dict(ratios(records)) == {
+        "hooks, hook fp16, ranks 1: gradwire to PyTorch": 0.5,
+        "hooks, hook fp16, ranks 2: gradwire to PyTorch": 0.25,
+        "hooks, hook fp16, ranks 1: gradwire on PyTorch's DDP to PyTorch": 2.0,
+        "hooks, hook powersgd-r4, ranks 1: gradwire to PyTorch": 0.25,
+    }
+
+
+def test_ratio_of_time_to_target_is_of_medians_over_seeds_and_missing_without_target():
+    seconds = {(PYTORCH, "none"): (4.0, 9.0, 5.0), (GRADWIRE, "none"): (1.0, 2.0, 20.0)}
+    seconds |= {(PYTORCH, "fp16"): (4.0, 4.0, 4.0), (GRADWIRE, "fp16"): (1.0, None, 1.0)}
+    records = [
+        record({"task": "text", "hook": hook, "seed": seed}, by, value, metric=TARGET_S, bench="converge", ranks=2)
+        for (by, hook), values in seconds.items()
+        for seed, value in enumerate(values)
+    ]
+    assert dict(ratios(records)) == {"converge, task text, hook none, ranks 2: gradwire to PyTorch": 0.4}
+
+
+def test_missing_result_fails_comparison(tmp_path):
+    paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
     for path, models in zip(paths, (("mlp", "densenet"), ("mlp",)), strict=True):
-        rows = [row | {"model": model} for model in models]
-        path.write_text(json.dumps({"measurements": {"backwards": rows}}))
+        cases = itertools.product(models, (PYTORCH, GRADWIRE))
+        save([record({"model": m, "hook": "none"}, by, 1.0, BACKWARD_MS, "reducer") for m, by in cases], path)
     arguments = ["bench", "compare", "--before", str(paths[0]), "--after", str(paths[1])]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1
-    assert "Missing after: reducer, densenet, ranks: 1: gradwire" in done.output
+    assert "Missing after: reducer, model densenet, hook none, ranks 1: gradwire to PyTorch" in done.output
     assert CliRunner().invoke(app, [*arguments[:4], "--after", str(paths[0])]).exit_code == 0
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_every_kept_result_can_be_compared(path):
-    ratios = load_ratios(path)
-    assert len(ratios) >= 4
-    assert all(0.01 < ratio < 100 for ratio in ratios.values())
+def test_kept_results_have_ratios(path):
+    found = load_ratios(path)
+    assert len(found) >= 4
+    assert all(0.01 < ratio < 100 for ratio in found.values())
 
 
-def test_other_files_are_refused(tmp_path):
-    other = tmp_path / "other.json"
-    for text in ("[]", "{}", "no json", '{"measurements": {"costs": [{}]}}'):
+def test_files_of_other_kinds_are_refused(tmp_path):
+    other = tmp_path / "other.jsonl"
+    for text in ("", "[]", "{}", "no json", '{"provenance": {}}\n{"bench": "hooks"}'):
         other.write_text(text)
-        with pytest.raises(ResultsError, match=r"other\.json is not a file that"):
+        with pytest.raises(RecordError, match=r"other\.jsonl is not a file that"):
             load_ratios(other)
     done = CliRunner().invoke(app, ["bench", "compare", "--before", str(other), "--after", str(other)])
     assert done.exit_code == 1
-    other.write_text(json.dumps({"measurements": {}}))
+    save([replace(record({}, "copy_", 1.0), metric="nothing to compare")], other)
     done = CliRunner().invoke(app, ["bench", "compare", "--before", str(other), "--after", str(other)])
     assert done.exit_code == 1 and "no measurement in common" in done.output
 
 
-def test_a_slowed_kernel_is_caught(tmp_path, monkeypatch):
-    """All that is timed runs for real, on a clock of its own: a call takes 1 ms, give or take, and what was planted."""
+def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
+    """Everything runs, on a clock of its own: a call takes 1 ms, give or take, and what was planted."""
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
-    monkeypatch.setenv("CXX", "no compiler")  # compiling what gradwire is compared with would take most of the time
+    monkeypatch.setenv("CXX", "no compiler")  # compiling the other implementations would take most of the time
     random, planted = Random(0), []
 
     def clocked(work, device):
@@ -89,7 +124,7 @@ def test_a_slowed_kernel_is_caught(tmp_path, monkeypatch):
         work()
         return random.uniform(0.9e-3, 1.1e-3) + sum(planted)
 
-    monkeypatch.setattr(kernel_cost, "timed", clocked)
+    monkeypatch.setattr(kernels, "timed", clocked)
 
     def measured(name):
         path = tmp_path / name
@@ -97,7 +132,7 @@ def test_a_slowed_kernel_is_caught(tmp_path, monkeypatch):
         assert CliRunner().invoke(app, ["bench", "kernels", *options]).exit_code == 0
         return str(path)
 
-    before = [measured("a.json"), measured("b.json")]
+    before = [measured("a.jsonl"), measured("b.jsonl")]
     flatten = kernel_cases.flatten
 
     def slowed(*arguments, **options):
@@ -105,11 +140,11 @@ def test_a_slowed_kernel_is_caught(tmp_path, monkeypatch):
         return flatten(*arguments, **options)
 
     monkeypatch.setattr(kernel_cases, "flatten", slowed)
-    after = [measured("c.json"), measured("d.json")]
+    after = [measured("c.jsonl"), measured("d.jsonl")]
     runs = [word for pair in (("--before", before), ("--after", after)) for path in pair[1] for word in (pair[0], path)]
     done = CliRunner().invoke(app, ["bench", "compare", *runs])
     assert done.exit_code == 1
     changes = compare([load_ratios(Path(p)) for p in before], [load_ratios(Path(p)) for p in after])
     slower = [change.what for change in changes if change.verdict == "slower"]
-    flattened = [change.what for change in changes if change.what.startswith("flatten")]
+    flattened = [change.what for change in changes if change.what.startswith("kernels, kernel flatten")]
     assert flattened and set(slower) == set(flattened)

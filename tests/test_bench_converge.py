@@ -1,6 +1,4 @@
-"""`gradwire bench converge`: its sums, its table and plot, and a race for real."""
-
-import json
+"""`gradwire bench converge`: its medians, its tables and plot, its tasks, and a run of the command."""
 
 import pytest
 import torch
@@ -8,55 +6,98 @@ import torch.distributed as dist
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from gradwire.bench import namespaces, pages, plots
+from gradwire.bench import namespaces, plots
 from gradwire.bench.commands import app
-from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.converge import DEFAULT_HOOKS, RACED, Racer, race_table, summarize
+from gradwire.bench.converge import (
+    DEFAULT_HOOKS,
+    TRAINED_HOOKS,
+    Training,
+    compressed_step_ms,
+    tables,
+    to_target,
+)
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
+from gradwire.bench.record import ACCURACY, SENT, STEPS, TARGET_S, Measured, Record, load
 from gradwire.bench.tasks import TASKS, Digits, Text
 
 
-def race(hook, provider, seconds, reached=1, seed=0):
-    times = [seconds / 2, seconds, 2 * seconds]
-    return {
-        "seed": seed,
-        "hook": hook,
-        "provider": provider,
-        "steps": [5, 10, 15],
-        "seconds": times,
-        "sent_bytes": [1e6 * time for time in times],
-        "scores": [90.0, 98.0, 98.5],
-        "reached": reached,
+def training(hook, implementation, seconds, is_reached=True, seed=0):
+    """Evaluated after 5 and 10 steps."""
+    curves = {
+        STEPS: [5, 10],
+        TARGET_S: [seconds / 2, seconds],
+        SENT: [5e5 * seconds, 1e6 * seconds],
+        ACCURACY: [90.0, 98.0 if is_reached else 97.0],
     }
+    case = {"hook": hook, "seed": seed}
+    return [
+        Record(
+            bench="converge",
+            case=case,
+            implementation=implementation,
+            ranks=2,
+            metric=metric,
+            p50=curve[-1] if is_reached else None,
+            series=curve,
+        )
+        for metric, curve in curves.items()
+    ]
 
 
-RACES = [
-    *(race("none", PYTORCH, seconds, seed=seed) for seed, seconds in enumerate((10.0, 30.0, 12.0))),
-    *(race("fp16", PYTORCH, 6.0, reached, seed=seed) for seed, reached in enumerate((0, None, 1))),
-    *(race("powersgd-r4", GRADWIRE, seconds, seed=seed) for seed, seconds in enumerate((1.0, 3.0, 2.0))),
-]
-MEASURED = {
-    "task": "a task",
-    "parameters": 1234,
-    "score": "images that are right (%)",
-    "target": 97.5,
-    "rises": True,
-    "rate": "100mbit",
-    "hosts": 2,
-    "plain_steps": 10,
-    "races": RACES,
-}
+def trainings(*arguments, seconds):
+    return [r for seed, duration in enumerate(seconds) for r in training(*arguments, duration, seed=seed)]
 
 
-def test_medians_are_over_seeds_and_one_that_missed_the_target_has_none():
-    none, fp16, powersgd = summarize(RACES)
-    assert (none["steps"], none["seconds"], none["sent_bytes"], none["times_faster"]) == (10, 12.0, 12e6, 1.0)
-    assert (powersgd["seconds"], powersgd["times_faster"], powersgd["reached"]) == (2.0, 6.0, "3 of 3")
-    assert (fp16["reached"], fp16["seconds"], fp16["step_ms"]) == ("2 of 3", None, None)
-    assert (powersgd["step_ms"], fp16["times_faster"]) == (200.0, None), "from the first look on"
+NONE = trainings("none", PYTORCH, seconds=(10.0, 30.0, 12.0))
+FP16 = [r for seed in range(3) for r in training("fp16", PYTORCH, 6.0, is_reached=seed != 1, seed=seed)]
+POWERSGD = trainings("powersgd-r4", GRADWIRE, seconds=(1.0, 3.0, 2.0))
 
 
-def test_sent_bytes_of_a_race_are_the_sum_over_its_steps_and_both_barriers(world_of_one, monkeypatch):
-    """Whatever the interface sends between steps is not counted."""
+@pytest.fixture
+def records(facts):
+    settings = {"task": "A task", "parameters": 1234, "score": ACCURACY, "target": 97.5, "rises": True}
+    settings |= {"rate": "100mbit", "hosts": 2, "plain_steps": 10}
+    return Measured(settings, [*NONE, *FP16, *POWERSGD]).with_provenance(facts)
+
+
+def test_target_that_one_seed_missed_counts_as_missed():
+    assert to_target(NONE, STEPS) == [10, 10, 10]
+    assert to_target(NONE, TARGET_S) == [10.0, 30.0, 12.0]
+    assert to_target(FP16, TARGET_S) is None
+
+
+def test_step_time_is_from_first_evaluation_on():
+    assert compressed_step_ms(POWERSGD) == 200.0
+    assert compressed_step_ms(FP16) is None
+    at_first_evaluation = [Record(**vars(r) | {"series": r.series[:1]}) for r in POWERSGD]
+    assert compressed_step_ms(at_first_evaluation) is None
+
+
+def test_table_has_medians_ranges_and_speed_ups(records):
+    (only,) = tables(records)
+    assert only.rows == [
+        ["no hook", PYTORCH, "10", "12 (10-30)", "1200", "12 MB", "1.00x"],
+        ["fp16", PYTORCH, "", "2 of 3 reach it", "", "", ""],
+        ["powersgd-r4", GRADWIRE, "10", "2.00 (1.00-3.00)", "200", "2 MB", "6.00x"],
+    ]
+
+
+def test_table_fits_80_columns_with_notes(records, printed):
+    text = printed(*tables(records))
+    assert max(map(len, text.splitlines())) <= 80
+    for phrase in ("link: 100 Mb/s", "test accuracy (%) >= 97.5", "median of 3 seeds", "first 10 steps uncompressed"):
+        assert phrase in " ".join(text.split())
+
+
+def test_plot_is_drawn_with_missed_targets(tmp_path, records):
+    ours = [Record(**vars(record) | {"implementation": GRADWIRE}) for record in records]
+    plots.draw_converge([*records, *ours], tmp_path / "plot.png")
+    height, width, _ = imread(tmp_path / "plot.png").shape
+    assert height > 500 and width > 1000
+
+
+def test_sent_bytes_are_of_steps_and_both_barriers_only(world_of_one, monkeypatch):
+    """Bytes that the interface sends between steps are not counted."""
     sent = [0]
 
     class Quick(Digits):
@@ -70,72 +111,40 @@ def test_sent_bytes_of_a_race_are_the_sum_over_its_steps_and_both_barriers(world
     monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
     monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
     task = Quick()
-    racer = Racer.make(task, "none", GRADWIRE, seed=0, counts_bytes=True)
+    trained = Training.make(task, "none", GRADWIRE, seed=0, counts_bytes=True)
     for step, batch in zip(range(4), task.batches(0), strict=False):
-        racer.step(batch)
+        trained.step(batch)
         sent.append(1_000_000)
         if step in (1, 3):
-            racer.look()
-    found = racer.race(seed=0)
-    assert (found.steps, found.sent_bytes) == ([2, 4], [2040, 4080])
+            trained.evaluate()
+    found = {record.metric: record.series for record in trained.records(seed=0)}
+    assert (found[STEPS], found[SENT]) == ([2, 4], [2040, 4080])
 
 
-def test_the_table_fits_80_columns_and_says_what_the_numbers_mean(facts, printed):
-    text = printed(race_table(MEASURED, facts))
-    assert max(map(len, text.splitlines())) <= 80
-    for phrase in (
-        "link: 100mbit",
-        "right (%) >= 97.5",
-        "6.00x",
-        "2 of 3",
-        "medians over the seeds",
-        "first 10 steps whole",
-    ):
-        assert phrase in " ".join(text.split())
-
-
-def test_the_page_and_the_plot_are_made_of_the_same(tmp_path, facts):
-    results = {"measurements": MEASURED, "provenance": facts}
-    assert "| powersgd-r4 | gradwire | 3 of 3 | 10 | 2.00 (1.00 to 3.00) | 200 | 2 MB | 6.00 |" in pages.converge_table(
-        results
-    )
-    plots.draw_converge(results, tmp_path / "plot.png")
-    height, width, _ = imread(tmp_path / "plot.png").shape
-    assert height > 500 and width > 1000
-
-
-def test_hooks_with_and_without_feedback_are_raced_on_both_sides():
-    assert set(DEFAULT_HOOKS) <= set(RACED)
+def test_default_hooks_have_a_pytorch_hook_beside_them():
+    assert set(DEFAULT_HOOKS) <= set(TRAINED_HOOKS)
     for hook in DEFAULT_HOOKS:
-        assert RACED[hook].peer is not None
+        assert TRAINED_HOOKS[hook].pytorch is not None
 
 
-def test_a_race_over_loopback_reaches_the_target(tmp_path):
-    path = tmp_path / "converge.json"
-    options = [
-        "--task",
-        "digits",
-        "--loopback",
-        "--seeds",
-        "1",
-        "--hooks",
-        "none,powersgd-r4-no-feedback",
-        "--output",
-        str(path),
-    ]
+def test_command_over_loopback_trains_to_target(tmp_path):
+    path = tmp_path / "converge.jsonl"
+    hooks = ("none", "powersgd-r4-no-feedback")
+    options = ["--task", "digits", "--loopback", "--seeds", "1", "--hooks", ",".join(hooks), "--output", str(path)]
     done = CliRunner().invoke(app, ["bench", "converge", *options])
     assert done.exit_code == 0, done.output
-    races = json.loads(path.read_text())["measurements"]["races"]
-    assert [(one["hook"], one["provider"]) for one in races] == [
-        (hook, provider) for hook in ("none", "powersgd-r4-no-feedback") for provider in (PYTORCH, GRADWIRE)
-    ]
-    theirs, ours = races[:2]
-    assert ours["reached"] is not None and theirs["reached"] is not None
-    assert ours["scores"][ours["reached"]] >= TASKS["digits"].target
-    assert len(ours["steps"]) == len(ours["seconds"]) == ours["reached"] + 1, "a racer stops at the target"
-    # Without a hook the gradients are the same to the bit, and so is everything that they make.
-    assert ours["scores"] == theirs["scores"]
-    assert ours["sent_bytes"] == []
+    records = load(path)
+    pairs = [(hook, by) for hook in hooks for by in (PYTORCH, GRADWIRE)]
+    assert [(r["hook"], r.implementation) for r in records if r.metric == STEPS] == pairs
+    of = {(r["hook"], r.implementation, r.metric): r for r in records}
+    theirs, ours = (of["none", by, ACCURACY] for by in (PYTORCH, GRADWIRE))
+    assert ours.p50 == ours.series[-1] >= TASKS["digits"].target
+    assert max(ours.series[:-1]) < TASKS["digits"].target, "a training stops at the target"
+    assert len(ours.series) == len(of["none", GRADWIRE, TARGET_S].series) == len(of["none", GRADWIRE, STEPS].series)
+    # Without a hook the gradients are equal to the bit, and so are the scores.
+    assert ours.series == theirs.series
+    assert not any(metric == SENT for _, _, metric in of)
+    assert {(r["task"], r["rate"]) for r in records} == {("digits", "loopback")}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ def test_a_race_over_loopback_reaches_the_target(tmp_path):
         ["--task", "text,digits"],
     ],
 )
-def test_unknown_hooks_rates_and_tasks_are_refused(option):
+def test_invalid_option_is_refused(option):
     done = CliRunner().invoke(app, ["bench", "converge", *option])
     assert done.exit_code == 2
 
@@ -160,8 +169,8 @@ def one_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_learned(name, one_rank):
-    """In a few steps its score is nearer to the target than at first."""
+def test_task_is_learned(name, one_rank):
+    """A few steps halve the distance of its score to the target."""
     torch.manual_seed(0)
     task = TASKS[name]()
     model = task.make_model()
@@ -184,7 +193,7 @@ def score(task, model):
     return found
 
 
-def test_the_text_is_cut_into_bytes_and_those_that_follow(one_rank):
+def test_labels_of_text_are_the_following_bytes(one_rank):
     task = Text()
     inputs, labels = next(task.batches(0))
     assert inputs.shape == labels.shape == (task.batch, task.length)
@@ -192,7 +201,7 @@ def test_the_text_is_cut_into_bytes_and_those_that_follow(one_rank):
     assert inputs.min() >= 0
 
 
-def test_a_bytes_prediction_knows_only_what_comes_before_it(one_rank):
+def test_prediction_of_a_byte_depends_on_earlier_bytes_only(one_rank):
     task = Text()
     model = task.make_model().eval()
     inputs, _ = next(task.batches(0))
@@ -204,7 +213,7 @@ def test_a_bytes_prediction_knows_only_what_comes_before_it(one_rank):
     assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
-def test_ranks_and_seeds_have_batches_of_their_own(monkeypatch):
+def test_batches_differ_between_ranks_and_seeds(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     task = Text()
     seen = []

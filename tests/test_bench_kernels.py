@@ -1,28 +1,30 @@
-"""`gradwire bench kernels`: its shape tables, its arithmetic, its check, its tables, and a run for real."""
+"""`gradwire bench kernels`: shape tables, arithmetic, checks, tables, and a run of the command."""
 
-import json
 from math import prod
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_cost, shapes
+from gradwire.bench import kernels, shapes
 from gradwire.bench.commands import app
-from gradwire.bench.kernel_cases import MAKERS, OURS, Case
-from gradwire.bench.kernel_cost import Timing, kernel_tables, run
+from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.kernel_cases import MAKERS, Case
+from gradwire.bench.kernels import COPY, run, tables
+from gradwire.bench.record import BANDWIDTH, TIME_MS, VS_GRADWIRE, Measured, Record, load
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
+from gradwire.bench.tables import find
 
 CPU = torch.device("cpu")
 SMALL = [[(40, 30), (40,)], [(64, 3, 3, 3), (7,), (1, 50, 20)]]
 
 
 @pytest.mark.parametrize("model", SHAPES)
-def test_shape_tables_add_up_to_the_published_numbers_of_parameters(model):
+def test_shape_table_adds_up_to_published_number_of_parameters(model):
     assert sum(map(prod, SHAPES[model]())) == PARAMETERS[model]
 
 
-def test_transformer_layers_have_the_shapes_that_pytorch_gives_them():
+def test_transformer_layer_has_pytorchs_shapes():
     with torch.device("meta"):
         layer = torch.nn.TransformerEncoderLayer(768, 12, 3072)
     table = list(shapes._encoder_layer(768))
@@ -30,7 +32,7 @@ def test_transformer_layers_have_the_shapes_that_pytorch_gives_them():
 
 
 @pytest.mark.parametrize("mib", [1, 25])
-def test_buckets_are_those_of_ddp(mib):
+def test_buckets_equal_those_of_ddp(mib):
     parameters = [torch.empty(shape, device="meta") for shape in SHAPES["resnet50"]()][::-1]
     theirs, _ = torch.distributed._compute_bucket_assignment_by_size(parameters, [mib << 20])
     ours = buckets(SHAPES["resnet50"], mib << 20)
@@ -38,7 +40,7 @@ def test_buckets_are_those_of_ddp(mib):
 
 
 class Clock:
-    """Stands in for `timed`: a call takes as long as the contender says."""
+    """Stands in for `timed`: a call takes as long as the implementation returns."""
 
     def __init__(self):
         self.ran = []
@@ -49,79 +51,79 @@ class Clock:
         return seconds
 
 
-def test_a_bucket_takes_the_mean_over_the_rotation_and_ours_is_the_unit(monkeypatch):
+def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(kernel_cost, "timed", clock)
-    contenders = {OURS: lambda i: (1e-3, 3e-3)[i], "other": lambda i: (2e-3, 6e-3)[i]}
-    case = Case("copy", [1_000_000, 3_000_000], contenders, lambda: None)
-    ours, other = run(case, "resnet50", 25, rounds=3, copied=2.0, device=CPU)
-    assert (ours.ms["p50"], ours.gb_per_s, ours.of_copy, ours.vs_gradwire) == (2.0, 1.0, 0.5, 1.0)
-    assert (other.ms["p50"], other.gb_per_s, other.vs_gradwire) == (4.0, 0.5, 2.0)
+    monkeypatch.setattr(kernels, "timed", clock)
+    calls = {GRADWIRE: lambda i: (1e-3, 3e-3)[i], "other": lambda i: (2e-3, 6e-3)[i]}
+    case = Case("copy", [1_000_000, 3_000_000], calls, lambda: None)
+    records = run(case, "resnet50", 25, rounds=3, device=CPU)
+    metrics = (TIME_MS, BANDWIDTH, VS_GRADWIRE)
+    assert [find(records, metric, GRADWIRE).p50 for metric in metrics] == [2.0, 1.0, 1.0]
+    assert [find(records, metric, "other").p50 for metric in metrics] == [4.0, 0.5, 2.0]
     of_ours, of_other = [1e-3, 3e-3], [2e-3, 6e-3]
     rounds = [clock.ran[i : i + 4] for i in range(0, len(clock.ran), 4)]
     assert {tuple(ran) for ran in rounds} == {(*of_ours, *of_other), (*of_other, *of_ours)}, "each goes first at times"
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_every_case_passes_its_check_and_every_contender_runs(make):
+def test_case_passes_its_check_and_every_implementation_runs(make):
     torch.manual_seed(0)
     case = make(SMALL, CPU)
-    assert next(iter(case.contenders)) == OURS
+    assert next(iter(case.implementations)) == GRADWIRE
     with torch.no_grad():
-        case.contenders[OURS](0)
+        case.implementations[GRADWIRE](0)
         case.check()
-        for contender in case.contenders.values():
-            contender(1)
+        for implementation in case.implementations.values():
+            implementation(1)
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_kernel_that_writes_nothing_is_refused(make):
+def test_kernel_that_writes_nothing_is_refused(make):
     torch.manual_seed(0)
     case = make(SMALL, CPU)
-    lazy = Case(case.kernel, case.nbytes, case.contenders | {OURS: lambda i: None}, case.check)
+    lazy = Case(case.kernel, case.nbytes, case.implementations | {GRADWIRE: lambda i: None}, case.check)
     with pytest.raises(RuntimeError, match="is wrong; nothing is timed"):
-        run(lazy, "resnet50", 25, rounds=1, copied=1.0, device=CPU)
+        run(lazy, "resnet50", 25, rounds=1, device=CPU)
 
 
-def test_tables_fit_80_columns_and_say_what_the_numbers_mean(facts, printed):
-    timing = Timing(
-        kernel="flatten to float16",
-        model="gpt2-124m",
-        bucket_mib=25,
-        contender="PyTorch: DDP copies, hook casts",
-        ms={"p20": 12.0, "p50": 13.5, "p80": 14.0},
-        gb_per_s=9.9,
-        of_copy=0.87,
-        vs_gradwire=1.61,
-    )
-    measured = {"rounds": 7, "copy_gb_per_s": 11.2, "timings": [kernel_cost.asdict(timing)]}
-    text = printed(*kernel_tables(measured, facts))
+def made_up(case, implementation, metric, p50):
+    return Record(bench="kernels", case=case, implementation=implementation, ranks=1, metric=metric, p50=p50)
+
+
+def test_table_compares_implementations_and_fits_80_columns(facts, printed):
+    case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 1056}
+    others = ("DDP and hook of PyTorch", "cat, to, div", "torch.compile", "foreach copy")
+    records = [
+        made_up({"kernel": "copy"}, COPY, BANDWIDTH, 11.2),
+        made_up(case, GRADWIRE, TIME_MS, 1013.5),
+        made_up(case, GRADWIRE, BANDWIDTH, 9.9),
+        *(made_up(case, other, TIME_MS, 1928.2) for other in others),
+    ]
+    made = tables(Measured({"rounds": 7}, records).with_provenance(facts))
+    (only,) = made
+    assert only.title == "Flatten to float16: time (ms)"
+    assert only.headers == ["bucket", GRADWIRE, *others, BANDWIDTH, "of a copy"]
+    assert only.rows == [["gpt2-124m, 1056 MiB", "1,014", *["1,928"] * 4, "9.9", "88 %"]]
+    text = printed(*made)
     assert max(map(len, text.splitlines())) <= 80
-    for phrase in (
-        "gpt2-124m, 25 MiB",
-        "13.50 (12.0-14.0)",
-        "87 %",
-        "1.61x",
-        "copy_, which moves 11.2 GB/s",
-        "of 7 rounds",
-    ):
-        assert phrase in text
+    for phrase in ("bandwidth of copy_, 11.2 GB/s", "median of 7 rounds"):
+        assert phrase in " ".join(text.split())
 
 
-def test_a_run_writes_what_it_prints(tmp_path, monkeypatch):
+def test_command_writes_the_results_it_prints(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
-    path = tmp_path / "kernels.json"
+    path = tmp_path / "kernels.jsonl"
     options = ["--models", "gpt2-124m", "--sizes", "1", "--rounds", "2", "--output", str(path)]
     done = CliRunner().invoke(app, ["bench", "kernels", *options])
     assert done.exit_code == 0, done.output
-    measured = json.loads(path.read_text())["measurements"]
-    assert {row["contender"] for row in measured["timings"]} > {OURS, "_foreach_copy_", "linalg.qr, one by one"}
-    assert len({row["kernel"] for row in measured["timings"]}) == len(MAKERS)
+    records = load(path)
+    assert {record.implementation for record in records} > {GRADWIRE, "foreach copy", "linalg.qr", COPY}
+    assert len({record["kernel"] for record in records if record.metric == TIME_MS}) == len(MAKERS)
     assert "gpt2-124m, 1 MiB" in done.output
 
 
 @pytest.mark.parametrize("option", [["--models", "vgg"], ["--sizes", "0"], ["--sizes", "1.5"]])
-def test_unknown_models_and_sizes_are_refused(option):
+def test_unknown_model_or_size_is_refused(option):
     done = CliRunner().invoke(app, ["bench", "kernels", *option])
     assert done.exit_code == 2
     assert option[0] in done.output

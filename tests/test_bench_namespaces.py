@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces: reachable, limited, and gone afterwards, whatever happened."""
+"""Hosts made of network namespaces: reachable, limited, and deleted afterwards, also after errors."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def dead_process():
     ("text", "mbit"),
     [("100mbit", 100), ("1gbit", 1000), ("2.5gbit", 2500), ("0.5mbit", 0.5), ("unlimited", None)],
 )
-def test_a_rate_is_read_as_megabits(text, mbit):
+def test_rate_is_parsed_as_megabits(text, mbit):
     assert Rate.parse(text) == (text, mbit)
 
 
@@ -66,7 +66,7 @@ def test_a_rate_is_read_as_megabits(text, mbit):
     "text",
     ["", "1", "1gb", "gbit", "0mbit", "0.0gbit", "-1gbit", "1gbit;reboot", "1 gbit", "infgbit", "0.01mbit", "9999gbit"],
 )
-def test_a_text_that_is_no_rate_is_refused(text):
+def test_invalid_rate_is_refused(text):
     with pytest.raises(ValueError, match="100mbit or 1gbit, from 0"):
         Rate.parse(text)
 
@@ -81,7 +81,7 @@ def test_a_text_that_is_no_rate_is_refused(text):
         ((), 0, "darwin", "Linux"),
     ],
 )
-def test_what_is_in_the_way_is_named(monkeypatch, missing, euid, platform, expected):
+def test_obstacle_is_named(monkeypatch, missing, euid, platform, expected):
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool in missing else f"/sbin/{tool}")
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: euid)
     monkeypatch.setattr(namespaces.sys, "platform", platform)
@@ -89,7 +89,7 @@ def test_what_is_in_the_way_is_named(monkeypatch, missing, euid, platform, expec
     assert obstacle is None if expected is None else expected in obstacle
 
 
-def test_sent_bytes_are_what_the_interface_has_transmitted(monkeypatch, tmp_path):
+def test_sent_bytes_are_those_the_interface_transmitted(monkeypatch, tmp_path):
     statistics = tmp_path / "eth0" / "statistics"
     statistics.mkdir(parents=True)
     for name, value in {"tx_bytes": 123_456, "rx_bytes": 7_000, "tx_packets": 99}.items():
@@ -98,13 +98,13 @@ def test_sent_bytes_are_what_the_interface_has_transmitted(monkeypatch, tmp_path
     assert namespaces.sent_bytes() == 123_456
 
 
-def test_a_command_that_fails_says_which_and_why():
+def test_failed_command_is_named_with_its_reason():
     with pytest.raises(NamespaceError, match=r"^ls /no/such/file: .*No such file"):
         namespaces._command("ls", "/no/such/file")
 
 
 @needs_namespaces
-def test_hosts_reach_each_other_and_count_what_they_send():
+def test_hosts_reach_each_other_and_count_sent_bytes():
     with namespaces.hosts(3) as (first, _, third):
         server = subprocess.Popen(python(first, SERVE, first.address), stdout=subprocess.PIPE, text=True)
         try:
@@ -133,7 +133,7 @@ def test_hosts_reach_each_other_and_count_what_they_send():
         (["unlimited"], None),
     ],
 )
-def test_a_limit_takes_the_place_of_the_one_before(rates, bytes_per_second):
+def test_limit_replaces_the_previous_one(rates, bytes_per_second):
     with namespaces.hosts(1) as (host,):
         subprocess.run(python(host, LIMIT, *rates), timeout=240, check=True)
         show = [*host.prefix, "tc", "-j", "qdisc", "show", "dev", namespaces.INTERFACE, "root"]
@@ -143,7 +143,7 @@ def test_a_limit_takes_the_place_of_the_one_before(rates, bytes_per_second):
 
 
 @needs_namespaces
-def test_an_exception_leaves_no_namespace():
+def test_exception_leaves_no_namespace():
     with pytest.raises(KeyboardInterrupt), namespaces.hosts(2):
         assert len(of_this_process()) == 3  # two hosts and the bridge's
         raise KeyboardInterrupt
@@ -152,7 +152,7 @@ def test_an_exception_leaves_no_namespace():
 
 @needs_namespaces
 @pytest.mark.parametrize("failing", range(15))
-def test_a_failure_at_any_point_of_the_making_leaves_no_namespace(monkeypatch, failing):
+def test_failure_at_any_point_of_setup_leaves_no_namespace(monkeypatch, failing):
     calls = iter(range(1_000))
     command = namespaces._command
 
@@ -169,7 +169,7 @@ def test_a_failure_at_any_point_of_the_making_leaves_no_namespace(monkeypatch, f
 
 
 @needs_namespaces
-def test_namespaces_of_a_process_that_is_no_more_are_deleted_and_others_are_not():
+def test_only_namespaces_of_ended_processes_are_deleted():
     with dead_process() as pid, namespaces.hosts(1):
         abandoned, foreign = f"gradwire-{pid}-0", f"gradwirex-{pid}-0"
         for name in (abandoned, foreign):

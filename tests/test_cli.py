@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.bench import cli
 from gradwire.bench.commands import app
-from gradwire.bench.hooks import DEMO_HOOKS, HOOKS
+from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
 
@@ -23,26 +23,26 @@ def in_process(*arguments: str):
     return CliRunner(env=PLAIN).invoke(app, list(arguments))
 
 
-def test_help_names_the_commands():
+def test_help_lists_commands():
     done = gradwire_command("--help")
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
 
 
-def test_demo_help_names_options_and_hooks():
+def test_demo_help_lists_options_and_hooks():
     done = in_process("demo", "--help")
     assert done.exit_code == 0, done.output
     for word in ("--output", "--processes", "--epochs", "--seed", "--hooks", *DEMO_HOOKS):
         assert word in done.output, word
 
 
-def test_version():
+def test_version_is_printed():
     done = in_process("--version")
     assert done.exit_code == 0, done.output
     assert done.output.startswith(f"gradwire {gradwire.__version__} ")
 
 
-def test_unknown_hook_is_refused_with_the_names_of_all(tmp_path):
+def test_unknown_hook_is_refused_with_names_of_all(tmp_path):
     output = tmp_path / "demo"
     done = gradwire_command("demo", "--hooks", "none,fp17", "--output", str(output))
     assert done.returncode == 2
@@ -53,7 +53,7 @@ def test_unknown_hook_is_refused_with_the_names_of_all(tmp_path):
     assert not output.exists()
 
 
-def test_noop_is_no_hook_to_train_with(tmp_path):
+def test_demo_with_noop_is_refused(tmp_path):
     done = in_process("demo", "--hooks", "none,noop", "--output", str(tmp_path / "demo"))
     assert done.exit_code == 2
     assert "'noop'" in done.output
@@ -67,7 +67,7 @@ def test_noop_is_no_hook_to_train_with(tmp_path):
         ("network", ["--hosts", "--rates", "--steps", "--hooks", "--quick", "--loopback", "--output"]),
     ],
 )
-def test_bench_help_names_options(command, words):
+def test_bench_help_lists_options(command, words):
     assert command in in_process("bench", "--help").output
     done = in_process("bench", command, "--help")
     assert done.exit_code == 0, done.output
@@ -76,13 +76,13 @@ def test_bench_help_names_options(command, words):
 
 
 @pytest.mark.parametrize("option", [("--processes", "0"), ("--epochs", "0"), ("--seed", "-1"), ("--hooks", "")])
-def test_values_out_of_range_are_refused(option, tmp_path):
+def test_value_out_of_range_is_refused(option, tmp_path):
     done = in_process("demo", *option, "--output", str(tmp_path / "demo"))
     assert done.exit_code == 2
     assert option[0] in done.output
 
 
-def test_output_that_cannot_be_made_is_refused(tmp_path):
+def test_output_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     done = in_process("demo", "--output", str(tmp_path / "file" / "demo"))
     assert done.exit_code == 2
@@ -90,8 +90,8 @@ def test_output_that_cannot_be_made_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["kernels", "reducer", "hooks", "network", "converge"])
-def test_a_bench_refuses_a_file_that_it_could_not_write_before_it_measures(command, tmp_path):
-    done = in_process("bench", command, "--output", str(tmp_path / "none" / "results.json"))
+def test_output_file_that_cannot_be_written_is_refused_before_measuring(command, tmp_path):
+    done = in_process("bench", command, "--output", str(tmp_path / "none" / "results.jsonl"))
     assert done.exit_code == 2
     assert "--output" in done.output
 
@@ -109,7 +109,7 @@ def test_a_bench_refuses_a_file_that_it_could_not_write_before_it_measures(comma
     ],
     ids=" ".join,
 )
-def test_an_option_that_would_do_nothing_is_refused(arguments):
+def test_option_without_effect_is_refused(arguments):
     done = in_process("bench", *arguments)
     assert done.exit_code == 2
     assert arguments[1] in done.output and arguments[2] in done.output

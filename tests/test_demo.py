@@ -1,7 +1,6 @@
-"""The demo for real, with the smallest settings, and its report from made-up results."""
+"""The demo with the smallest settings, and its table and plot of made-up results."""
 
 import itertools
-import json
 import math
 import os
 import signal
@@ -9,15 +8,16 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import gradwire
-from gradwire.bench import report
-from gradwire.bench.hooks import HOOKS
-from gradwire.bench.results import Results, Run, Settings, load_results, replacing, save_results
+from gradwire.bench import demo as demo_bench
+from gradwire.bench import plots, tables
+from gradwire.bench.hook_registry import HOOKS
+from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, load
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600
@@ -33,70 +33,84 @@ def demo(tmp_path_factory):
     return output, done.stdout
 
 
-def test_demo_sends_half_the_bytes_in_fp16(demo):
-    results = json.loads((demo[0] / "results.json").read_text())
-    none, fp16, _ = results["runs"]
-    assert none["bytes_per_step"] == 4 * results["parameters"]
-    assert 2 * fp16["bytes_per_step"] == none["bytes_per_step"]
+@pytest.fixture(scope="module")
+def records(demo):
+    return load(demo[0] / "results.jsonl")
+
+
+@pytest.fixture(scope="module")
+def settings(records):
+    return records[0].provenance["settings"]
+
+
+def runs_of(records, metric):
+    """The records of a metric, in the order of the hooks."""
+    return [record for record in records if record.metric == metric]
+
+
+def test_demo_sends_half_the_bytes_in_fp16(records, settings):
+    none, fp16, _ = runs_of(records, SENT_PER_STEP)
+    assert none.p50 == 4 * settings["parameters"]
+    assert 2 * fp16.p50 == none.p50
     for run in (none, fp16):
-        steps = 2 * (results["train_images"] // results["batch_size"])
-        assert run["sent_bytes"] == [run["bytes_per_step"] * (step + 1) for step in range(steps)]
+        steps = 2 * (settings["train_images"] // settings["batch_size"])
+        assert run.series == [run.p50 * (step + 1) for step in range(steps)]
 
 
-def test_demo_sends_whole_gradients_and_then_factors(demo):
-    """Of the matrices that twice their factors are smaller than: o x (i 9) for a convolution of i to o channels.
+def test_demo_sends_whole_gradients_and_then_factors(records, settings):
+    """Factors of matrices with more than twice as many elements: o x (i 9) for a convolution of i to o channels.
 
     Every factor starts at a multiple of 16 elements of its message.
     """
-    results = json.loads((demo[0] / "results.json").read_text())
-    powersgd = results["runs"][2]
+    powersgd = runs_of(records, SENT_PER_STEP)[2]
     matrices = [(64, 32 * 9), (128, 64 * 9), (512, 512), (10, 512)]
-    rest = results["parameters"] - sum(n * m for n, m in matrices)
+    rest = settings["parameters"] - sum(n * m for n, m in matrices)
     factors = sum(math.ceil(4 * side / 16) * 16 for shape in matrices for side in shape)  # of rank 4
     compressed = 4 * rest + 2 * factors  # the rest in fp32, factors in bf16
-    sizes = [after - before for before, after in itertools.pairwise([0, *powersgd["sent_bytes"]])]
-    assert sizes == [4 * results["parameters"]] * 10 + [compressed] * (len(sizes) - 10)
-    assert compressed < 0.03 * 4 * results["parameters"]
+    sizes = [after - before for before, after in itertools.pairwise([0, *powersgd.series])]
+    assert sizes == [4 * settings["parameters"]] * 10 + [compressed] * (len(sizes) - 10)
+    assert compressed < 0.03 * 4 * settings["parameters"]
 
 
-def test_demo_trains_alike_with_both_hooks(demo):
-    none, fp16, powersgd = load_results(demo[0] / "results.json").runs
-    assert (none.hook, fp16.hook, powersgd.hook) == ("none", "fp16", "powersgd-r4-bf16")
-    for run in (none, fp16, powersgd):
-        assert len(run.losses) == len(run.sent_bytes)
-        assert all(map(math.isfinite, run.losses))
-        assert run.final_loss < 0.5 * run.losses[0]
-        assert 0.5 < run.test_accuracy <= 1
-        assert 0 < run.step_ms["p20"] <= run.step_ms["p50"] <= run.step_ms["p80"]
-    assert fp16.losses[0] == none.losses[0]  # no gradient was sent yet: same weights, same data
-    assert fp16.losses != none.losses
-    assert abs(fp16.final_loss - none.final_loss) < 0.1
-    assert powersgd.losses[:11] == none.losses[:11]  # the first ten gradients are sent whole
-    assert powersgd.losses[11] != none.losses[11]
+def test_demo_trains_alike_with_all_hooks(records):
+    none, fp16, powersgd = losses = runs_of(records, TRAINING_LOSS)
+    assert [run["hook"] for run in losses] == ["none", "fp16", "powersgd-r4-bf16"]
+    for run, sent in zip(losses, runs_of(records, SENT_PER_STEP), strict=True):
+        assert len(run.series) == len(sent.series)
+        assert all(map(math.isfinite, run.series))
+        assert run.p50 < 0.5 * run.series[0]
+    assert all(50 < run.p50 <= 100 for run in runs_of(records, ACCURACY))
+    assert all(0 < run.p20 <= run.p50 <= run.p80 for run in runs_of(records, STEP_MS))
+    assert fp16.series[0] == none.series[0]  # no gradient was sent yet: same weights, same data
+    assert fp16.series != none.series
+    assert abs(fp16.p50 - none.p50) < 0.1
+    assert powersgd.series[:11] == none.series[:11]  # the first ten gradients are sent whole
+    assert powersgd.series[11] != none.series[11]
 
 
-def test_demo_says_where_its_numbers_come_from(demo):
-    results = load_results(demo[0] / "results.json")
-    facts = results.provenance
+def test_demo_records_its_provenance(records):
+    facts = records[0].provenance
     assert facts["gradwire"] == gradwire.__version__
     assert {"date", "commit", "torch", "python", "cpu", "gpu", "backend"} <= facts.keys()
     assert facts["threads_per_process"] == int(os.environ.get("OMP_NUM_THREADS", 1))
-    assert results.settings.command.startswith("gradwire demo --epochs 2 --hooks none,fp16,powersgd-r4-bf16 --seed 3")
+    assert facts["command"].startswith("gradwire demo --epochs 2 --hooks none,fp16,powersgd-r4-bf16 --seed 3")
 
 
 def test_demo_leaves_a_plot_and_no_other_files(demo):
     output, stdout = demo
-    assert sorted(path.name for path in output.iterdir()) == ["loss_vs_bytes.png", "results.json"]
+    assert sorted(path.name for path in output.iterdir()) == ["loss_vs_bytes.png", "results.jsonl"]
     assert_is_png(output / "loss_vs_bytes.png")
     assert str(output / "loss_vs_bytes.png") in stdout
 
 
 def test_demo_prints_progress_and_a_table(demo):
     lines = demo[1].splitlines()
-    for hook in ("none", "fp16", "powersgd-r4-bf16"):
+    for hook in ("fp16", "powersgd-r4-bf16"):
         assert sum(line.strip().startswith(hook) for line in lines) == 2, demo[1]
+    for start in ("none", "no hook"):  # in the progress, and in the table
+        assert sum(line.strip().startswith(start) for line in lines) == 1, demo[1]
     assert "0.50x" in demo[1]
-    assert "does not show what a network would" in demo[1]
+    assert "a network gives other times" in " ".join(demo[1].split())
 
 
 def assert_is_png(path: Path) -> None:
@@ -117,7 +131,7 @@ def assert_is_png(path: Path) -> None:
         pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
     ],
 )
-def test_stopping_the_demo_leaves_no_process_and_no_file(tmp_path, stop):
+def test_stopped_demo_leaves_no_process_and_no_file(tmp_path, stop):
     mark = f"GRADWIRE_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     environment = os.environ | {name: value, "TMPDIR": str(tmp_path)}
@@ -130,7 +144,7 @@ def test_stopping_the_demo_leaves_no_process_and_no_file(tmp_path, stop):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background has it ignored
     )
     try:
-        wait_until(lambda: len(marked(mark)) >= 4)  # launcher, torchrun, two ranks
+        wait_until(lambda: len(marked(mark)) >= 3)  # the command and two ranks
         demo.send_signal(stop)
         assert demo.wait(HANG_LIMIT) == (-signal.SIGKILL if stop == signal.SIGKILL else 128 + stop)
         wait_until(lambda: not marked(mark))
@@ -165,99 +179,62 @@ def marked(mark: str) -> list[int]:
 
 @pytest.fixture
 def made_up(facts):
-    """Results of a demo that was not run."""
+    """Results of a demo that did not run."""
 
-    def results_of(*hooks: str, backend: str = "gloo") -> Results:
-        runs = [
-            Run(
-                hook=hook,
-                description="",
-                final_loss=0.125,
-                test_accuracy=0.75,
-                bytes_per_step=4e6 / 2**index,
-                step_ms={"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
-                losses=[1.0, 0.5, 0.25, 0.125],
-                sent_bytes=[int(4e6 / 2**index * (step + 1)) for step in range(4)],
-            )
-            for index, hook in enumerate(hooks)
-        ]
-        return Results(
-            provenance=facts | {"backend": backend},
-            settings=Settings(hooks=hooks, processes=2, epochs=1, seed=0, command="gradwire demo"),
-            train_images=3,
-            test_images=4,
-            parameters=1_000_000,
-            batch_size=2,
-            plain_steps=10,
-            runs=runs,
-        )
+    def results_of(*hooks: str, backend: str = "gloo") -> list[Record]:
+        records = []
+        for index, hook in enumerate(hooks):
+            sent = 4e6 / 2**index
+            metrics = {
+                TRAINING_LOSS: {"p50": 0.125, "series": [1.0, 0.5, 0.25, 0.125]},
+                ACCURACY: {"p50": 75.0},
+                SENT_PER_STEP: {"p50": sent, "series": [sent * (step + 1) for step in range(4)]},
+                STEP_MS: {"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
+            }
+            of = {"bench": "demo", "case": {"hook": hook}, "implementation": GRADWIRE, "ranks": 2}
+            records += [Record(**of, metric=metric, **numbers) for metric, numbers in metrics.items()]
+        settings = {"processes": 2, "epochs": 1, "parameters": 1_000_000, "test_images": 4, "plain_steps": 10}
+        return Measured(settings, records).with_provenance(facts | {"backend": backend})
 
     return results_of
 
 
 @pytest.fixture
-def table_of(printed, made_up):
-    """The table of a demo that was not run."""
-    return lambda *hooks, **settings: printed(report.results_table(made_up(*hooks, **settings)))
+def table_of(made_up):
+    return lambda *hooks, **settings: demo_bench.tables(made_up(*hooks, **settings))[0]
 
 
-def row_of(text: str, hook: str) -> list[str]:
-    return next(line.split() for line in text.splitlines() if line.split()[:1] == [hook])
+def test_table_compares_with_run_without_hook(table_of):
+    assert table_of("fp16", "none").rows == [
+        ["fp16", "0.1250", "75.0", "4 MB", "2.00x", "10.0 (9-12)", "0.91x"],
+        ["no hook", "0.1250", "75.0", "2 MB", "1.00x", "11.0 (9-12)", "1.00x"],
+    ]
 
 
-def test_table_compares_with_the_run_without_a_hook(table_of):
-    text = table_of("fp16", "none")
-    expected = ["fp16", "0.1250", "75.0", "%", "4", "MB", "2.00x", "10.0", "(9-12)", "0.91x"]
-    assert row_of(text, "fp16") == expected
-    assert row_of(text, "none")[-1] == "1.00x"
+def test_table_without_baseline_has_no_ratios(table_of):
+    assert table_of("fp16").rows[0].count("-") == 2
 
 
-def test_table_without_a_baseline_has_no_ratios(table_of):
-    row = row_of(table_of("fp16"), "fp16")
-    assert row.count("-") == 2
+def test_table_of_every_hook_fits_80_columns(table_of, printed):
+    text = printed(table_of(*HOOKS))
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    for hook in HOOKS.keys() - {"none"}:
+        assert any(line.split()[:1] == [hook] and line.split()[-1].endswith("x") for line in text.splitlines())
 
 
-def test_table_of_every_hook_fits_into_80_columns(table_of):
-    text = table_of(*HOOKS)
-    for hook in HOOKS:
-        assert row_of(text, hook)[-1].endswith("x")
+def test_notes_mention_uncompressed_steps_of_low_rank_hooks_only(table_of):
+    assert "first 10 steps uncompressed" in " ".join(table_of("none", "powersgd-r4").notes)
+    assert "uncompressed" not in " ".join(table_of("none", "fp16").notes)
 
 
-def test_footnote_tells_of_the_first_steps_of_powersgd_only(table_of):
-    assert "PowerSGD sends the first 10 whole" in table_of("none", "powersgd-r4")
-    assert "PowerSGD" not in table_of("none", "fp16")
+def test_notes_name_the_link(table_of):
+    assert "the link is memory:" in " ".join(table_of("none").notes)
+    assert "NVLink" in " ".join(table_of("none", backend="nccl").notes)
 
 
-def test_footnote_names_the_link(table_of):
-    assert "the link is memory:" in table_of("none")
-    assert "NVLink" in table_of("none", backend="nccl")
-
-
-def test_plot_of_one_short_training(tmp_path, made_up):
-    report.save_plot(made_up("fp16"), tmp_path / "plot.png")
+def test_plot_of_one_short_training_is_drawn(tmp_path, made_up):
+    plots.draw_demo(made_up("fp16"), tmp_path / "plot.png")
     assert_is_png(tmp_path / "plot.png")
-
-
-def test_results_survive_saving_and_loading(tmp_path, made_up):
-    results = made_up("none", "fp16")
-    save_results(results, tmp_path / "results.json")
-    assert load_results(tmp_path / "results.json") == results
-    assert load_results(tmp_path / "results.json") != replace(results, parameters=1)
-
-
-def test_settings_survive_the_way_to_a_worker(made_up):
-    settings = made_up("none", "fp16").settings
-    assert Settings.of(json.loads(json.dumps(asdict(settings)))) == settings
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
-        partial.write_text("ne")
-        raise KeyboardInterrupt
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +249,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         (2.5e9, "2.5 GB"),
     ],
 )
-def test_bytes_are_readable(count, text):
-    assert report.format_bytes(count) == text
+def test_bytes_are_formatted_with_decimal_unit(count, text):
+    assert tables.format_bytes(count) == text
 
 
-def test_running_mean():
-    assert report.running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.5, 2.5, 4.5]
+def test_running_mean_is_of_each_window():
+    assert plots.running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.5, 2.5, 4.5]

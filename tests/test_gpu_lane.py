@@ -1,4 +1,4 @@
-"""The GPU lane without a GPU: its rehearsal, its records, what it does about failures, and how little it imports."""
+"""The GPU lane without a GPU: its rehearsal, records, failures and imports."""
 
 import json
 import os
@@ -21,7 +21,7 @@ REQUIREMENT = re.compile(r"[\w.-]+")
 
 
 def requirements(*names):
-    """Installed distributions of these names and all that they require."""
+    """Installed distributions of these names and of all their requirements."""
     found, wanted = {}, list(names)
     while wanted:
         name = wanted.pop()
@@ -69,13 +69,13 @@ def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_ba
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_lane_without_a_gpu_says_how_to_rehearse(capsys, tmp_path):
+def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
     assert gpu_lane.main(["smoke", "--output", str(tmp_path / "records.jsonl")]) == 2
     assert "--rehearse" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_stages_hold_every_hook_and_begin_with_two_dtypes_on_the_wire():
+def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
     for stage in gpu_lane.RANKS:
         names = list(gpu_lane.cases_of(stage))
         assert names[0] == "two dtypes on the wire"
@@ -129,7 +129,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     assert "passed before" not in capsys.readouterr().out
 
 
-def test_failed_case_is_recorded_and_gives_the_exit_status(capsys, tmp_path, monkeypatch):
+def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypatch):
     outcomes = iter([gpu_worker.Outcome("failed", 1.0, "what every rank said"), gpu_worker.Outcome("passed", 1.0, "")])
     monkeypatch.setattr(gpu_worker.Crew, "run", lambda crew, case, limit: next(outcomes))
     output = tmp_path / "records.jsonl"

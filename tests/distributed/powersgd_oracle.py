@@ -6,9 +6,7 @@ NeurIPS 2019. No code of the product, except for the random numbers that it star
 
 import torch
 
-from gradwire.kernels.counter_random import random_key
-from gradwire.kernels.matrices import Matrix, MatrixTable
-from gradwire.kernels.warm_start import draw
+from gradwire.kernels import Matrix, MatrixTable, draw, random_key
 
 
 def random_q(name, columns, rank, step, part=0, seed=0, dtype=torch.float32):

@@ -1,4 +1,4 @@
-"""The benches on two ranks: a hook whose gradients are wrong is refused before anything is timed or reported."""
+"""Benches on two ranks refuse a hook with wrong gradients before they time or report anything."""
 
 from unittest import mock
 
@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import contenders, converge, hook_cost, network, reducer
-from gradwire.bench.contenders import GRADWIRE, PYTORCH
-from gradwire.bench.hooks import HOOKS, HookEntry, Peer
+from gradwire.bench import converge, hooks, implementations, network, reducer
+from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.tasks import TASKS
 
 CPU = torch.device("cpu")
 
 
-def keeps_its_own(buffer):
+def keeps_local(buffer):
     return buffer
 
 
@@ -25,7 +25,7 @@ def sums(buffer):
 
 
 def differs_on_rank_1(buffer):
-    """The mean, one of whose elements is the next larger number on one rank."""
+    """The mean, with the next larger number in one element on one rank."""
     mean = sums(buffer) / dist.get_world_size()
     if dist.get_rank() == 1:
         mean[0] = torch.nextafter(mean[0], torch.tensor(float("inf")))
@@ -38,7 +38,7 @@ def has_a_nan(buffer):
     return mean
 
 
-DEFECTS = {defect.__name__: defect for defect in (keeps_its_own, sums, differs_on_rank_1, has_a_nan)}
+DEFECTS = {defect.__name__: defect for defect in (keeps_local, sums, differs_on_rank_1, has_a_nan)}
 
 
 def planted(defect):
@@ -50,18 +50,17 @@ def planted(defect):
     return hook
 
 
-def entry(defect, provider):
+def entry(defect, implementation):
     """The entry of fp16_compress_hook with a defect in gradwire's hook or in PyTorch's."""
     wrong = lambda group, start: (None, planted(defect))  # noqa: E731
     right = HOOKS["fp16"]
-    peer = Peer(name=right.peer.name, make=wrong if provider == PYTORCH else right.peer.make)
-    return HookEntry(
-        description="wrong", make=wrong if provider == GRADWIRE else right.make, wire=right.wire, peer=peer
-    )
+    pytorch = PyTorchHook(make=wrong if implementation == PYTORCH else right.pytorch.make)
+    ours = wrong if implementation == GRADWIRE else right.make
+    return HookEntry(description="wrong", make=ours, wire=right.wire, pytorch=pytorch)
 
 
 def refusal(work):
-    """The message with which ``work`` is refused."""
+    """The message of the error that ``work`` raises."""
     with pytest.raises(RuntimeError) as error:
         work()
     return str(error.value)
@@ -70,53 +69,53 @@ def refusal(work):
 SMALL = {"LAYERS": 2, "NARROW": 32, "WIDE": 64}
 
 
-def network_bench(defect, provider):
-    with mock.patch.dict(HOOKS, fp16=entry(defect, provider)), mock.patch.multiple(contenders, **SMALL):
-        made = network.make_contenders(["fp16"], CPU)
+def network_bench(defect, implementation):
+    with mock.patch.dict(HOOKS, fp16=entry(defect, implementation)), mock.patch.multiple(implementations, **SMALL):
+        made = network.make_implementations(["fp16"], CPU)
         with mock.patch.object(network, "_probe") as first_that_is_timed:
             message = refusal(lambda: network.time_steps(made, [LOOPBACK], steps=1, hosts=2, is_emulated=False))
-    assert not first_that_is_timed.called and not any(contender.seconds for contender in made)
+    assert not first_that_is_timed.called and not any(one.seconds for one in made)
     return message
 
 
-def hooks_bench(defect, provider):
+def hooks_bench(defect, implementation):
     with (
-        mock.patch.dict(HOOKS, fp16=entry(defect, provider)),
-        mock.patch.multiple(contenders, **SMALL),
-        mock.patch.object(hook_cost, "track", None),  # of the timed steps
+        mock.patch.dict(HOOKS, fp16=entry(defect, implementation)),
+        mock.patch.multiple(implementations, **SMALL),
+        mock.patch.object(hooks, "track", None),  # of the timed steps
     ):
-        return refusal(lambda: hook_cost._round("fp16", 1, CPU))
+        return refusal(lambda: hooks.measure_round("fp16", 1, CPU))
 
 
-def reducer_bench(defect, provider):
-    name = f"{provider}, fp16_compress_hook"
-    wrong = {name: (reducer.PROVIDERS[name][0], planted(defect))}
-    with mock.patch.dict(reducer.PROVIDERS, wrong), mock.patch.object(reducer, "track", None):
-        return refusal(lambda: reducer._time("tiny-layers", 1, CPU))
+def reducer_bench(defect, implementation):
+    key = ("fp16", implementation)
+    wrong = {key: (reducer.REDUCERS[key][0], planted(defect))}
+    with mock.patch.dict(reducer.REDUCERS, wrong), mock.patch.object(reducer, "track", None):
+        return refusal(lambda: reducer.time_backwards("tiny-layers", 1, CPU))
 
 
-def converge_bench(defect, provider):
+def converge_bench(defect, implementation):
     task = TASKS["digits"]()
-    with mock.patch.dict(converge.RACED, fp16=entry(defect, provider)):
-        racer = converge.Racer.make(task, "fp16", provider, seed=0, counts_bytes=False)
+    with mock.patch.dict(converge.TRAINED_HOOKS, fp16=entry(defect, implementation)):
+        training = converge.Training.make(task, "fp16", implementation, seed=0, counts_bytes=False)
     for _, batch in zip(range(2), task.batches(0), strict=False):
-        racer.step(batch)
-    racer.look()
-    return refusal(lambda: racer.race(0))
+        training.step(batch)
+    training.evaluate()
+    return refusal(lambda: training.records(0))
 
 
-@pytest.mark.parametrize("provider", [PYTORCH, GRADWIRE])
+@pytest.mark.parametrize("implementation", [PYTORCH, GRADWIRE])
 @pytest.mark.parametrize(
     ("bench", "defect"),
     [
         *((bench, defect) for bench in (network_bench, hooks_bench) for defect in DEFECTS),
-        # The reducers' own sums may differ in their last bits, so that bench compares to a tolerance.
-        *((reducer_bench, defect) for defect in ("keeps_its_own", "sums", "has_a_nan")),
-        # It compares weights: what a step makes of a gradient's last bit may be nothing.
-        (converge_bench, "keeps_its_own"),
+        # This bench compares to a tolerance, because reducers' sums may differ in their last bits.
+        *((reducer_bench, defect) for defect in ("keeps_local", "sums", "has_a_nan")),
+        # This bench compares weights: the last bit of a gradient may not change them.
+        (converge_bench, "keeps_local"),
     ],
 )
-def test_bench_refuses_a_wrong_hook(worlds, bench, defect, provider):
-    for message in worlds(2).run(bench, defect=defect, provider=provider):
-        assert "fp16" in message and provider in message
+def test_bench_refuses_wrong_hook(worlds, bench, defect, implementation):
+    for message in worlds(2).run(bench, defect=defect, implementation=implementation):
+        assert "fp16" in message and implementation in message
         assert message.endswith(("nothing is timed.", "nothing is reported."))

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import WRAPPERS
+from training import WRAPPERS, message_of
 
-from gradwire.reducer import usage
+from gradwire.reducer import unused_parameters
 
 
 class Part(nn.Module):
@@ -41,14 +41,6 @@ class Words(nn.Module):
 
     def forward(self):
         return self.embedding.weight.sum()
-
-
-def message_of(action, *arguments):
-    try:
-        action(*arguments)
-    except Exception as error:
-        return str(error)
-    return None
 
 
 BATCH = torch.ones(2, 4)
@@ -216,7 +208,7 @@ def nothing_unused():
 
 
 def warnings_of(what):
-    usage._warn_once_that_all_are_used.cache_clear()
+    unused_parameters._warn_once_that_all_are_used.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         globals()[what]()

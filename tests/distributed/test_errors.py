@@ -8,28 +8,15 @@ import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register
+from training import SMALL, SMALLEST, WRAPPERS, FailsInBackward, Fault, build, error_of, gradients, register
 
 import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
-from gradwire.hooks.reduce import reduce_bucket
-from gradwire.reducer.agreement import broadcast_coalesced
+from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.reducer.model_sync import broadcast_coalesced
 
 DDP = gradwire.DistributedDataParallel
-
-
-def message_of(action, *arguments, **options):
-    """(type name, text) of what ``action(*arguments, **options)`` raises; None if it does not."""
-    try:
-        action(*arguments, **options)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
-
-class Trouble(Exception):
-    pass
 
 
 class FaultyHook:
@@ -45,11 +32,11 @@ class FaultyHook:
         return getattr(self, self.fault)(state, bucket)
 
     def raises(self, state, bucket):
-        raise Trouble("from the hook")
+        raise Fault("from the hook")
 
     def raises_after_submitting(self, state, bucket):
         default_hooks.allreduce_hook(state, bucket)
-        raise Trouble("from the hook")
+        raise Fault("from the hook")
 
     def returns_a_tensor(self, state, bucket):
         return bucket.buffer()
@@ -65,18 +52,18 @@ class FaultyHook:
 
     def future_fails(self, state, bucket):
         future = torch.futures.Future()
-        future.set_exception(Trouble("from the future"))
+        future.set_exception(Fault("from the future"))
         return future
 
     def callback_fails(self, state, bucket):
         def callback(future):
-            raise Trouble("from the callback")
+            raise Fault("from the callback")
 
         return default_hooks.allreduce_hook(state, bucket).then(callback)
 
     def algorithm_fails(self, state, bucket):
         async def algorithm(source, target, transport, workspace):
-            raise Trouble("from the worker")
+            raise Fault("from the worker")
 
         return reduce_bucket(state, bucket, algorithm)
 
@@ -118,10 +105,10 @@ def train_through_a_fault(fault, at, bad_step, view):
             hook.fault, hook.at = fault, min(at, len(ddp.reducer.buckets) - 1)
             before = [parameter.detach().clone() for parameter in ddp.parameters()]
             loss = ddp(batch)
-            error = message_of(loss.backward)
+            error = error_of(loss.backward)
             unchanged = all(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True))
             hook.fault = None
-            refusal = message_of(ddp, batch)
+            refusal = error_of(ddp, batch)
             ddp.resynchronize()
             continue
         ddp(batch).backward()
@@ -143,7 +130,7 @@ def assert_refused(refusal, bad_step):
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
 @pytest.mark.parametrize("fault", TEXTS)
-def test_failing_hook_raises_and_the_model_trains_on_once_resynchronized(worlds, fault, at, bad_step, view):
+def test_failing_hook_raises_and_resynchronized_training_continues(worlds, fault, at, bad_step, view):
     # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
     results = worlds(2).run(train_through_a_fault, fault=fault, at=at, bad_step=bad_step, view=view)
     for seen, wanted, error, refusal, unchanged in results:
@@ -190,7 +177,7 @@ def skip_a_layer(wrapper, skip_at, cap):
     for _ in range(skip_at):
         ddp(batch).backward()
     ddp(batch, skip=True).backward()
-    error = message_of(ddp, batch)
+    error = error_of(ddp, batch)
     after = []
     if wrapper == "gradwire":
         ddp.resynchronize()
@@ -234,16 +221,6 @@ def test_parameter_without_gradient_raises_pytorchs_error_at_the_next_forward(wo
     assert_same_on_all_ranks([after for _, after in results])
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise Trouble("from autograd")
-
-
 def backward_that_fails(where, view):
     """The errors of a backward that fails at some point and of the next forward, and the gradients of later steps."""
     ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
@@ -258,10 +235,10 @@ def backward_that_fails(where, view):
         loss = ddp(batch)
     else:
         loss = ddp(FailsInBackward.apply(batch.clone().requires_grad_()))
-    errors.append(message_of(loss.backward))
+    errors.append(error_of(loss.backward))
     if handle is not None:
         handle.remove()
-    errors.append(message_of(ddp, batch))
+    errors.append(error_of(ddp, batch))
     ddp.resynchronize()
     for _ in range(3):
         ddp.zero_grad()
@@ -272,11 +249,11 @@ def backward_that_fails(where, view):
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("where", ["before", "middle", "after"])
-def test_failed_backward_once_resynchronized_trains_on(world, where, view):
+def test_training_resynchronized_after_failed_backward_continues(world, where, view):
     results = world.run(backward_that_fails, where=where, view=view)
     wanted = world.run(mean_gradients)[0]
     for (at_once, next_forward), after in results:
-        assert at_once == ("Trouble", "from autograd")
+        assert at_once == ("Fault", "from autograd")
         if where == "middle":
             assert "layers.4.weight" in next_forward[1]
             assert "layers.6.weight" not in next_forward[1]
@@ -294,7 +271,7 @@ def static_graph_whose_first_backward_fails(view):
     ddp, reference = DDP(build("mlp"), **options), WRAPPERS["pytorch"](build("mlp"), **options)
     batch = torch.ones(2, 11) * (1 + dist.get_rank())
     handle = ddp.module.layers[4].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
-    error = message_of(ddp(batch).backward)
+    error = error_of(ddp(batch).backward)
     handle.remove()
     after = []
     for _ in range(4):
@@ -306,9 +283,9 @@ def static_graph_whose_first_backward_fails(view):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_static_graph_whose_first_backward_failed_counts_its_gradients_anew(worlds, view):
+def test_static_graph_with_failed_first_backward_counts_gradients_again(worlds, view):
     for error, after in worlds(2).run(static_graph_whose_first_backward_fails, view=view):
-        assert error == ("Trouble", "from autograd")
+        assert error == ("Fault", "from autograd")
         for ours, reference in after:
             assert_same_bits(ours, reference)
 
@@ -340,7 +317,7 @@ def marked_twice(wrapper):
     reference = WRAPPERS["pytorch"](Reentrant())
     reference.load_state_dict(ddp.state_dict())
     batch = torch.ones(2, 4) * (1 + dist.get_rank())
-    error = message_of(ddp(batch, 2).backward)
+    error = error_of(ddp(batch, 2).backward)
     after = []
     if wrapper == "gradwire":
         ddp.resynchronize()
@@ -394,7 +371,7 @@ def registrations():
         "both kinds": register_both_kinds,
     }
     return {
-        (kind, name): message_of(action, wrapper(build("mlp")))
+        (kind, name): error_of(action, wrapper(build("mlp")))
         for kind, action in actions.items()
         for name, wrapper in WRAPPERS.items()
     }
@@ -427,7 +404,7 @@ def string_annotations():
         namespace,
     )
     models = {name: wrapper(build("mlp")) for name, wrapper in WRAPPERS.items()}
-    return {name: message_of(model.register_comm_hook, None, namespace["hook"]) for name, model in models.items()}
+    return {name: error_of(model.register_comm_hook, None, namespace["hook"]) for name, model in models.items()}
 
 
 def test_hooks_with_string_annotations_are_accepted(world):
@@ -443,7 +420,7 @@ def hook_with_other_arguments():
     def three(state, bucket, more):
         return None
 
-    return [message_of(DDP(build("mlp")).register_comm_hook, None, hook) for hook in (one, three)]
+    return [error_of(DDP(build("mlp")).register_comm_hook, None, hook) for hook in (one, three)]
 
 
 def test_hook_of_another_number_of_arguments_raises(world):
@@ -455,9 +432,9 @@ def test_hook_of_another_number_of_arguments_raises(world):
 
 def failed_registration_is_forgotten():
     ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
-    errors = [message_of(ddp.register_comm_hook, None, 1)]
+    errors = [error_of(ddp.register_comm_hook, None, 1)]
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    errors.append(message_of(ddp.register_comm_hook, None, default_hooks.allreduce_hook))
+    errors.append(error_of(ddp.register_comm_hook, None, default_hooks.allreduce_hook))
     return errors, [hook.__name__ for hook, _ in ddp._comm_hooks], ddp._get_ddp_logging_data()["comm_hook"]
 
 
@@ -470,7 +447,7 @@ def test_failed_registration_leaves_no_trace(world):
 
 def unsupported():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        return message_of(DDP, build("mlp"))
+        return error_of(DDP, build("mlp"))
 
 
 def test_python_reducer_raises_not_implemented_error(world):
@@ -492,9 +469,7 @@ def as_pytorch_refuses():
         "mesh and group": lambda ddp: ddp(build("mlp"), device_mesh=mesh, process_group=group),
         "sync batch norm": lambda ddp: ddp(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
     }
-    return {
-        name: tuple(message_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()
-    }
+    return {name: tuple(error_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()}
 
 
 def test_constructor_refuses_what_pytorch_refuses(world):
@@ -506,7 +481,7 @@ def test_constructor_refuses_what_pytorch_refuses(world):
 
 def different_models():
     module = nn.Linear(3, 3, bias=dist.get_rank() > 0)
-    return [message_of(wrapper, module) for wrapper in WRAPPERS.values()]
+    return [error_of(wrapper, module) for wrapper in WRAPPERS.values()]
 
 
 def test_models_that_differ_between_ranks_are_refused_as_by_pytorch(world):
@@ -529,7 +504,7 @@ def models_of_other_layouts():
         module = nn.Module()
         module.first = nn.Parameter(torch.zeros(2))
         module.weight = nn.Parameter(weight)
-        errors[what] = message_of(DDP, module)
+        errors[what] = error_of(DDP, module)
     return errors
 
 
@@ -600,7 +575,7 @@ def ask_for_wide_gradients():
     ddp = DDP(nn.Linear(3, 2).bfloat16())
     for parameter in ddp.parameters():
         parameter.grad_dtype = torch.float32
-    return message_of(lambda: ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward())
+    return error_of(lambda: ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward())
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")

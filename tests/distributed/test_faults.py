@@ -8,27 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALLEST, build, register
+from training import HOOKS, SMALLEST, FailsInBackward, Fault, build, register
 
 import gradwire
 from gradwire.comm.connections import connections_of
 
 N_STEPS = 8
 CPU = torch.device("cpu")
-
-
-class Fault(Exception):
-    """What the tests make go wrong."""
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise Fault
 
 
 def raise_fault(*_, **__):
@@ -132,7 +118,7 @@ def train_without_recovery(seeds, hook, model):
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
-def test_faults_that_are_skipped_never_end_in_unequal_parameters_without_an_error(worlds, hook, model):
+def test_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model):
     seeds = range(6)
     for ranks in zip(*worlds(3).run(train_without_recovery, seeds=seeds, hook=hook, model=model), strict=True):
         check_silent(ranks)
@@ -147,7 +133,7 @@ def check_silent(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 @pytest.mark.parametrize("hook", ["none", *HOOKS])
-def test_many_faults_that_are_skipped_never_end_in_unequal_parameters_without_an_error(worlds, hook, model):
+def test_many_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model):
     seeds = range(100, 160)
     results = worlds(3).run(train_without_recovery, limit=600, seeds=seeds, hook=hook, model=model)
     for ranks in zip(*results, strict=True):
@@ -202,7 +188,7 @@ def check_recovered(ranks):
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
-def test_training_resynchronized_after_faults_goes_on_with_equal_ranks(worlds, hook, model):
+def test_training_resynchronized_after_faults_continues_with_equal_ranks(worlds, hook, model):
     for ranks in zip(*worlds(3).run(train_with_recovery, seeds=range(6), hook=hook, model=model), strict=True):
         check_recovered(ranks)
 
@@ -210,7 +196,7 @@ def test_training_resynchronized_after_faults_goes_on_with_equal_ranks(worlds, h
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 @pytest.mark.parametrize("hook", ["none", *HOOKS])
-def test_training_resynchronized_after_many_faults_goes_on_with_equal_ranks(worlds, hook, model):
+def test_training_resynchronized_after_many_faults_continues_with_equal_ranks(worlds, hook, model):
     seeds = range(100, 160)
     for ranks in zip(*worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model), strict=True):
         check_recovered(ranks)

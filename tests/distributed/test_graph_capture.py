@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradwire.comm import Workspace
-from gradwire.reducer.statistics import Statistics
+from gradwire.reducer.ddp_logging import StepTimes
 
 GPU = torch.device("cuda", 0)
 STREAM, OTHER_STREAM = "a stream", "another stream"
@@ -63,37 +63,37 @@ def capture(monkeypatch):
 BACKWARD = ("backward_compute_time_start", "backward_comm_time_start", "backward_compute_time_end")
 
 
-def step(statistics):
-    statistics.begin_forward()
+def step(times):
+    times.begin_forward()
     for event in (*BACKWARD, "backward_comm_time_end"):
-        statistics.mark(event)
+        times.record(event)
 
 
 def test_captured_step_is_not_timed_but_the_previous_one_is(capture):
-    statistics = Statistics(GPU)
-    step(statistics)
+    times = StepTimes(GPU)
+    step(times)
     with capture:
-        step(statistics)
-        assert "forward_compute_time" not in statistics.summary()
-    summary = statistics.summary()
+        step(times)
+        assert "forward_compute_time" not in times.summary()
+    summary = times.summary()
     assert summary["forward_compute_time"] == 1_000_000
-    assert statistics.iterations == 2
-    assert statistics.reported == 0
-    step(statistics)
-    assert statistics.summary()["avg_forward_compute_time"] == 1_000_000
-    assert statistics.reported == 2
+    assert times.iterations == 2
+    assert times.reported == 0
+    step(times)
+    assert times.summary()["avg_forward_compute_time"] == 1_000_000
+    assert times.reported == 2
 
 
 def test_partly_captured_step_is_not_timed(capture):
-    statistics = Statistics(GPU)
-    statistics.begin_forward()
+    times = StepTimes(GPU)
+    times.begin_forward()
     with capture:
-        statistics.mark(BACKWARD[0])
+        times.record(BACKWARD[0])
     for event in (*BACKWARD[1:], "backward_comm_time_end"):
-        statistics.mark(event)
-    assert "forward_compute_time" not in statistics.summary()
-    step(statistics)
-    assert statistics.summary()["forward_compute_time"] == 1_000_000
+        times.record(event)
+    assert "forward_compute_time" not in times.summary()
+    step(times)
+    assert times.summary()["forward_compute_time"] == 1_000_000
 
 
 class Buffer(torch.Tensor):

@@ -15,9 +15,9 @@ from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
-from gradwire.hooks import default_hooks, handshake
-from gradwire.hooks.handshake import HookSettings
-from gradwire.hooks.parameter_names import NamedState
+from gradwire.hooks import _handshake, default_hooks
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._parameter_names import NamedState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -155,7 +155,7 @@ def test_ranks_with_different_settings_raise_on_every_rank(worlds, difference, w
 
 
 @pytest.mark.parametrize("difference", ["margin", "matrix_approximation_rank", "16 bit hooks"])
-def test_one_rank_of_three_that_differs_is_named(worlds, difference):
+def test_differing_rank_of_three_is_named(worlds, difference):
     results = worlds(3).run(last_rank_differs, difference=difference, wrapper="gradwire")
     assert_both_sides(results, difference, first="ranks 0, 1", last="rank 2")
 
@@ -173,7 +173,7 @@ def assert_both_sides(results, difference, first, last):
     assert len({message for message, *_ in results}) == 1
 
 
-def test_every_option_is_compared():
+def test_settings_contain_every_option():
     local = {"self", "process_group", "compression_stats_logging_frequency"}  # may differ between ranks
     options = {each.name for each in fields(DelayedScaling)} | set(inspect.signature(PowerSGDState.__init__).parameters)
     assert options - local <= set(DIFFERENCES)
@@ -216,13 +216,13 @@ def changing_on_all_ranks():
             state.load_state_dict(state.state_dict())
         if step == 4:
             state.ranks["*.0.weight"] = 3
-        with mock.patch.object(handshake, "store_all_gather", wraps=store_collectives.store_all_gather) as gather:
+        with mock.patch.object(_handshake, "store_all_gather", wraps=store_collectives.store_all_gather) as gather:
             ddp(*ddp.module.batch(torch.Generator())).backward()
         meetings.append(gather.call_count)
     return meetings
 
 
-def test_loading_and_changing_an_option_on_all_ranks_takes_one_handshake(world):
+def test_load_or_changed_option_on_all_ranks_takes_one_handshake(world):
     assert world.run(changing_on_all_ranks) == [[1, 0, 1, 0, 1, 0]] * world.size
 
 
@@ -261,7 +261,7 @@ def changing_on_one_rank(change, kind):
         pytest.param(change_option, "powersgd", marks=pytest.mark.slow),
     ],
 )
-def test_change_on_one_rank_ends_in_an_error_on_all(worlds, change, kind):
+def test_load_or_changed_option_on_one_rank_raises_on_all(worlds, change, kind):
     others, changed = worlds(2).run(changing_on_one_rank, change=change, kind=kind)
     for message in (others, changed):
         assert "was loaded, or an option was changed, on this rank but not on rank 0 within 0:00:02" in message
@@ -275,7 +275,7 @@ def hook_on_one_rank():
     return error_of(ddp(torch.ones(2, 11)).backward)
 
 
-def test_rank_without_a_hook_is_named(worlds):
+def test_rank_without_hook_is_named(worlds):
     with_hook, without = worlds(2).run(hook_on_one_rank)
     assert "This rank runs fp16_compress_hook, but no hook of gradwire's has begun on rank 1" in with_hook
     assert without is not None
@@ -308,7 +308,7 @@ def two_models_with_one_hook_each():
     return [parameter.grad for ddp in models for parameter in ddp.parameters()]
 
 
-def test_several_states_on_one_group_agree_each_for_itself(world):
+def test_several_states_on_one_group_agree_separately(world):
     assert_same_on_all_ranks(world.run(two_models_with_one_hook_each))
 
 
@@ -323,7 +323,7 @@ def agreements_after_the_end():
     return before, len(settings._agreed)
 
 
-def test_agreement_ends_with_its_process_group(world):
+def test_agreement_of_destroyed_group_is_forgotten(world):
     assert world.run(agreements_after_the_end) == [(1, 0)] * world.size
 
 
@@ -335,7 +335,7 @@ def differing_in_a_subgroup():
     return error_of(settings.agree, group, None, dict)
 
 
-def test_ranks_of_a_subgroup_are_named_by_their_global_numbers(worlds):
+def test_ranks_of_subgroup_are_named_by_global_rank(worlds):
     for message in worlds(3).run(differing_in_a_subgroup)[1:]:
         assert "hook: hook of rank 1 on rank 1; hook of rank 2 on rank 2" in message
 
@@ -360,7 +360,7 @@ def late_rank():
         return store_collectives.store_all_gather(group, "A test", "in time"), said
 
 
-def test_rank_that_is_late_is_waited_for_and_named_in_the_log(worlds):
+def test_late_rank_is_awaited_and_named_in_log(worlds):
     (values, said), of_late = worlds(2).run(late_rank)
     assert values == of_late == ["in time", "late"]
     assert said == ["A test: still waiting for rank 1 after 0:00:00.001000."]

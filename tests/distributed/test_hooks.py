@@ -27,7 +27,7 @@ def on_both(model, hook, **options):
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("model", ["mixed", "odd"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_law4_hook_gives_the_same_on_both(world, hook, model, view):
+def test_law4_hook_gives_equal_bits_on_both_ddps(world, hook, model, view):
     options = {"gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
     for on_pytorch, on_gradwire in world.run(on_both, model=model, hook=hook, **options):
         assert_same_bits(on_gradwire, on_pytorch)
@@ -35,7 +35,7 @@ def test_law4_hook_gives_the_same_on_both(world, hook, model, view):
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_law4_hook_gives_the_same_on_both_with_accumulation(world, hook, view):
+def test_law4_hook_with_accumulation_gives_equal_bits_on_both_ddps(world, hook, view):
     options = {"gradient_as_bucket_view": view, "bucket_cap_mb": SMALL, "accumulate": 2, "set_to_none": False}
     for on_pytorch, on_gradwire in world.run(on_both, model="conv", hook=hook, **options):
         assert_same_bits(on_gradwire, on_pytorch)
@@ -46,7 +46,7 @@ def complex_with_and_without(hook):
 
 
 # PyTorch's buckets of complex gradients are wrong inside hooks, so the plain all-reduce is the oracle.
-def test_law3_allreduce_hook_on_complex_gradients_is_the_plain_all_reduce(world):
+def test_law3_allreduce_hook_on_complex_gradients_equals_plain_all_reduce(world):
     for hooked, plain in world.run(complex_with_and_without, hook="allreduce"):
         assert_same_bits(hooked, plain)
 
@@ -109,7 +109,7 @@ WRITTEN_FOR_PYTORCH = {
     "fp16_wrapper": lambda: (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)),
     "noop": lambda: (None, torch_debugging.noop_hook),
     "post_local_sgd": lambda: (PostLocalSGDState(None, alone(), start_localSGD_iter=2), post_localSGD_hook),
-    "in_place": lambda: (None, in_place_halving_hook),
+    "zero_copy": lambda: (None, in_place_halving_hook),
     "other_dtype": lambda: (None, other_dtype_hook),
     "then": lambda: (None, scaled_then_hook),
     "wraps": lambda: (None, wrapping_hook),
@@ -190,7 +190,7 @@ def channels_last_gradients(wrapper):
     return all(found)
 
 
-def test_bucket_gradients_have_their_parameters_layout(world):
+def test_bucket_gradients_have_layout_of_their_parameters(world):
     assert world.run(channels_last_gradients, wrapper="gradwire") == [True] * world.size
 
 
@@ -217,7 +217,7 @@ def wrapped_future(hook, wrapper):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", ["fp16_of_allreduce", "bf16_of_allreduce", "fp16_of_pytorch", "fp16", "bf16"])
-def test_futures_hold_the_dtype_of_the_gradients(world, hook, wrapper):
+def test_futures_hold_dtype_of_gradients(world, hook, wrapper):
     for seen in world.run(wrapped_future, hook=hook, wrapper=wrapper):
         dtypes = [dtype for dtype, _ in itertools.groupby(dtype for dtype, _ in seen)]
         assert dtypes == [torch.float32, torch.bfloat16]
@@ -256,7 +256,7 @@ def registering_bf16(with_nccl):
 
 
 @pytest.mark.parametrize("with_nccl", [False, True], ids=["build-without-nccl", "build-with-nccl"])
-def test_bf16_hooks_are_refused_by_pytorchs_build_and_never_by_gradwire(world, with_nccl):
+def test_bf16_hooks_without_nccl_raise_on_pytorchs_ddp_only(world, with_nccl):
     # The group is one of gloo in all cases, and sums bf16.
     for outcomes in world.run(registering_bf16, with_nccl=with_nccl):
         for name in ("hook", "wrapper"):
@@ -297,7 +297,7 @@ def callables_of_many_kinds():
     return {kind: train("gradwire", "mlp", hook=(None, hook), bucket_cap_mb=SMALL) for kind, hook in kinds.items()}
 
 
-def test_hooks_may_be_any_callables(world):
+def test_any_callable_is_accepted_as_hook(world):
     for records in world.run(callables_of_many_kinds):
         for record in records.values():
             assert_same_bits(record, records["function"])
@@ -362,14 +362,14 @@ def memory_of_buckets(hook, model):
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "scaled_fp16", "scaled_bf16", "fp16_of_allreduce"])
-def test_no_flat_copy_of_the_gradients_is_allocated(world, hook):
+def test_hook_on_gradwires_ddp_allocates_no_flat_copy_of_gradients(world, hook):
     for flat, _, _ in world.run(memory_of_buckets, hook=hook, model="mlp"):
         assert len(flat[-1]) > 1
         assert not any(itertools.chain.from_iterable(flat))
 
 
 @pytest.mark.parametrize(("hook", "itemsize"), [("allreduce", 4), ("fp16", 2), ("scaled_fp16", 2)])
-def test_workspace_shrinks_to_the_largest_bucket_after_the_rebuild(world, hook, itemsize):
+def test_workspace_after_rebuild_shrinks_to_largest_bucket(world, hook, itemsize):
     for _, sizes, largest in world.run(memory_of_buckets, hook=hook, model="mlp"):
         assert sizes[0] >= itemsize * sum(parameter.numel() for parameter in build("mlp").parameters())
         assert sizes[-1] == itemsize * largest

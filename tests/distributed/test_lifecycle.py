@@ -19,7 +19,7 @@ import gradwire
 from gradwire.comm.connections import executor_for
 from gradwire.hooks import default_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.reducer.logging import Logger
+from gradwire.reducer.ddp_logging import Logger
 from gradwire.reducer.reducer import Reducer
 
 
@@ -136,7 +136,7 @@ def several_lives(path):
     return records
 
 
-def test_training_goes_on_after_the_process_group_was_made_anew(world, tmp_path):
+def test_training_continues_with_a_new_process_group(world, tmp_path):
     for lives in world.run(several_lives, path=tmp_path / "rendezvous"):
         for records in lives:
             assert_same_bits(records, lives[0])
@@ -196,7 +196,7 @@ def leftovers(hook):
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_nothing_holds_a_model_that_is_gone(world, hook):
+def test_deleted_model_is_freed(world, hook):
     assert world.run(leftovers, hook=hook) == [[True] * 4] * world.size
 
 
@@ -256,7 +256,7 @@ def initial_parameters():
     return synchronised, other.module.weight.detach().clone()
 
 
-def test_parameters_start_as_rank_0s(world):
+def test_initial_parameters_are_those_of_rank_0(world):
     results = world.run(initial_parameters)
     assert_same_on_all_ranks([synchronised for synchronised, _ in results])
     assert not torch.equal(results[0][1], results[1][1])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
-from training import SMALL, WRAPPERS, gradients
+from training import SMALL, WRAPPERS, error_of, gradients
 
 from gradwire.hooks import default_hooks
 
@@ -200,31 +200,23 @@ def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(world, dtype):
     assert all(torch.isfinite(value).all() for value in results[0].values())
 
 
-def message_of(action, *arguments, **options):
-    try:
-        action(*arguments, **options)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
-
 def refused():
     stream, current = no_streams()
     with stream, current:
         ddp = wrap("gradwire", Net(), "bf16")
         return {
-            "hook": message_of(ddp.register_comm_hook, None, default_hooks.fp16_compress_hook),
-            "builtin": message_of(ddp._register_builtin_comm_hook, dist.BuiltinCommHookType.ALLREDUCE),
-            "join": message_of(ddp.join),
-            "copy": message_of(copy.deepcopy, ddp),
-            "pickle": message_of(pickle.dumps, ddp),
-            "param_dtype": message_of(DDP, Net(), mixed_precision=MixedPrecision(torch.int8, torch.float16)),
-            "reduce_dtype": message_of(DDP, Net(), mixed_precision=MixedPrecision(torch.float16)),
-            "config": message_of(DDP, Net(), mixed_precision=torch.float16),
+            "hook": error_of(ddp.register_comm_hook, None, default_hooks.fp16_compress_hook),
+            "builtin": error_of(ddp._register_builtin_comm_hook, dist.BuiltinCommHookType.ALLREDUCE),
+            "join": error_of(ddp.join),
+            "copy": error_of(copy.deepcopy, ddp),
+            "pickle": error_of(pickle.dumps, ddp),
+            "param_dtype": error_of(DDP, Net(), mixed_precision=MixedPrecision(torch.int8, torch.float16)),
+            "reduce_dtype": error_of(DDP, Net(), mixed_precision=MixedPrecision(torch.float16)),
+            "config": error_of(DDP, Net(), mixed_precision=torch.float16),
         }
 
 
-def test_what_does_not_go_with_mixed_precision_raises(worlds):
+def test_options_incompatible_with_mixed_precision_raise(worlds):
     wanted = {
         "hook": ("RuntimeError", "can only be called once. mixed_precision has a hook of its own"),
         "builtin": ("RuntimeError", "register_builtin_comm_hook or register_comm_hook can only be called once."),
@@ -244,7 +236,7 @@ def test_what_does_not_go_with_mixed_precision_raises(worlds):
 
 def without_an_accelerator():
     module = Net()
-    error = message_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
+    error = error_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
     return error, module.scale.dtype == torch.float32 and not any(hasattr(p, "_mp_param") for p in module.parameters())
 
 

@@ -14,7 +14,7 @@ from zoo import Probe
 
 import gradwire
 from gradwire.comm import GroupTransport
-from gradwire.hooks.reduce import reduce_bucket
+from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 
 STEPS = 30

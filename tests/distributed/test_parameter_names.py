@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
-from gradwire.hooks import parameter_names
+from gradwire.hooks import _parameter_names
+from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -42,7 +43,7 @@ def linear():
 def step(ddp, generator=None):
     ddp.zero_grad()
     generator = generator or torch.Generator().manual_seed(dist.get_rank())
-    ddp(*parameter_names.unwrapped(ddp.module).batch(generator)).backward()
+    ddp(*_parameter_names.unwrapped(ddp.module).batch(generator)).backward()
 
 
 def names_after_a_step(state, ddp):
@@ -100,20 +101,20 @@ def remembered_names(model, cap, hook):
             step(ddp)
         module = ddp.module
         expected = sorted(name for name, p in module.named_parameters() if p.requires_grad and p.dim() == 2)
-        found.append((sorted(state._memory.errors), sorted(state._factors.q), expected))
+        found.append((sorted(entries_of(state._memory)["errors"]), sorted(entries_of(state._memory)["q"]), expected))
     return found
 
 
 @pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
 @pytest.mark.parametrize("model", ["tied", "frozen", "nested"])
-def test_names_without_bind_are_those_of_named_parameters(worlds, model, cap):
+def test_names_without_bind_equal_named_parameters(worlds, model, cap):
     for found in worlds(2).run(remembered_names, model=model, cap=cap, hook=powerSGD_hook):
         for errors, factors, expected in found:
             assert errors == factors == expected != []
 
 
 @pytest.mark.parametrize("model", ["checkpointed", "compiled", "compiled_part"])
-def test_names_are_without_the_components_of_wrappers_on_both_ddps(worlds, model):
+def test_names_have_no_wrapper_components_on_both_ddps(worlds, model):
     for found in worlds(1).run(remembered_names, model=model, cap=25, hook=powerSGD_hook):
         wrapped = found[0][-1]
         plain = sorted(re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name in wrapped)
@@ -133,11 +134,11 @@ def names_behind_a_users_hook():
         ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
         for _ in range(4):
             step(ddp)
-        found.append(sorted(state._memory.errors))
+        found.append(sorted(entries_of(state._memory)["errors"]))
     return found
 
 
-def test_names_are_known_where_a_users_hook_hands_the_state_on(worlds):
+def test_names_are_found_if_a_users_hook_passes_the_state_on(worlds):
     for theirs, ours in worlds(2).run(names_behind_a_users_hook):
         assert theirs == ours
         assert "layers.0.1.0.weight" in ours
@@ -185,7 +186,7 @@ def names_with_several_models(models):
 
 
 @pytest.mark.parametrize("models", SEVERAL)
-def test_names_are_those_of_the_states_own_model_among_several(worlds, models):
+def test_names_among_several_models_are_from_the_states_own(worlds, models):
     for found in worlds(1).run(names_with_several_models, models=models):
         assert all(names == expected for names, expected in found)
 
@@ -205,7 +206,7 @@ def names_after_the_model_was_wrapped_again():
     return found, names_of(WRAPPERS["pytorch"](module))
 
 
-def test_names_are_known_if_a_model_is_wrapped_again(worlds):
+def test_names_are_found_if_a_model_is_wrapped_again(worlds):
     for found, expected in worlds(1).run(names_after_the_model_was_wrapped_again):
         assert found == [expected, expected]
 
@@ -233,12 +234,12 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law4_same_bits_on_both_ddps_without_bind(world, variant, view):
+def test_law4_gradients_without_bind_are_bitwise_equal_on_both_ddps(world, variant, view):
     for theirs, ours in world.run(on_both, options=VARIANTS[variant], gradient_as_bucket_view=view):
         assert_same_bits(ours, theirs)
 
 
-def test_ranks_by_name_are_respected_without_bind(worlds):
+def test_ranks_by_name_apply_without_bind(worlds):
     for found in worlds(2).run(on_both, options={"ranks": {"*.weight": 0}}, model="mlp"):
         for _, (rate, before, after) in found:
             assert (rate, before) == (1, after)
@@ -252,11 +253,11 @@ def stacks_without_bind():
         register(ddp, (state, powerSGD_hook))
         for _ in range(4):
             step(ddp)
-        found.append({name: tuple(factor.shape) for name, factor in state._factors.q.items()})
+        found.append({name: tuple(factor.shape) for name, factor in entries_of(state._memory)["q"].items()})
     return found
 
 
-def test_stacks_by_name_are_respected_without_bind(worlds):
+def test_stacks_by_name_apply_without_bind(worlds):
     for theirs, ours in worlds(1).run(stacks_without_bind):
         assert theirs == ours == {"layers.0.weight": (2, 1, 6), "layers.1.weight": (1, 1, 6)}
 
@@ -302,7 +303,7 @@ def interrupted(path, first, second, options):
     dcp.load(restored, checkpoint_id=path)
     ddp.module.load_state_dict(restored["model"])
     optimizer.load_state_dict(restored["optimizer"])
-    return whole, train_steps(ddp, optimizer, range(CUT, TOTAL)), sorted(state._memory.errors)
+    return whole, train_steps(ddp, optimizer, range(CUT, TOTAL)), sorted(entries_of(state._memory)["errors"])
 
 
 @pytest.mark.parametrize("options", [{}, {"alternating": True}], ids=["both-sides", "alternating"])
@@ -335,7 +336,7 @@ def names_of_the_mlp():
 
 
 @pytest.mark.parametrize(("first", "second"), [("pytorch", "gradwire"), ("gradwire", "pytorch")])
-def test_law7_scales_resume_on_the_other_ddp_without_bind(worlds, first, second):
+def test_law7_scales_without_bind_resume_on_other_ddp(worlds, first, second):
     for before, after, expected in worlds(2).run(resume_scaled, first=first, second=second):
         assert before == after == expected
 
@@ -359,7 +360,7 @@ def resume_under_wrappers(before, after):
 
 @pytest.mark.parametrize("after", WRAPPERS)
 @pytest.mark.parametrize("before", WRAPPERS)
-def test_law7_state_of_a_compiled_model_loads_into_a_plain_one(worlds, before, after):
+def test_law7_state_of_compiled_model_loads_into_plain_model(worlds, before, after):
     case = {"before": (True, before), "after": (False, after)}
     for found in worlds(1).run(resume_under_wrappers, **case):
         assert found == [["layers.0.weight", "layers.1.weight"]] * 2
@@ -372,7 +373,7 @@ def unused_in_a_compiled_model():
     state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
     for _ in range(4):
         step(ddp)
-    layers, error = module.layers, state._memory.errors["layers.1.weight"]
+    layers, error = module.layers, entries_of(state._memory)["errors"]["layers.1.weight"]
     before = error.clone()
     module.layers = layers[:1]
     module._modules["rest"] = layers[1]
@@ -380,7 +381,7 @@ def unused_in_a_compiled_model():
     return before, error.clone(), module.rest.weight.grad is None
 
 
-def test_error_of_an_unused_parameter_is_kept_in_a_compiled_model(worlds):
+def test_error_of_unused_parameter_is_kept_in_compiled_model(worlds):
     for before, after, stays_none in worlds(2).run(unused_in_a_compiled_model):
         assert stays_none
         assert before.any()
@@ -392,7 +393,7 @@ def test_error_of_an_unused_parameter_is_kept_in_a_compiled_model(worlds):
 
 def hidden_models():
     """Lets no search find a model, as after ``gc.freeze()``."""
-    return mock.patch.object(parameter_names, "_live_ddps", lambda: [])
+    return mock.patch.object(_parameter_names, "_live_ddps", lambda: [])
 
 
 def message_of(call):
@@ -414,16 +415,16 @@ def unknown_names():
         step(other)
         copies = copy.deepcopy((state, scales))
         return {
-            "remembers": sorted(state._memory.errors),
+            "remembers": sorted(entries_of(state._memory)["errors"]),
             "state_dict": message_of(state.state_dict),
             "prepare_checkpoint": message_of(state.prepare_checkpoint),
             "bind": message_of(lambda: state.bind(ddp)),
             "scales": message_of(scales.state_dict),
-            "copied": (sorted(copies[0]._memory.errors), sorted(copies[1].exponents())),
+            "copied": (sorted(entries_of(copies[0]._memory)["errors"]), sorted(copies[1].exponents())),
         }
 
 
-def test_training_goes_on_by_number_and_checkpoints_raise_where_names_are_not_known(worlds):
+def test_unknown_names_train_by_number_and_checkpoints_raise(worlds):
     for found in worlds(2).run(unknown_names):
         assert found["remembers"] == ["parameter.0", "parameter.2"]
         assert found["copied"] == (found["remembers"], [f"parameter.{i}" for i in range(4)])
@@ -443,11 +444,11 @@ def options_by_name(option):
         register(again, (state, powerSGD_hook))
         for _ in range(4):
             step(again)
-        return message, state.iter, sorted(state._memory.errors)
+        return message, state.iter, sorted(entries_of(state._memory)["errors"])
 
 
 @pytest.mark.parametrize("option", ["ranks", "stacks"])
-def test_options_by_name_raise_where_names_are_not_known_and_work_once_bound(worlds, option):
+def test_options_by_name_raise_with_unknown_names_and_apply_once_bound(worlds, option):
     for message, steps, names in worlds(2).run(options_by_name, option=option):
         assert re.match(r"RuntimeError: A pattern in ranks or stacks.*Call state\.bind\(model\) before", message)
         assert steps == 4, "the step that raised does not count"
@@ -465,7 +466,7 @@ def shared_between_users_hooks():
     return states[0]._names.are_numbers, message_of(states[0].state_dict)
 
 
-def test_names_that_two_models_dispute_are_not_taken(worlds):
+def test_names_shared_by_two_models_are_not_used(worlds):
     for are_numbers, message in worlds(1).run(shared_between_users_hooks):
         assert are_numbers
         assert "no model, or more than one, was found" in message
@@ -478,7 +479,7 @@ def new_state_of_a_compiled_part(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_entries_of_a_new_state_are_without_the_components_of_wrappers(worlds, wrapper):
+def test_entries_of_new_state_have_no_wrapper_components(worlds, wrapper):
     (names,) = worlds(1).run(new_state_of_a_compiled_part, wrapper=wrapper)
     assert names == ["layers.0.weight", "layers.1.weight"]
 
@@ -491,7 +492,7 @@ def new_state():
     return before, state.state_dict()
 
 
-def test_a_new_state_has_its_entries_once_it_is_registered(worlds):
+def test_new_state_has_entries_once_registered(worlds):
     saved = []
     for message, entries in worlds(2).run(new_state):
         assert re.match("RuntimeError: This PowerSGDState belongs to no model yet.*register_comm_hook", message)

@@ -13,7 +13,6 @@ from gradwire.comm.connections import executor_for
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
-    Factors,
     Gradients,
     LowRankBucket,
     alternating_all_reduce,
@@ -114,13 +113,15 @@ def test_payload_of_powersgd_is_its_factors_and_its_uncompressed_gradients(trans
     shapes = [MatrixShape(1, ROWS, COLUMNS, RANK), None]
     workspace = Workspace(torch.device("cpu"))
     for is_alternating, expected in ((False, [both] * 3), (True, alternating)):
-        low_rank = LowRankBucket(["w", "b"], bucket.tensors, shapes, factors, None, Factors(), 0, 0, is_alternating)
+        low_rank = LowRankBucket(
+            bucket.tensors, shapes, error_feedback=False, factor_dtype=factors, alternating=is_alternating
+        )
         sent = []
         for i in range(3):
             if is_alternating:
                 steps = alternating_all_reduce(low_rank, bucket.tensors, bucket.tensors, i, transport, workspace)
             else:
-                steps = powersgd_all_reduce(low_rank, bucket.tensors, bucket.tensors, i, True, transport, workspace)
+                steps = powersgd_all_reduce(low_rank, bucket.tensors, bucket.tensors, i, transport, workspace)
             sent.append(drive(transport, steps))
         assert sent == expected
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
 from training import SMALL, WRAPPERS, build, gradients, register
 
-from gradwire.hooks import powerSGD_hook as ours
+from gradwire.hooks import _powersgd_checkpoint
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
@@ -18,7 +18,7 @@ EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 
 def soon():
     """Lets `state_dict` wait half a second for the other ranks."""
-    return mock.patch.object(ours, "STATE_DICT_TIMEOUT", timedelta(seconds=0.5))
+    return mock.patch.object(_powersgd_checkpoint, "STATE_DICT_TIMEOUT", timedelta(seconds=0.5))
 
 
 def message_of(call):
@@ -58,7 +58,7 @@ def save_on_some_ranks(callers, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_saving_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
+def test_save_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
     message, nothing = worlds(2).run(save_on_some_ranks, callers=[0], wrapper=wrapper)
     assert nothing is None
     assert re.match(
@@ -72,8 +72,8 @@ def test_saving_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
     assert all("ranks [1] have not" in messages[rank] for rank in (0, 2))
 
 
-def test_saving_on_one_rank_only_is_given_up_within_seconds():
-    assert timedelta(seconds=5) <= ours.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
+def test_save_on_one_rank_only_times_out_within_seconds():
+    assert timedelta(seconds=5) <= _powersgd_checkpoint.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
 
 
 def save_after_failures(callers):
@@ -90,7 +90,7 @@ def save_after_failures(callers):
 
 
 @pytest.mark.parametrize("callers", [[0], [0, 0], [0, 1], [1, 0, 0]], ids=str)
-def test_saving_and_training_go_on_after_calls_that_not_all_ranks_made(worlds, callers):
+def test_save_and_training_continue_after_calls_on_some_ranks_only(worlds, callers):
     after = worlds(2).run(save_after_failures, callers=callers)
     assert_same_on_all_ranks(after)
     assert_same_bits(after, worlds(2).run(save_after_failures, callers=[]))
@@ -105,7 +105,7 @@ def refuse(*_, **__):
 
 def nobody_else():
     """Lets every meeting with other ranks fail."""
-    return mock.patch.object(ours, "meet", refuse)
+    return mock.patch.object(_powersgd_checkpoint, "named_barrier", refuse)
 
 
 def save_a_prepared_copy(wrapper, saver):
@@ -178,14 +178,14 @@ def test_prepared_copy_outlives_changes_of_a_returned_dictionary(worlds):
 
 def prepare_on_one_rank():
     training = Training()
-    with mock.patch.object(ours, "PREPARE_TIMEOUT", timedelta(seconds=0.5)):
+    with mock.patch.object(_powersgd_checkpoint, "PREPARE_TIMEOUT", timedelta(seconds=0.5)):
         message = message_of(training.state.prepare_checkpoint) if dist.get_rank() == 0 else None
         dist.barrier()
     training.state.prepare_checkpoint()
     return message, training.state.state_dict()
 
 
-def test_preparing_on_one_rank_raises_and_works_once_all_do(worlds):
+def test_prepare_on_one_rank_raises_and_works_once_all_join(worlds):
     results = worlds(2).run(prepare_on_one_rank)
     assert re.match(r"PowerSGDState\.prepare_checkpoint\(\) is a coll.*ranks \[1\] have not made it", results[0][0])
     assert_same_on_all_ranks([saved for _, saved in results])

@@ -13,7 +13,7 @@ from zoo import Probe
 
 from gradwire.compress.policy import LowRankPolicy, MatrixShape
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.kernels.segments import memory_order
+from gradwire.kernels import memory_order
 
 # Derandomised: a failure in one run is a failure in every run.
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -36,7 +36,7 @@ def permuted(shape, order, dtype=torch.float32):
 
 @PROPERTY
 @given(shape=SHAPES, rank=st.integers(1, 40), rate=RATES)
-def test_decisions_are_pytorchs_for_rates_of_at_least_one(shape, rank, rate):
+def test_decisions_at_rates_of_at_least_one_equal_pytorchs(shape, rank, rate):
     n, m = shape[0], prod(shape[1:])
     expected, _, _ = _should_compress(n, m, min(n, m, rank), rate)
     policy = LowRankPolicy(rank=rank, min_compression_rate=rate)
@@ -46,7 +46,7 @@ def test_decisions_are_pytorchs_for_rates_of_at_least_one(shape, rank, rate):
 
 # The boundary itself: (n + m) r times the rate equals n m.
 @pytest.mark.parametrize(("n", "m", "rank", "rate"), [(4, 4, 1, 2), (6, 3, 1, 2), (12, 12, 2, 3), (2, 2, 1, 1)])
-def test_a_matrix_exactly_at_the_rate_is_sent_as_it_is(n, m, rank, rate):
+def test_matrix_exactly_at_rate_is_not_compressed(n, m, rank, rate):
     assert (n + m) * rank * rate == n * m
     assert not _should_compress(n, m, rank, rate)[0]
     assert LowRankPolicy(rank=rank, min_compression_rate=rate).matrix_shape("w", meta(n, m)) is None
@@ -56,7 +56,7 @@ def test_a_matrix_exactly_at_the_rate_is_sent_as_it_is(n, m, rank, rate):
 
 @PROPERTY
 @given(shape=SHAPES, rank=st.integers(1, 40), rate=st.floats(-3, 1))
-def test_nothing_is_compressed_that_would_not_shrink(shape, rank, rate):
+def test_matrix_that_would_not_shrink_is_not_compressed(shape, rank, rate):
     chosen = LowRankPolicy(rank=rank, min_compression_rate=rate).matrix_shape("weight", meta(*shape))
     assert chosen == LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shape("weight", meta(*shape))
     assert chosen is None or (chosen.rows + chosen.columns) * chosen.rank < chosen.rows * chosen.columns
@@ -91,7 +91,7 @@ EVERYTHING = LowRankPolicy(rank=1, min_compression_rate=1)
 
 @PROPERTY
 @given(layout=dense_layouts())
-def test_the_matrix_in_memory_has_one_dimension_as_its_rows_or_as_its_columns(layout):
+def test_matrix_in_memory_order_has_one_dimension_as_rows_or_columns(layout):
     # Up to the order of columns, on which PowerSGD's result does not depend; each element is a different number.
     d = side(layout)
     expected = layout.movedim(d, 0).reshape(layout.shape[d], -1)
@@ -105,7 +105,7 @@ def test_the_matrix_in_memory_has_one_dimension_as_its_rows_or_as_its_columns(la
 
 @PROPERTY
 @given(layout=dense_layouts(), rank=st.integers(1, 5))
-def test_sides_and_sizes_fit_every_dense_layout_real_or_complex(layout, rank):
+def test_matrix_shape_fits_every_dense_layout_real_or_complex(layout, rank):
     for dtype, pair in ((torch.float32, 1), (torch.complex64, 2)):
         chosen = LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shape("weight", layout.to(dtype))
         if chosen is not None:
@@ -140,7 +140,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_the_matrices_that_lie_in_memory(layout):
+def test_matrix_shape_is_that_of_memory_order(layout):
     tensor, sides = LAYOUTS[layout]
     assert EVERYTHING.matrix_shape("weight", tensor) == (None if sides is None else MatrixShape(1, *sides, 1))
 
@@ -162,18 +162,18 @@ PATTERNS = {"embedding.weight": 0, "layers.*.mlp.*": 8, "layers.0.*": 3, "*.[qk]
         ("Head.weight", 5),
     ],
 )
-def test_the_first_pattern_that_matches_gives_the_rank(name, rank):
+def test_first_matching_pattern_gives_rank(name, rank):
     chosen = LowRankPolicy(rank=4, ranks=PATTERNS).matrix_shape(name, meta(200, 300))
     assert chosen == (MatrixShape(1, 200, 300, rank) if rank else None)
 
 
-def test_the_order_of_patterns_is_the_order_of_precedence():
+def test_patterns_take_precedence_in_order():
     orders = [{"*": 2, "a.*": 0}, {"a.*": 0, "*": 2}]
     chosen = [LowRankPolicy(ranks=ranks).matrix_shape("a.weight", meta(64, 64)) for ranks in orders]
     assert chosen == [MatrixShape(1, 64, 64, 2), None]
 
 
-def test_a_higher_rank_may_leave_a_matrix_uncompressed():
+def test_matrix_at_higher_rank_may_stay_uncompressed():
     policy = LowRankPolicy(rank=1, ranks={"wide": 20})
     assert policy.matrix_shape("narrow", meta(64, 64)) == MatrixShape(1, 64, 64, 1)
     assert policy.matrix_shape("wide", meta(64, 64)) is None
@@ -191,7 +191,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_a_stack_is_that_many_matrices_along_the_first_dimension(stack):
+def test_stack_is_matrices_along_first_dimension(stack):
     layout, count, sides = STACKS[stack]
     chosen = LowRankPolicy(min_compression_rate=1, stacks={"w*": count}).matrix_shape("weight", layout)
     assert chosen == MatrixShape(count, *sides, 1)
@@ -202,18 +202,18 @@ def test_a_stack_is_that_many_matrices_along_the_first_dimension(stack):
         assert rows_as_sets(expected) in (rows_as_sets(matrix), rows_as_sets(matrix.t()))
 
 
-def test_a_stack_is_judged_by_one_of_its_matrices():
+def test_stack_is_compressed_if_one_of_its_matrices_would_be():
     # 96 x 4 would shrink at rank 1 and rate 2, to 100 of 384 elements; 4 x 4 would not, to 8 of 16.
     assert LowRankPolicy().matrix_shape("w", meta(96, 4)) == MatrixShape(1, 96, 4, 1)
     assert LowRankPolicy(stacks={"w": 24}).matrix_shape("w", meta(96, 4)) is None
 
 
-def test_a_stack_of_one_is_no_stack():
+def test_stack_of_one_equals_no_stack():
     assert LowRankPolicy(stacks={"*": 1}).matrix_shape("w", meta(64, 64).t()) == MatrixShape(1, 64, 64, 1)
     assert LowRankPolicy(stacks={"*": 1}).matrix_shape("w", meta()) is None
 
 
-def test_a_stack_takes_its_rank_from_the_patterns():
+def test_stack_takes_rank_from_patterns():
     policy = LowRankPolicy(rank=1, ranks={"*.experts": 2, "*": 0}, stacks={"*.experts": 4})
     assert policy.matrix_shape("0.experts", meta(4, 64, 64)) == MatrixShape(4, 64, 64, 2)
     assert policy.matrix_shape("0.router", meta(4, 64, 64)) is None
@@ -224,7 +224,7 @@ def test_a_stack_takes_its_rank_from_the_patterns():
     [meta(8, 8), meta(), meta(9), meta(8, 9).t(), meta(2, 9, 4).transpose(0, 1)],
     ids=["not divisible", "0-d", "vector", "transposed", "first in the middle"],
 )
-def test_a_stack_that_does_not_fit_raises(layout):
+def test_stack_that_does_not_fit_raises(layout):
     with pytest.raises(ValueError, match=r"stacks asks for 3 matrices in blocks\.qkv.*expected") as error:
         LowRankPolicy(stacks={"*.qkv": 3}).matrix_shape("blocks.qkv", layout)
     assert str(tuple(layout.shape)) in str(error.value)
@@ -247,7 +247,7 @@ def test_bad_options_raise(options, named):
         LowRankPolicy(**options)
 
 
-def test_compression_starts_at_the_start_iteration():
+def test_compression_starts_at_start_iteration():
     policy = LowRankPolicy(start_iteration=3)
     assert [policy.has_started(iteration) for iteration in range(5)] == [False, False, False, True, True]
 
@@ -295,7 +295,7 @@ TABLE_3 = {
 
 
 @pytest.mark.parametrize(("model", "rank"), TABLE_3, ids=lambda value: getattr(value, "__name__", value))
-def test_compression_factors_are_those_of_the_papers_table_3(model, rank):
+def test_compression_rates_equal_table_3_of_paper(model, rank):
     numel, steps, factor, mebibytes = TABLE_3[model, rank]
     layouts = {f"parameter.{i}": meta(*shape) for i, shape in enumerate(model())}
     assert sum(layout.numel() for layout in layouts.values()) == numel
@@ -322,7 +322,7 @@ def hook_statistics(wrapper, model, rank, rate, steps, **options):
 @pytest.mark.parametrize("cap", [SMALL, 25], ids=["small-buckets", "one-bucket"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("model", ["mlp", "transformer", "conv", "complex", "frozen"])
-def test_the_hooks_statistics_are_what_the_policy_says(worlds, model, wrapper, cap):
+def test_statistics_of_hook_agree_with_policy(worlds, model, wrapper, cap):
     ((rate, before, after), layouts) = worlds(1).run(
         hook_statistics, wrapper=wrapper, model=model, rank=2, rate=1, steps=5, bucket_cap_mb=cap
     )[0]
@@ -337,7 +337,7 @@ def test_the_hooks_statistics_are_what_the_policy_says(worlds, model, wrapper, c
     assert rate == numel / sent
 
 
-def test_the_hook_itself_reaches_the_papers_factor_on_resnet18(worlds):
+def test_hook_on_resnet18_reaches_compression_rate_of_paper(worlds):
     case = {"wrapper": "gradwire", "model": resnet18(), "rank": 2, "rate": 1, "steps": 3}
     ((rate, before, _), _) = worlds(1).run(hook_statistics, **case)[0]
     assert before == 11_173_962

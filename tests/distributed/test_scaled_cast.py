@@ -64,7 +64,7 @@ def relative_errors(results, values):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("magnitude", [1e-9, 1e-20, 1e-30])
-def test_tiny_gradients_survive(world, magnitude, wrapper):
+def test_tiny_gradients_are_reduced_accurately(world, magnitude, wrapper):
     values = [equal_on_all_ranks(world, torch.full((5,), magnitude))] * 4
     results = world.run(run_steps, values=values, wrapper=wrapper)
     assert relative_errors(results, values)[-1] <= world.size * 2.0**-11
@@ -77,7 +77,7 @@ def fp16_of_tiny_gradients(magnitude):
     return gradients(ddp)["weights.0"]
 
 
-def test_tiny_gradients_are_lost_without_a_scale(world):
+def test_tiny_gradients_without_scale_become_zero(world):
     assert all(torch.equal(g, torch.zeros(5)) for g in world.run(fp16_of_tiny_gradients, magnitude=1e-9))
 
 
@@ -101,7 +101,7 @@ def scaled(ranks, factor):
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_error_is_within_its_bound_once_calibrated(world, dtype, wrapper, view):
+def test_error_once_calibrated_is_within_bound(world, dtype, wrapper, view):
     # With u half an ulp of the wire, n contributions and n - 1 sums each round once: n u mean|g| to first order.
     values = [random_gradients(world, seed) for seed in range(5)]
     options = {"gradient_as_bucket_view": view, "bucket_cap_mb": SMALLEST, "options": {"dtype": dtype}}
@@ -110,7 +110,7 @@ def test_error_is_within_its_bound_once_calibrated(world, dtype, wrapper, view):
     assert max(relative_errors(results, values)) <= world.size * u * (1 + 2 * world.size * u)
 
 
-def test_equal_gradients_of_a_power_of_two_of_ranks_round_once(worlds):
+def test_equal_gradients_on_power_of_two_ranks_round_once(worlds):
     # Dividing by n and summing n equal numbers is exact then: half an ulp of fp16 is left, 2^-11.
     world = worlds(2)
     values = [equal_on_all_ranks(world, *random_gradients(world, seed)[0]) for seed in range(3)]
@@ -118,7 +118,7 @@ def test_equal_gradients_of_a_power_of_two_of_ranks_round_once(worlds):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_scales_are_the_same_on_all_ranks(world, wrapper):
+def test_law2_scales_are_equal_on_all_ranks(world, wrapper):
     # Different gradients on every rank, of different magnitudes, some of them saturating or not finite.
     values = []
     for step in range(12):
@@ -132,7 +132,7 @@ def test_scales_are_the_same_on_all_ranks(world, wrapper):
 
 
 @pytest.mark.parametrize("binades_a_step", [-1, 1, 2, 3])
-def test_scale_tracks_a_gradient_over_many_orders_of_magnitude(world, binades_a_step):
+def test_scale_follows_gradient_over_many_orders_of_magnitude(world, binades_a_step):
     # The scale rises by `growth` = 1 binade a step, so it keeps up with halving; `margin` = 4 lets it keep up with
     # larger steps upwards. 48 binades are more than 14 orders of magnitude.
     steps = 48 // abs(binades_a_step)
@@ -145,20 +145,20 @@ def test_scale_tracks_a_gradient_over_many_orders_of_magnitude(world, binades_a_
     assert moved == [-binades_a_step * (steps - 5)] * world.size
 
 
-def test_larger_growth_follows_a_faster_fall(world):
+def test_larger_growth_follows_faster_fall(world):
     values = [scaled(random_gradients(world, 5), 2.0 ** (24 - 8 * step)) for step in range(7)]
     results = world.run(run_steps, values=values, options={"growth": 8})
     assert max(relative_errors(results, values)) <= world.size * 2.0**-11 * (1 + 2.0**-8)
 
 
-def test_scale_finds_a_gradient_that_fell_out_of_sight(world):
+def test_scale_recovers_from_gradient_that_underflowed(world):
     values = [random_gradients(world, 5)] * 3 + [scaled(random_gradients(world, 5), 1e-12)] * 50
     results = world.run(run_steps, values=values)
     assert all(torch.equal(g, torch.zeros_like(g)) for g in results[0][4].gradients), "out of sight at first"
     assert relative_errors(results, values)[-1] <= world.size * 2.0**-11 * (1 + 2.0**-8)
 
 
-def test_scale_survives_steps_without_any_gradient(world):
+def test_scale_survives_steps_with_zero_gradients(world):
     # A bucket may be idle for long, as that of a frozen branch or of a warm-up: the first gradient after it saturates,
     # and the scale has to come back from there.
     nothing = scaled(random_gradients(world, 5), 0.0)
@@ -169,7 +169,7 @@ def test_scale_survives_steps_without_any_gradient(world):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nonfinite_steps_leave_the_scales_and_are_counted_once(world, bad):
+def test_nonfinite_steps_keep_scales_and_count_once(world, bad):
     culprit = world.size - 1
     values = [scaled(random_gradients(world, 5), 1.0) for _ in range(8)]
     for step in (4, 6):
@@ -186,7 +186,7 @@ def test_nonfinite_steps_leave_the_scales_and_are_counted_once(world, bad):
     assert relative_errors(results, values)[-1] <= world.size * 2.0**-11 * (1 + 2.0**-8)
 
 
-def test_nonfinite_first_step_is_skipped_too(world):
+def test_nonfinite_first_step_is_skipped(world):
     values = [random_gradients(world, 5) for _ in range(4)]
     values[0] = scaled(values[0], torch.inf)
     results = world.run(run_steps, values=values)
@@ -194,7 +194,7 @@ def test_nonfinite_first_step_is_skipped_too(world):
     assert max(relative_errors(results, values)[1:]) <= world.size * 2.0**-11 * (1 + 2.0**-8)
 
 
-def test_saturated_elements_are_counted_on_their_rank_and_the_scale_comes_back(world):
+def test_saturated_elements_count_on_their_rank_and_scale_recovers(world):
     # One rank's first tensor jumps by 20 binades, beyond what `margin` = 4 tolerates.
     jumped = random_gradients(world, 5)
     jumped[0] = [jumped[0][0] * 2.0**20, *jumped[0][1:]]
@@ -274,7 +274,7 @@ def state_is_a_snapshot():
     return before, saved
 
 
-def test_state_dict_does_not_change_with_the_training(world):
+def test_state_dict_is_a_copy(world):
     for before, saved in world.run(state_is_a_snapshot):
         assert_same_bits(saved, before)
 
@@ -332,7 +332,7 @@ RESUMPTIONS = {
 
 
 @pytest.mark.parametrize("resumption", RESUMPTIONS)
-def test_law7_resumed_training_gives_the_bits_of_the_uninterrupted_one(worlds, resumption):
+def test_law7_resumed_training_is_bitwise_equal_to_uninterrupted_run(worlds, resumption):
     # Scales are powers of two, so any scale that keeps a gradient normal on the wire gives the same bits; on two ranks,
     # where it does not matter to the sum in which order of buckets an element lies.
     first, second = RESUMPTIONS[resumption]
@@ -346,7 +346,7 @@ def test_law7_resumed_training_gives_the_bits_of_the_uninterrupted_one(worlds, r
 
 
 @pytest.mark.parametrize("resumption", RESUMPTIONS)
-def test_law7_resumed_training_starts_with_the_saved_scale(world, resumption):
+def test_law7_resumed_training_starts_with_saved_scale(world, resumption):
     # The first gradient after the restart is far below the saved scale's, as a step of an idle branch may be: a state
     # that forgot its scale would follow that gradient at once, instead of by `growth` a step.
     first, second = RESUMPTIONS[resumption]
@@ -376,7 +376,7 @@ def resume_on_some_ranks(values, cut):
     return gradients(ddp), state.exponents()
 
 
-def test_law2_ranks_agree_when_one_of_them_lost_its_state(world):
+def test_law2_ranks_agree_if_one_lost_its_state(world):
     # The gradient falls at the restart: what the others remember is not what rank 0 would choose from it.
     values = [random_gradients(world, 5)] * 4 + [scaled(random_gradients(world, 5), 2.0**-12)] * 4
     results = world.run(resume_on_some_ranks, values=values, cut=4)
@@ -399,7 +399,7 @@ def resume_from(path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_law7_state_resumes_on_another_number_of_ranks(worlds, tmp_path, before, after):
+def test_law7_state_resumes_with_another_world_size(worlds, tmp_path, before, after):
     path = tmp_path / "state.pt"
     saved = worlds(before).run(save_state_of_rank_0, path=path)[0]
     results = worlds(after).run(resume_from, path=path)
@@ -470,6 +470,10 @@ def test_loaded_state_is_a_copy():
     saved["exponents"].zero_()
     saved["counters"].zero_()
     assert_same_bits(state.state_dict(), a_state())
+
+
+def test_repr_shows_options():
+    assert repr(ScaledCastState(margin=6)) == "ScaledCastState(dtype=torch.float16, margin=6, growth=1, backoff=4)"
 
 
 def test_new_state_is_empty():

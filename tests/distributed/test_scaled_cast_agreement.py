@@ -64,7 +64,7 @@ def test_ranks_with_different_scales_agree_on_the_smallest(case):
 
 
 @pytest.mark.parametrize("case", AGREEMENTS)
-def test_ranks_with_different_scales_send_at_the_agreed_one(case):
+def test_ranks_with_different_scales_send_with_agreed_scale(case):
     ranks, _ = AGREEMENTS[case]
     scales = remembered(*ranks)
     scaling = DelayedScaling(growth=200)
@@ -88,7 +88,7 @@ MEMBERS = {
 
 
 @pytest.mark.parametrize("case", MEMBERS)
-def test_new_bucket_starts_from_the_smallest_scale_of_its_members(case):
+def test_new_bucket_starts_from_smallest_scale_of_its_parameters(case):
     exponents, smallest = MEMBERS[case]
     names = [f"parameter.{i}" for i in range(len(exponents))]
     state = ScaledCastState()
@@ -122,7 +122,7 @@ def one_step_from_loaded_states(exponents, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_ranks_that_loaded_different_states_agree_on_the_smallest(world, wrapper):
+def test_ranks_with_different_loaded_states_agree_on_the_smallest(world, wrapper):
     exponents = [9, -2, 5][: world.size]
     results = world.run(one_step_from_loaded_states, exponents=exponents, wrapper=wrapper)
     assert_same_on_all_ranks(results)
@@ -145,7 +145,7 @@ LARGEST = {torch.float16: (2**11 - 1) * 2**5, torch.bfloat16: (2**8 - 1) * 2**12
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 100, 128, 129, 1000, 1024, 1025, 2**17])
 @pytest.mark.parametrize("dtype", LARGEST)
-def test_wire_limit_is_the_largest_value_over_two_to_the_binades_of_ranks_and_one(dtype, world_size):
+def test_saturation_limit_leaves_room_for_any_sum_over_ranks(dtype, world_size):
     limit = Fraction(DelayedScaling(dtype=dtype).limit(world_size))
     assert limit == Fraction(LARGEST[dtype], 2 ** (binades(world_size) + 1))
     assert limit * world_size * 2 <= LARGEST[dtype], "half the range is left for the rounding of partial sums"
@@ -154,7 +154,7 @@ def test_wire_limit_is_the_largest_value_over_two_to_the_binades_of_ranks_and_on
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("dtype", LARGEST)
-def test_contributions_saturate_at_the_wire_limit_and_their_sum_is_finite(dtype, world_size):
+def test_contributions_saturate_at_limit_and_their_sum_is_finite(dtype, world_size):
     wires = []
 
     def watch(ranks):

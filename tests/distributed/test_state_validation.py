@@ -59,7 +59,7 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD_OPTIONS.items() for value in values], ids=repr
 )
-def test_powersgd_option_out_of_range_is_refused_by_name(name, value):
+def test_powersgd_option_out_of_range_raises_with_its_name(name, value):
     message = refusal(PowerSGDState, None, **{name: value})
     assert name in message
     assert "expected" in message
@@ -93,14 +93,14 @@ def test_powersgd_option_in_range_is_kept(options):
 @pytest.mark.parametrize("value", [*NO_WHOLE_NUMBER, -1, 1000], ids=repr)
 @pytest.mark.parametrize("name", ["margin", "growth", "backoff"])
 @pytest.mark.parametrize("owner", [DelayedScaling, ScaledCastState])
-def test_scaled_cast_option_out_of_range_is_refused_by_name(owner, name, value):
+def test_scaled_cast_option_out_of_range_raises_with_its_name(owner, name, value):
     message = refusal(owner, **{name: value})
     assert re.match(rf"{name} is {re.escape(repr(value))}; expected a whole number of binades", message)
 
 
 @pytest.mark.parametrize("value", ["float16", None, torch.float32, 16, True], ids=repr)
 @pytest.mark.parametrize("owner", [DelayedScaling, ScaledCastState])
-def test_scaled_cast_dtype_of_the_wire_is_16_bit_floating_point(owner, value):
+def test_scaled_cast_wire_dtype_other_than_16_bit_raises(owner, value):
     assert refusal(owner, dtype=value) == f"dtype is {value}; expected torch.float16 or torch.bfloat16."
 
 
@@ -312,12 +312,12 @@ def assert_refuses(state, damaged, entry):
 
 @pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 @pytest.mark.parametrize(("damaged", "entry"), cases(damaged_powersgd_states()))
-def test_damaged_powersgd_state_is_refused_and_changes_nothing(damaged, entry, bound):
+def test_damaged_powersgd_state_raises_and_changes_nothing(damaged, entry, bound):
     assert_refuses(loaded_powersgd(bound), damaged, entry)
 
 
 @pytest.mark.parametrize(("damaged", "entry"), cases(damaged_scaled_cast_states()))
-def test_damaged_scaled_cast_state_is_refused_and_changes_nothing(damaged, entry):
+def test_damaged_scaled_cast_state_raises_and_changes_nothing(damaged, entry):
     state = ScaledCastState()
     state.load_state_dict(scaled_cast_state())
     assert_refuses(state, damaged, entry)
@@ -334,14 +334,14 @@ def test_damaged_scaled_cast_state_is_refused_and_changes_nothing(damaged, entry
     ],
     ids=["transposed", "flat", "reshaped", "one dimension more"],
 )
-def test_error_of_the_right_size_and_another_shape_is_refused_by_a_bound_state(name, change):
+def test_error_of_right_size_and_other_shape_raises_in_bound_state(name, change):
     good = powersgd_state()
     damaged = changed(good, "errors", change(good["errors"][name]), name)
     assert_refuses(loaded_powersgd(bound=True), damaged, f"errors['{name}']")
 
 
 @pytest.mark.parametrize("side", ["q", "p"])
-def test_factor_of_one_matrix_for_a_stack_of_three_is_refused_by_a_bound_state(side):
+def test_factor_of_one_matrix_for_stack_of_three_raises_in_bound_state(side):
     factor = torch.full((1, 2, 8 if side == "q" else 18), 0.1)
     damaged = changed(powersgd_state(), side, factor, "qkv.weight")
     message = refusal(loaded_powersgd(bound=True).load_state_dict, damaged)
@@ -351,7 +351,7 @@ def test_factor_of_one_matrix_for_a_stack_of_three_is_refused_by_a_bound_state(s
     )
 
 
-def test_factor_of_a_bucket_is_compared_with_the_other_side():
+def test_factor_of_bucket_that_does_not_fit_other_side_raises():
     good = powersgd_state() | {"errors": {}}
     for names in (good["q"], good["p"]):
         names["a ... b, 2 parameters"] = torch.full((1, 2, 9), 0.1)
@@ -363,7 +363,7 @@ def test_factor_of_a_bucket_is_compared_with_the_other_side():
 
 @pytest.mark.parametrize("rank", [1, 2, 5, 6])
 @pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
-def test_factors_of_another_rank_load(bound, rank):
+def test_factors_of_other_rank_load(bound, rank):
     state = powersgd_state()
     for side in ("q", "p"):
         state[side]["qkv.weight"] = torch.full((3, rank, {"q": 8, "p": 6}[side]), 0.1)
@@ -394,7 +394,7 @@ def test_whole_powersgd_state_loads(bound, change):
     assert_same_bits(memory(loaded), {key: state[key] for key in powersgd_state()})
 
 
-def test_loaded_errors_are_plain_tensors_without_a_graph():
+def test_loaded_errors_are_detached_plain_tensors():
     state = powersgd_state()
     state["errors"]["head.weight"] = nn.Parameter(state["errors"]["head.weight"])
     loaded = PowerSGDState(None)
@@ -404,7 +404,7 @@ def test_loaded_errors_are_plain_tensors_without_a_graph():
     assert not error.requires_grad
 
 
-def test_errors_in_double_precision_and_of_any_shape_load():
+def test_errors_in_fp64_and_any_shape_load():
     errors = {"a": torch.ones(4, 3, dtype=torch.float64), "b": torch.ones(()), "c": torch.ones(0, 3)}
     state = powersgd_state() | {"errors": errors, "q": {}, "p": {}}
     loaded = PowerSGDState(None)
@@ -470,13 +470,13 @@ def randomly_damaged_scaled_cast_states(draw):
 
 @PROPERTY
 @given(damaged=randomly_damaged_powersgd_states())
-def test_randomly_damaged_powersgd_state_is_refused_and_changes_nothing(damaged):
+def test_randomly_damaged_powersgd_state_raises_and_changes_nothing(damaged):
     assert_refuses(loaded_powersgd(bound=True), *damaged)
 
 
 @PROPERTY
 @given(damaged=randomly_damaged_scaled_cast_states())
-def test_randomly_damaged_scaled_cast_state_is_refused_and_changes_nothing(damaged):
+def test_randomly_damaged_scaled_cast_state_raises_and_changes_nothing(damaged):
     state = ScaledCastState()
     state.load_state_dict(scaled_cast_state())
     state_of, entry = damaged
@@ -505,7 +505,7 @@ WRONG_SHAPES = {
 @pytest.mark.parametrize("when", ["bound later", "after plain steps"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("entry", WRONG_SHAPES)
-def test_wrong_shape_is_refused_before_the_first_compressed_step_changes_anything(world_of_one, wrapper, entry, when):
+def test_wrong_shape_raises_before_first_compressed_step_changes_anything(world_of_one, wrapper, entry, when):
     key, name, value = WRONG_SHAPES[entry]
     damaged = changed(powersgd_state(), key, value, name)
     others = {"errors": ("q", "p"), "q": ("errors", "p"), "p": ("errors", "q")}[key]
@@ -551,7 +551,7 @@ UNMATCHED = {
 
 
 @pytest.mark.parametrize("case", UNMATCHED)
-def test_pattern_that_matches_no_parameter_raises_when_the_model_is_bound(case):
+def test_pattern_without_match_raises_at_bind(case):
     patterns, named = UNMATCHED[case]
     state = PowerSGDState(None, **{"ranks" if case == "ranks" else "stacks": patterns})
     message = refusal(state.bind, Model())
@@ -559,14 +559,14 @@ def test_pattern_that_matches_no_parameter_raises_when_the_model_is_bound(case):
     assert "Correct or remove it" in message
 
 
-def test_pattern_that_matches_no_parameter_raises_at_registration(world_of_one):
+def test_pattern_without_match_raises_at_registration(world_of_one):
     ddp = WRAPPERS["gradwire"](Model())
     message = refusal(register, ddp, (PowerSGDState(None, ranks={"tail.*": 1}), powerSGD_hook))
     assert "ranks['tail.*'] matches none" in message
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_pattern_that_matches_no_parameter_raises_without_a_bound_model(world_of_one, wrapper):
+def test_pattern_without_match_raises_without_bound_model(world_of_one, wrapper):
     state = PowerSGDState(None, ranks={"tail.*": 1})
     ddp = WRAPPERS[wrapper](Model(), bucket_cap_mb=SMALLEST)
     register(ddp, (None, lambda _, bucket: powerSGD_hook(state, bucket)))
@@ -579,7 +579,7 @@ def test_pattern_that_matches_no_parameter_raises_without_a_bound_model(world_of
     assert state.iter <= 1
 
 
-def test_pattern_set_in_training_that_matches_no_parameter_raises(world_of_one):
+def test_pattern_without_match_set_in_training_raises(world_of_one):
     state = PowerSGDState(None, ranks={"head.*": 1})
     ddp = WRAPPERS["gradwire"](Model())
     register(ddp, (state, powerSGD_hook))
@@ -588,7 +588,7 @@ def test_pattern_set_in_training_that_matches_no_parameter_raises(world_of_one):
     assert "ranks['tail.*'] matches none" in refusal(step, ddp)
 
 
-def test_patterns_that_match_are_no_error(world_of_one):
+def test_patterns_that_match_do_not_raise(world_of_one):
     state = PowerSGDState(None, ranks={"head.*": 0, "*": 2}, stacks={"qkv.*t": 3}, **EARLY)
     ddp = WRAPPERS["gradwire"](Model())
     register(ddp, (state, powerSGD_hook))
@@ -667,7 +667,7 @@ def warned(model, inputs, hook=powerSGD_hook, wrapper="gradwire", steps=5, **opt
     ],
     ids=["rank", "rate or rank", "rate", "rate and rank", "exempt"],
 )
-def test_powersgd_on_adapters_that_it_does_not_compress_warns_once_and_says_why(world_of_one, wrapper, options, reason):
+def test_powersgd_that_compresses_no_adapter_warns_once_with_reason(world_of_one, wrapper, options, reason):
     ((when, message),) = warned(Adapters(), torch.ones(2, 640), wrapper=wrapper, **options)
     assert when == 3, "the first compressed step"
     assert message.startswith("PowerSGD compresses nothing here: it sends all 5,120 elements. ")
@@ -681,12 +681,12 @@ def test_powersgd_on_vectors_warns_that_there_is_no_matrix(world_of_one):
     assert "No parameter is a matrix" in message
 
 
-def test_powersgd_on_a_tiny_matrix_warns_that_no_rank_is_low_enough(world_of_one):
+def test_powersgd_on_tiny_matrix_warns_that_no_rank_is_low_enough(world_of_one):
     ((_, message),) = warned(Summed(nn.Linear(2, 2)), torch.ones(2, 2))
     assert "too small for any rank" in message
 
 
-def test_batched_powersgd_on_a_tiny_bucket_warns(world_of_one):
+def test_batched_powersgd_on_tiny_bucket_warns(world_of_one):
     options = {"hook": batched_powerSGD_hook, "matrix_approximation_rank": 64}
     ((_, message),) = warned(Adapters(), torch.ones(2, 640), **options)
     assert "No bucket is large enough" in message

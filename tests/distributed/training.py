@@ -83,6 +83,37 @@ def register(model, hook, group=None):
     return state
 
 
+class Fault(Exception):
+    """The exception that tests inject."""
+
+
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward raises `Fault`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Fault("from autograd")
+
+
+def error_of(action, *arguments, **options):
+    """(type name, text) of the exception that ``action(*arguments, **options)`` raises; None if it raises none."""
+    try:
+        action(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def message_of(action, *arguments, **options):
+    """The text of the exception that ``action(*arguments, **options)`` raises; None if it raises none."""
+    error = error_of(action, *arguments, **options)
+    return error and error[1]
+
+
 def build(model, seed=0):
     """An instance of the zoo's model, equal on all ranks."""
     torch.manual_seed(seed)

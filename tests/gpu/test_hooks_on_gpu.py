@@ -1,4 +1,4 @@
-"""The cases of `gradwire.bench.gpu_lane` on a GPU: kernels, and hooks with one rank and with two that share the GPU."""
+"""The cases of `gradwire.bench.gpu_lane` on a GPU: kernels, and hooks with one rank and with two ranks on one GPU."""
 
 import pytest
 import torch

@@ -115,8 +115,10 @@ def intermediate(kernel, arguments, target_name):
 
 def check_program_number(lines):
     """The number of the program, which Triton gives in 32 bits, is made 64 bits wide before any arithmetic."""
-    (number,) = [line.split("=")[0].strip() for line in lines if "tt.get_program_id" in line]
-    users = [line for line in lines if re.search(rf"{number}\b(?! =)", line)]
+    functions = "\n".join(lines).split("tt.func ")[1:]  # names of values are those of one function
+    (body,) = [function.splitlines() for function in functions if "tt.get_program_id" in function]
+    (number,) = [line.split("=")[0].strip() for line in body if "tt.get_program_id" in line]
+    users = [line for line in body if re.search(rf"{number}\b(?! =)", line)]
     assert users, "the kernel does not use its number"
     for line in users:
         assert re.search(r"arith\.extsi .*: i32 to i64", line), line

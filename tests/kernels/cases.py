@@ -9,7 +9,7 @@ from exact import Guarded
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from gradwire.kernels.platform import is_interpreted
+from gradwire.kernels.dispatch import is_interpreted
 
 INTERPRETED = is_interpreted()
 REALS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("exact", "cases")
 
-from gradwire.kernels.platform import is_interpreted  # noqa: E402
+from gradwire.kernels.dispatch import is_interpreted  # noqa: E402
 
 INTERPRETED = is_interpreted()
 collect_ignore_glob = [] if find_spec("hypothesis") and find_spec("numpy") else ["*"]

@@ -8,7 +8,7 @@ from cases import INTERPRETED
 from exact import Guarded
 from hypothesis import strategies as st
 
-from gradwire.kernels.matrices import Matrix, MatrixTable, Operands
+from gradwire.kernels.matrix_table import Matrix, MatrixTable, Operands
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FACTOR_WIRES = (torch.float32, torch.bfloat16, torch.float64)

@@ -30,8 +30,8 @@ LIMITS = {
 }
 MODULES = {
     "flatten": "gradwire.kernels.flattening",
-    "unflatten": "gradwire.kernels.unflattening",
-    "update_scale": "gradwire.kernels.scale",
+    "unflatten": "gradwire.kernels.flattening",
+    "update_scale": "gradwire.kernels.delayed_scaling",
 }
 
 # Gradient dtype and wire dtype.
@@ -121,23 +121,23 @@ SINGLES = [Launch(f, FP32, BF16, True, True, n_tensors=1) for f in ("flatten", "
 
 
 @pytest.mark.parametrize("launch", launches(PAIRS, ENDS) + UPDATES + SINGLES, ids=str)
-def test_kernels_fit_sm_90(launch):
+def test_cast_kernels_for_sm_90_do_not_spill_and_are_vectorised(launch):
     check(launch, 90)
 
 
 @pytest.mark.parametrize("target", [80, 100, "gfx942"])
 @pytest.mark.parametrize("launch", launches(REPRESENTATIVE, ENDS) + UPDATES[:1], ids=str)
-def test_representative_kernels_fit_other_gpus(launch, target):
+def test_representative_cast_kernels_for_other_gpus_do_not_spill_and_are_vectorised(launch, target):
     check(launch, target)
 
 
 @pytest.mark.parametrize("launch", SINGLES, ids=str)
-def test_program_numbers_are_64_bit_before_anything_is_added_to_them(launch):
+def test_program_id_is_widened_to_64_bits_before_arithmetic(launch):
     ahead_of_time.check_program_number(ahead_of_time.intermediate(*recorded(launch), 90))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("launch", launches(PAIRS, EVERY) + UPDATES + SINGLES, ids=str)
-def test_every_kernel_fits_every_gpu(launch, target):
+def test_every_cast_kernel_for_every_gpu_does_not_spill_and_is_vectorised(launch, target):
     check(launch, target)

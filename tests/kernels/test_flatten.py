@@ -18,9 +18,8 @@ from exact import Guarded, as_float64, assert_same_bits, flatten_oracle
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, segments
-from gradwire.kernels.flattening import compute_dtype, flatten_bytes, flatten_reference
-from gradwire.kernels.segments import BLOCK
+from gradwire.kernels import SegmentTable, compute_dtype, flatten, flatten_bytes, flatten_reference, segment_table
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 
 INF, NAN = float("inf"), float("nan")
 
@@ -77,7 +76,7 @@ def test_flatten_matches_reference_and_oracle(source, wire, device, case, scale,
 @pytest.mark.parametrize("wire", WIRES, ids=name)
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_plain_cast_of_any_bit_pattern_matches_reference_and_oracle(source, wire, scale, device):
+def test_plain_cast_of_any_bits_matches_reference_and_oracle(source, wire, scale, device):
     # No limit, no counters, |scale| <= 1: what the hooks ask for, and a path of its own on the CPU.
     layouts = (Layout((61, 67), (1, 61)), Layout((), ()), Layout((4096,), (1,), offset=1), Layout((0,), (1,)))
     case = Case(layouts, wire_offset=0, kind="bits", seed=0)
@@ -153,7 +152,7 @@ EXPLICIT = {
 
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
 @pytest.mark.parametrize("wire", WIRES, ids=name)
-def test_fp32_bit_patterns_reach_the_wire_as_written_down(wire, counted, device):
+def test_flatten_of_explicit_fp32_values_gives_written_down_wire(wire, counted, device):
     for value, scale, expected, counter in EXPLICIT[wire]:
         source = torch.tensor([1.0, value, 1.0], device=device)
         out = torch.full((3,), NAN, dtype=wire, device=device)
@@ -168,7 +167,7 @@ def test_fp32_bit_patterns_reach_the_wire_as_written_down(wire, counted, device)
 
 @pytest.mark.parametrize("wire", WIRES, ids=name)
 @pytest.mark.parametrize("source", [s for s in SOURCES if not s.is_complex], ids=name)
-def test_extreme_values_of_every_dtype_match_the_oracle(source, wire, device):
+def test_flatten_of_extreme_values_matches_oracle(source, wire, device):
     info = torch.finfo(source)
     one = torch.ones((), dtype=source)
     above_one = torch.nextafter(one, 2 * one).item() if source.itemsize > 2 else 1 + info.eps
@@ -185,7 +184,7 @@ def test_extreme_values_of_every_dtype_match_the_oracle(source, wire, device):
             assert counters.tolist() == [nonfinite, saturated]
 
 
-def test_fp64_reaches_16_bits_by_way_of_fp32(device):
+def test_fp64_is_rounded_to_fp32_on_the_way_to_16_bits(device):
     # Just above a tie: fp32 rounds it onto the tie, which rounds to even. Rounding once would round up.
     source = torch.tensor([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], dtype=torch.float64, device=device)
     for wire in (torch.float16, torch.bfloat16):
@@ -195,7 +194,7 @@ def test_fp64_reaches_16_bits_by_way_of_fp32(device):
 
 
 @pytest.mark.parametrize("limit", [2.0**-70, 2.0**-100])
-def test_elements_saturate_at_limits_whose_square_underflows(limit, device):
+def test_flatten_saturates_at_limit_whose_square_underflows(limit, device):
     source = torch.tensor([0.0, 4 * limit, -4 * limit, limit], device=device)
     out = torch.full((4,), NAN, device=device)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
@@ -206,7 +205,7 @@ def test_elements_saturate_at_limits_whose_square_underflows(limit, device):
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 3.0])
 @pytest.mark.parametrize("dtype", WIRES, ids=name)
-def test_the_wire_may_be_the_single_source_itself(dtype, scale, device):
+def test_flatten_of_single_source_works_in_place(dtype, scale, device):
     case = Case((Layout((9001,), (1,), offset=1),), wire_offset=0, kind="spiked", seed=1)
     separate = case.sources(dtype, device)[0]
     expected = flatten([separate.window], torch.full_like(separate.window, NAN), scale=scale)
@@ -216,7 +215,7 @@ def test_the_wire_may_be_the_single_source_itself(dtype, scale, device):
     guarded.assert_guards_untouched("the source")
 
 
-def test_the_wire_may_be_the_memory_of_a_single_matrix(device):
+def test_flatten_of_single_transposed_matrix_works_in_place(device):
     matrix = torch.randn(67, 61, device=device).t()
     wire = matrix.t().view(-1)
     expected = wire * 0.5
@@ -224,7 +223,7 @@ def test_the_wire_may_be_the_memory_of_a_single_matrix(device):
     assert_same_bits(wire, expected, "scaled in place")
 
 
-def test_an_infinite_scale_saturates_the_elements_and_nothing_past_them(device):
+def test_flatten_with_infinite_scale_counts_no_masked_elements(device):
     out = torch.full((3,), NAN, dtype=torch.float16, device=device)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     flatten([torch.tensor([1.0, -1.0, 2.0], device=device)], out, scale=INF, counters=counters)
@@ -243,15 +242,15 @@ def test_an_infinite_scale_saturates_the_elements_and_nothing_past_them(device):
     limit=2.0**-70,
     counted=True,
 )
-def test_any_cut_into_blocks_gives_the_same_bits(source, wire, device, case, block, scale, limit, counted):
+def test_any_block_size_gives_same_bits(source, wire, device, case, block, scale, limit, counted):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "BLOCK", block)
+        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         check(case, source, wire, device, scale=scale, limit=limit, counted=counted)
 
 
 def large_case(kind):
     # A small tensor on both sides of one of three pieces, and small ones that share a block.
-    sizes = (5, 2 * BLOCK + 7, 3, 0, BLOCK - 2, 2, 1, BLOCK)
+    sizes = (5, 2 * CPU_BLOCK_NUMEL + 7, 3, 0, CPU_BLOCK_NUMEL - 2, 2, 1, CPU_BLOCK_NUMEL)
     return Case(tuple(Layout((n,), (1,), offset=n % 4) for n in sizes), wire_offset=1, kind=kind, seed=2)
 
 
@@ -259,17 +258,17 @@ def large_case(kind):
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 @pytest.mark.parametrize("source, wire", [(torch.float32, torch.float16), (torch.complex64, torch.float32)])
-def test_wires_of_many_blocks_match_reference_and_oracle(source, wire, scale, counted, device):
+def test_wire_of_many_blocks_matches_reference_and_oracle(source, wire, scale, counted, device):
     check(large_case("normal"), source, wire, device, scale=scale, limit=None, counted=counted)
 
 
 @on_the_cpu_path
 @pytest.mark.parametrize("special, counter", [(NAN, 0), (INF, 0), (7e4, 1)])
 @pytest.mark.parametrize("block", ["first piece", "last piece", "whole tensors"])
-def test_one_special_element_is_found_in_its_block_alone(special, counter, block, device):
+def test_flatten_counts_one_special_element_in_its_block_alone(special, counter, block, device):
     generator = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(n, generator=generator).to(device) for n in (2 * BLOCK + 7, 100, 50)]
-    where = {"first piece": (0, 5), "last piece": (0, 2 * BLOCK + 3), "whole tensors": (2, 49)}
+    tensors = [torch.randn(n, generator=generator).to(device) for n in (2 * CPU_BLOCK_NUMEL + 7, 100, 50)]
+    where = {"first piece": (0, 5), "last piece": (0, 2 * CPU_BLOCK_NUMEL + 3), "whole tensors": (2, 49)}
     tensor, at = where[block]
     tensors[tensor][at] = special
     expected = torch.cat(tensors).clamp(-FP16_MAX, FP16_MAX).half()
@@ -281,7 +280,7 @@ def test_one_special_element_is_found_in_its_block_alone(special, counter, block
     assert counters.tolist() == [int(counter == 0), int(counter == 1)]
 
 
-def test_a_table_serves_other_tensors_of_its_layout(device):
+def test_table_serves_other_tensors_of_its_layout(device):
     layouts = (Layout((61, 7), (1, 61)), Layout((4097,), (1,)))
     lists = [Case(layouts, 0, "normal", seed).sources(torch.float32, device) for seed in (4, 5)]
     first, second = (Case(layouts, 0, "normal", 0).views(guarded) for guarded in lists)
@@ -292,7 +291,7 @@ def test_a_table_serves_other_tensors_of_its_layout(device):
         assert_same_bits(wire, flatten(tensors, torch.full_like(wire, NAN), scale=3.0), "with a table of its own")
 
 
-def test_only_empty_tensors_leave_everything_as_it_was(device):
+def test_flatten_of_empty_tensors_leaves_counters_unchanged(device):
     counters = torch.tensor([3, 5], device=device)
     empty = [torch.empty(0, device=device), torch.empty(3, 0, device=device)]
     out = torch.empty(0, device=device)
@@ -300,7 +299,7 @@ def test_only_empty_tensors_leave_everything_as_it_was(device):
     assert counters.tolist() == [3, 5]
 
 
-def test_the_wire_keeps_memory_order(device):
+def test_flatten_keeps_memory_order(device):
     rows = torch.arange(6.0, device=device).view(2, 3)
     assert flatten([rows.t()], torch.empty(6, device=device)).tolist() == [0, 1, 2, 3, 4, 5]
     assert flatten([torch.tensor([1 + 2j, 3 + 4j], device=device)], torch.empty(4, device=device)).tolist() == [
@@ -311,7 +310,7 @@ def test_the_wire_keeps_memory_order(device):
     ]
 
 
-def test_unknown_wire_dtypes_are_refused(device):
+def test_unknown_wire_dtype_raises(device):
     with pytest.raises(ValueError, match=r"The wire is torch\.int32; expected one of torch\.float32"):
         flatten([torch.ones(3, device=device)], torch.empty(3, dtype=torch.int32, device=device))
 
@@ -324,17 +323,17 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("make_wire", MISFITS.values(), ids=MISFITS)
-def test_wires_that_do_not_fit_are_refused(make_wire, device):
+def test_misfitting_wire_raises(make_wire, device):
     with pytest.raises(ValueError, match=r"expected a contiguous 1-D tensor of 3 elements"):
         flatten([torch.ones(3, device=device)], make_wire(device))
 
 
-def test_traffic_counts_both_sides():
+def test_bytes_count_reads_and_writes():
     assert flatten_bytes(10, torch.float32, torch.bfloat16) == 60
     assert flatten_bytes(10, torch.float64, torch.float16) == 100
 
 
-def test_a_default_device_does_not_matter():
+def test_flatten_ignores_default_device():
     source = [torch.full((300_000,), 4.0), torch.full((7,), 4.0)]
     wires = [torch.empty(300_007, dtype=dtype) for dtype in (torch.float16, torch.float32)]
     with torch.device("meta"):

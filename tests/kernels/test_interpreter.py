@@ -5,9 +5,8 @@ import torch
 from cases import INTERPRETED, name
 from exact import Guarded, as_float64, assert_same_bits, round_to
 
-from gradwire.kernels.flattening import NUM_WARPS, _flatten_kernel
-from gradwire.kernels.segments import CHUNK
-from gradwire.kernels.unflattening import _unflatten_kernel
+from gradwire.kernels.flattening import NUM_WARPS, _flatten_kernel, _unflatten_kernel
+from gradwire.kernels.segment_table import CHUNK_NUMEL
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -21,7 +20,7 @@ def _cast_kernel(source_ptr, out_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=name)
-def test_casts_from_fp32_round_to_nearest_even(target):
+def test_interpreter_casts_from_fp32_round_to_nearest_even(target):
     integers = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=torch.Generator().manual_seed(0))
     source = integers.to(torch.int32).view(torch.float32)
     source[:5] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 65520.0, 1 + 2.0**-11, torch.finfo(torch.float32).max])
@@ -40,7 +39,7 @@ def test_casts_from_fp32_round_to_nearest_even(target):
         (torch.bfloat16, 2.0**-1074, 0.0),
     ],
 )
-def test_casts_from_fp64_round_once(target, value, expected):
+def test_interpreter_casts_from_fp64_round_once(target, value, expected):
     out = torch.full((1,), torch.nan, dtype=target)
     _cast_kernel[(1,)](torch.tensor([value], dtype=torch.float64), out, N=1)
     assert out.item() == expected
@@ -75,7 +74,7 @@ def _address_kernel(base, start_ptr, out_ptr, INDEX: tl.constexpr):
 
 
 @pytest.mark.parametrize("index, is_right", [(tl.int64, True), (tl.int32, False)], ids=["int64", "int32"])
-def test_the_probe_tells_64_bit_indices_from_32_bit_ones(index, is_right):
+def test_address_probe_tells_64_bit_indices_from_32_bit_indices(index, is_right):
     base, start = 2**46, 2**31 + 5
     out = torch.zeros(1, dtype=torch.int64)
     _address_kernel[(1,)](base, torch.tensor([start]), out, INDEX=index)
@@ -84,17 +83,17 @@ def test_the_probe_tells_64_bit_indices_from_32_bit_ones(index, is_right):
 
 START = 2**31 + 3  # first element of the segment that the two chunks below are about
 OFFSET = 2**32 + 5  # of that segment in the wire
-NUMEL = CHUNK + 901
+NUMEL = CHUNK_NUMEL + 901
 
 
 def table_beyond_2_31(tensor):
     """Two segments; the two chunks are the last of the second, of which only the last ``NUMEL`` elements are real."""
     pointers = [0, tensor.data_ptr() - START * tensor.itemsize]
     lengths = [OFFSET, START + NUMEL]
-    return torch.tensor([*pointers, *lengths, 0, OFFSET, 1, 1, START, START + CHUNK])
+    return torch.tensor([*pointers, *lengths, 0, OFFSET, 1, 1, START, START + CHUNK_NUMEL])
 
 
-SHAPE = {"n_segments": 2, "n_chunks": 2, "CHUNK": CHUNK, "num_warps": NUM_WARPS}
+SHAPE = {"n_segments": 2, "n_chunks": 2, "CHUNK": CHUNK_NUMEL, "num_warps": NUM_WARPS}
 
 
 def test_flatten_addresses_beyond_2_31_elements():
@@ -103,7 +102,7 @@ def test_flatten_addresses_beyond_2_31_elements():
     counters = torch.zeros(2, dtype=torch.int64)
     _flatten_kernel[(2,)](
         table_ptr=table_beyond_2_31(source.window),
-        out_ptr=Shifted(wire.window, OFFSET + START),
+        wire_ptr=Shifted(wire.window, OFFSET + START),
         scale_ptr=None,
         counters_ptr=counters,
         scale=2.0,

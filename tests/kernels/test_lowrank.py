@@ -26,10 +26,12 @@ from matrix_cases import (
     stored_within,
 )
 
-from gradwire.kernels import lowrank, matrices
-from gradwire.kernels.lowrank import (
+from gradwire.kernels import (
     backproject,
     backproject_reference,
+    lowrank,
+    lowrank_triton,
+    matrix_table,
     project,
     project_reference,
     reconstruct,
@@ -45,9 +47,9 @@ SCALES = st.sampled_from((1.0, 0.5, 1 / 3, 0.1, 1024.0))
 def strips():
     """In the interpreter, strips so short that small matrices have several; yields the length as shipped."""
     with pytest.MonkeyPatch.context() as patch:
-        shipped = lowrank.STRIP
+        shipped = lowrank_triton.STRIP
         if INTERPRETED:
-            patch.setattr(lowrank, "STRIP", 32)
+            patch.setattr(lowrank_triton, "STRIP", 32)
         yield shipped
 
 
@@ -156,13 +158,13 @@ def check(bucket, dtype, device, scale, p_dtype=None, passes=PASSES):
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 @PROPERTY
 @given(bucket=buckets(), scale=SCALES, p_dtype=st.sampled_from((None, *FACTOR_WIRES)))
-def test_passes_match_the_oracle_and_conserve_the_gradient(dtype, device, bucket, scale, p_dtype):
+def test_passes_match_oracle_and_conserve_gradient(dtype, device, bucket, scale, p_dtype):
     check(bucket, dtype, device, scale, p_dtype)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "added again"])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_the_references_match_the_oracle_and_conserve_the_gradient(dtype, keep, device):
+def test_references_match_oracle_and_conserve_gradient(dtype, keep, device):
     sizes = (Place(33, 17, 4), Place(1, 40, 1, 1), Place(37, 29, 16, 3), Place(40, 1, 1))
     for has_error, in_place, wire in (
         (True, True, torch.bfloat16),
@@ -174,7 +176,7 @@ def test_the_references_match_the_oracle_and_conserve_the_gradient(dtype, keep, 
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_the_reference_of_reconstruct_obeys_cleared_flags(dtype, device):
+def test_reconstruct_reference_with_cleared_flag_keeps_error(dtype, device):
     filled = Bucket((Place(7, 5, 2), Place(3, 4, 1))).fill(dtype, device)
     p, q = filled.factor(filled.table.p, filled.compute), filled.factor(filled.table.q, filled.compute)
     reconstruct_reference(filled.operands, p.window, q.window, filled.flags(0, 1).window)
@@ -186,7 +188,7 @@ def test_the_reference_of_reconstruct_obeys_cleared_flags(dtype, device):
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "added again"])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_small_integers_come_out_exact(dtype, keep, wire, device):
+def test_passes_on_small_integers_are_exact(dtype, keep, wire, device):
     # Every sum is an integer that fp32 (and TF32's product of small ones) holds; only the 16-bit stores round.
     sizes = (Place(33, 17, 4), Place(1, 40, 1, 1), Place(37, 29, 16, 3), Place(40, 1, 1), Place(24, 32, 20))
     filled = Bucket(sizes, kind="integers", keep=keep, wire=wire, wire_offset=1).fill(dtype, device)
@@ -211,7 +213,7 @@ def test_small_integers_come_out_exact(dtype, keep, wire, device):
 
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_nothing_is_written_between_the_factors(dtype, wire, device):
+def test_passes_write_nothing_between_factors(dtype, wire, device):
     filled = Bucket((Place(5, 7, 2), Place(3, 3, 1), Place(33, 17, 3)), wire=wire, wire_offset=1).fill(dtype, device)
     assert_gaps_untouched(check_project(filled, 1.0), filled.table.p, "P")
     assert_gaps_untouched(check_backproject(filled, 1.0), filled.table.q, "Q")
@@ -227,14 +229,14 @@ LONG = {
 @on_the_cpu_path
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 @pytest.mark.parametrize("sizes", LONG.values(), ids=LONG)
-def test_long_sums_match_the_oracle(sizes, dtype, device):
+def test_passes_with_long_sums_match_oracle(sizes, dtype, device):
     for keep in (True, False):
         check(Bucket(sizes, keep=keep, in_place=keep), dtype, device, 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_strips_as_shipped_match_the_oracle(dtype, strips, device, monkeypatch):
-    monkeypatch.setattr(lowrank, "STRIP", strips)
+def test_passes_with_shipped_strip_length_match_oracle(dtype, strips, device, monkeypatch):
+    monkeypatch.setattr(lowrank_triton, "STRIP", strips)
     sizes = (Place(3, 2 * strips + 1, 2), Place(33, 40, 4), Place(strips + 1, 2, 1, 1))
     check(Bucket(sizes, keep=True), dtype, device, 0.5)
 
@@ -242,8 +244,8 @@ def test_strips_as_shipped_match_the_oracle(dtype, strips, device, monkeypatch):
 @on_the_cpu_path
 @pytest.mark.parametrize("block", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_any_cut_into_blocks_of_rows_matches_the_oracle(dtype, block, device, monkeypatch):
-    monkeypatch.setattr(matrices, "BLOCK", block)
+def test_passes_with_any_block_size_match_oracle(dtype, block, device, monkeypatch):
+    monkeypatch.setattr(matrix_table, "CPU_BLOCK_NUMEL", block)
     sizes = (Place(61, 67, 4), Place(1, 127, 1, 1), Place(127, 1, 1), Place(31, 33, 16, 3))
     for has_error, keep, in_place in ((True, True, False), (True, False, True), (False, False, False)):
         check(Bucket(sizes, has_error=has_error, keep=keep, in_place=in_place), dtype, device, 1 / 3)
@@ -280,7 +282,7 @@ def assert_same_results(actual, expected, what):
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_two_calls_give_the_same_bits(dtype, wire, device):
+def test_two_calls_give_same_bits(dtype, wire, device):
     bucket = Bucket(NEIGHBOURS, wire=wire, wire_offset=1)
     first, second = run(bucket, dtype, device), run(bucket, dtype, device)
     for i in range(len(NEIGHBOURS)):
@@ -323,21 +325,21 @@ AROUND = {
 
 @pytest.mark.parametrize("neighbours", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_the_values_of_neighbours_do_not_change_a_bit(dtype, neighbours, device):
+def test_values_of_neighbours_do_not_change_bits(dtype, neighbours, device):
     first, second = (results_among(neighbours, "normal", dtype, device, seed) for seed in (1, 2))
     assert_same_results(second, first, "a matrix among others")
 
 
 @on_the_cpu_path
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_the_sizes_of_neighbours_do_not_change_a_bit(dtype, device):
+def test_sizes_of_neighbours_do_not_change_bits(dtype, device):
     alone, *among = (results_among(around, "normal", dtype, device, 1) for around in AROUND.values())
     for results in among:
         assert_same_results(results, alone, "a matrix among others")
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_neighbours_of_any_size_leave_a_matrix_alone(dtype, device):
+def test_neighbours_of_any_size_leave_exact_results_unchanged(dtype, device):
     # Small integers, whose sums are exact in any order; the interpreter's numpy chooses that by the size of the tiles.
     alone, *among = (results_among(around, "integers", dtype, device, 1) for around in AROUND.values())
     for results in among:
@@ -348,7 +350,7 @@ def test_neighbours_of_any_size_leave_a_matrix_alone(dtype, device):
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("poison", [NAN, INF])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_an_element_that_is_not_finite_makes_its_row_of_p_so_and_no_other(dtype, poison, wire, device):
+def test_non_finite_element_reaches_its_row_of_p_alone(dtype, poison, wire, device):
     bucket = Bucket(NEIGHBOURS, wire=wire)
     clean = run(bucket, dtype, device)
     for matrix, row, column in ((0, 0, 0), (0, 32, 39), (1, 0, 6), (2, 39, 0)):
@@ -363,7 +365,7 @@ def test_an_element_that_is_not_finite_makes_its_row_of_p_so_and_no_other(dtype,
 
 
 @pytest.mark.parametrize("part", ["source", "error"])
-def test_p_is_not_finite_where_only_q_would_hide_the_element(part, device):
+def test_non_finite_element_reaches_p_although_q_is_zero_there(part, device):
     filled = Bucket((Place(9, 6, 2), Place(5, 4, 2))).fill(torch.float32, device)
     getattr(filled.operands, part)[0][3, 2] = INF
     table = filled.table
@@ -376,7 +378,7 @@ def test_p_is_not_finite_where_only_q_would_hide_the_element(part, device):
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "added again"])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_a_cleared_flag_keeps_the_error_and_makes_the_result_nan(dtype, keep, device):
+def test_reconstruct_with_cleared_flag_keeps_error_and_writes_nan(dtype, keep, device):
     bucket = Bucket((Place(7, 5, 2), Place(33, 40, 4, 1), Place(16, 9, 3)), keep=keep)
 
     def after(flags, poisoned):
@@ -415,7 +417,7 @@ def test_a_cleared_flag_keeps_the_error_and_makes_the_result_nan(dtype, keep, de
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
-def test_an_error_that_was_not_finite_stays_where_the_flag_is_cleared(in_place, device):
+def test_reconstruct_with_cleared_flag_keeps_non_finite_error(in_place, device):
     filled = Bucket((Place(6, 5, 2),), in_place=in_place).fill(torch.float32, device)
     error = Guarded(torch.full((30,), NAN), device=device)
     operands = filled.operands._replace(error=[error.view((6, 5), (5, 1))])
@@ -425,7 +427,7 @@ def test_an_error_that_was_not_finite_stays_where_the_flag_is_cleared(in_place, 
 
 
 @pytest.mark.parametrize("bad", ["p", "q"])
-def test_factors_that_are_not_finite_do_not_pass_as_finite(bad, device):
+def test_non_finite_factor_gives_non_finite_product(bad, device):
     filled = Bucket((Place(33, 17, 3), Place(6, 5, 2)), has_error=False).fill(torch.float32, device)
     clean = Bucket((Place(33, 17, 3), Place(6, 5, 2)), has_error=False).fill(torch.float32, device)
     results = []
@@ -445,7 +447,7 @@ def test_factors_that_are_not_finite_do_not_pass_as_finite(bad, device):
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
-def test_a_result_beyond_fp16_does_not_ruin_the_error_memory(in_place, device):
+def test_reconstruct_beyond_fp16_range_keeps_error_finite(in_place, device):
     # Gradients near 65504 are what loss scaling aims at, and M may be larger: E is not bounded by fp16.
     filled = Bucket((Place(2, 3, 1),), in_place=in_place).fill(torch.float16, device)
     filled.operands.source[0].fill_(6e4)
@@ -458,7 +460,7 @@ def test_a_result_beyond_fp16_does_not_ruin_the_error_memory(in_place, device):
     assert error.isfinite().all(), f"what no later step can repair: {error.tolist()}"
 
 
-def test_the_sixteen_bit_rounding_of_the_result_is_in_the_error(device):
+def test_rounding_of_16_bit_result_is_kept_in_error(device):
     # 1 + 2^-9 in bf16 is 1; the product is exact in fp32, so all of its rounding has to be in the error.
     filled = Bucket((Place(1, 1, 1),)).fill(torch.bfloat16, device)
     filled.operands.source[0].fill_(1.0)
@@ -471,7 +473,7 @@ def test_the_sixteen_bit_rounding_of_the_result_is_in_the_error(device):
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_a_gradient_of_low_rank_is_reproduced_and_leaves_no_error(dtype, device):
+def test_low_rank_gradient_is_reproduced_without_error(dtype, device):
     # M = P' Q with orthonormal P: backproject(P) is Q again, and reconstruct gives M, here all exact: P is a selection.
     filled = Bucket((Place(8, 12, 3),), kind="integers", keep=True).fill(dtype, device)
     table = filled.table
@@ -505,7 +507,7 @@ of_every_pass = pytest.mark.parametrize("function", PASSES, ids=lambda f: f.__na
 
 @of_every_pass
 @pytest.mark.parametrize("side", ["p", "q"])
-def test_factors_that_do_not_fit_are_refused(function, side, device):
+def test_misfitting_factor_raises(function, side, device):
     filled = Bucket((Place(5, 4, 2),)).fill(torch.float32, device)
     good = {
         "p": torch.empty(filled.table.p.numel, device=device),
@@ -526,7 +528,7 @@ def test_factors_that_do_not_fit_are_refused(function, side, device):
 
 @of_every_pass
 @pytest.mark.parametrize("part", ["source", "target", "error"])
-def test_matrices_that_do_not_fit_are_refused(function, part, device):
+def test_misfitting_matrix_raises(function, part, device):
     filled = Bucket((Place(5, 4, 2),), in_place=False).fill(torch.float32, device)
     p, q = torch.zeros(filled.table.p.numel, device=device), torch.zeros(filled.table.q.numel, device=device)
     right = torch.zeros(5, 4, device=device)
@@ -536,7 +538,7 @@ def test_matrices_that_do_not_fit_are_refused(function, part, device):
             call(function, filled, filled.operands._replace(**{part: misfit}), p, q)
 
 
-def test_bytes_of_the_passes_are_those_of_the_docstring():
+def test_lowrank_bytes_matches_docstring():
     assert lowrank.lowrank_bytes(1, torch.float32) == 28
     assert lowrank.lowrank_bytes(1, torch.bfloat16) == 24
     assert lowrank.lowrank_bytes(1, torch.float16) == 24

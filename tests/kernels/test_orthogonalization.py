@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
-from gradwire.kernels import cholesky_qr, orthogonalization
-from gradwire.kernels.matrices import Factor
-from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_reference
+from gradwire.kernels import FactorLayout, orthogonalization, orthogonalize, orthogonalize_reference
+from gradwire.kernels.orthogonalization_cpu import orthogonalize_cpu
 
 INF, NAN = float("inf"), float("nan")
 OUTS = (torch.float32, torch.float64)
@@ -24,7 +23,7 @@ ORTHONORMAL = 1e-5  # the docstring's promise
 
 def orthogonalized(rows, wire_dtype, out_dtype, device, offset=0, orthogonalize=orthogonalize):
     """The factors of a bucket, orthogonalised in guarded memory, as (wire, result, flag) in numpy."""
-    factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
+    factor = FactorLayout([len(w) for w in rows], [w.shape[1] for w in rows])
     wire = Guarded(packed(factor, rows, wire_dtype), offset=offset, device=device)
     out = Guarded.poisoned(factor.numel, out_dtype, offset=offset, device=device)
     finite = Guarded(torch.full((len(rows),), 7, dtype=torch.int32), device=device)
@@ -167,7 +166,7 @@ def factors(draw):
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 @PROPERTY
 @given(drawn=factors(), offset=st.sampled_from((0, 1, 3)))
-def test_every_finite_factor_becomes_an_orthonormal_basis_of_its_rows(wire, out, device, drawn, offset):
+def test_finite_factors_become_orthonormal_bases_of_their_rows(wire, out, device, drawn, offset):
     rows = [make(*of_one) for of_one in drawn]
     for of_one, result in zip(drawn, orthogonalized(rows, wire, out, device, offset), strict=True):
         check_basis(*result, str(of_one))
@@ -175,7 +174,7 @@ def test_every_finite_factor_becomes_an_orthonormal_basis_of_its_rows(wire, out,
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out", OUTS, ids=name)
-def test_small_factors_lose_no_more_than_rounding_errors(out, kind, device):
+def test_small_factors_lose_rounding_errors_only(out, kind, device):
     sizes = ((1, 1), (1, 100), (2, 2), (3, 50), (4, 128), (8, 8), (8, 64))
     rows = [make(kind, *size, seed) for seed, size in enumerate(sizes)]
     for size, result in zip(sizes, orthogonalized(rows, torch.float32, out, device), strict=True):
@@ -184,7 +183,7 @@ def test_small_factors_lose_no_more_than_rounding_errors(out, kind, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out", OUTS, ids=name)
-def test_the_reference_keeps_the_same_guarantees(out, kind, device):
+def test_reference_gives_orthonormal_bases(out, kind, device):
     sizes = ((1, 1), (1, 100), (2, 2), (3, 50), (4, 128), (8, 8))
     rows = [make(kind, *size, seed) for seed, size in enumerate(sizes)]
     rows.append(np.array([[1.0, 2.0, INF]]))
@@ -212,7 +211,7 @@ def well_conditioned(wire, out, device, sizes, conditions):
 
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_the_span_of_independent_rows_is_kept(wire, out, device):
+def test_span_of_independent_rows_is_kept(wire, out, device):
     well_conditioned(wire, out, device, SIZES, (1.0, 30.0, 1000.0))
 
 
@@ -221,13 +220,13 @@ def large(monkeypatch):
     """Sizes of large factors; in the interpreter, of such that are cut into tiles once these are small."""
     if not INTERPRETED:
         return (1, 5000), (4, 4099), (16, 3000), (33, 700), (64, 2000)
-    monkeypatch.setattr(orthogonalization, "SMALL", 64)
-    monkeypatch.setattr(cholesky_qr, "TILE", 64)
+    monkeypatch.setattr(orthogonalization, "SMALL_NUMEL", 64)
+    monkeypatch.setattr(orthogonalization, "TILE_LENGTH", 64)
     return (1, 100), (3, 130), (12, 64)
 
 
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_the_span_of_large_factors_is_kept(wire, device, large):
+def test_span_of_large_factors_is_kept(wire, device, large):
     out = torch.float64 if wire == torch.float64 and not INTERPRETED else torch.float32
     well_conditioned(wire, out, device, large, (1.0, 1000.0))
 
@@ -240,7 +239,7 @@ def test_large_factors_become_orthonormal_bases_of_their_rows(kind, device, larg
 
 
 @pytest.mark.parametrize("distance", [0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5])
-def test_rounding_errors_that_grow_from_row_to_row_do_not_reach_the_basis_of_a_large_factor(distance, device, large):
+def test_large_factor_with_growing_rounding_errors_becomes_orthonormal(distance, device, large):
     generator = np.random.default_rng(0)
     rows = []
     for rank, n in (*large, (8, 64)):
@@ -260,16 +259,16 @@ def ill_conditioned(sizes, exponent, device, is_small):
 
 
 @pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
-def test_no_condition_makes_the_basis_grow(exponent, device):
+def test_basis_at_any_condition_does_not_grow(exponent, device):
     ill_conditioned([(2, 40), (4, 100), (8, 64), (8, 8)] * 3, exponent, device, is_small=True)
 
 
 @pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
-def test_no_condition_makes_the_basis_of_a_large_factor_grow(exponent, device, large):
+def test_basis_of_large_factor_at_any_condition_does_not_grow(exponent, device, large):
     ill_conditioned(large, exponent, device, is_small=False)
 
 
-def test_large_factors_as_shipped_are_cut_into_tiles(device):
+def test_large_factor_with_shipped_tile_length_becomes_orthonormal(device):
     generator = np.random.default_rng(0)
     rows = [with_condition(*size, 100.0, generator) for size in ((12, 2049), (4, 60))]
     for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
@@ -277,7 +276,7 @@ def test_large_factors_as_shipped_are_cut_into_tiles(device):
         check_span(w, p, str(w.shape))
 
 
-def test_a_large_factor_that_is_not_finite_becomes_nan_and_no_other(device, large):
+def test_non_finite_large_factor_becomes_nan_and_spares_neighbours(device, large):
     rows = [make("normal", *size, seed) for seed, size in enumerate(large)]
     clean = orthogonalized(rows, torch.float32, torch.float32, device)
     for hit, size in enumerate(large):
@@ -291,7 +290,7 @@ def test_a_large_factor_that_is_not_finite_becomes_nan_and_no_other(device, larg
                 assert_same_bits(p, clean[i][1], f"neighbour {i}")
 
 
-def test_copies_and_zeros_in_a_large_factor_are_dropped(device, large):
+def test_copies_and_zeros_in_large_factor_are_dropped(device, large):
     for rank, n in large:
         if rank < 4:
             continue
@@ -305,7 +304,7 @@ def test_copies_and_zeros_in_a_large_factor_are_dropped(device, large):
 @pytest.mark.parametrize("size", [(4, 100), (8, 64)], ids=str)
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_copies_and_zeros_are_dropped_and_the_rest_is_kept(wire, out, size, device):
+def test_copies_and_zeros_are_dropped_and_other_rows_kept(wire, out, size, device):
     rank = size[0]
     w = np.random.default_rng(0).standard_normal(size)
     w = numbers(torch.tensor(w).to(wire))
@@ -321,7 +320,7 @@ def test_copies_and_zeros_are_dropped_and_the_rest_is_kept(wire, out, size, devi
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-19, 1e-3, 1e3, 1e19, 1e30])
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_the_scale_of_a_row_does_not_matter(wire, scale, device):
+def test_result_is_independent_of_scale_of_rows(wire, scale, device):
     # By a power of two, so that both have the same digits.
     power = 2.0 ** round(np.log2(scale))
     w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((4, 96))).to(wire))
@@ -335,7 +334,7 @@ def test_the_scale_of_a_row_does_not_matter(wire, scale, device):
 
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
-def test_the_largest_and_smallest_numbers_are_ordinary(wire, largest, device):
+def test_largest_and_smallest_normal_numbers_are_ordinary_input(wire, largest, device):
     info = torch.finfo(wire)
     value = info.max if largest else info.smallest_normal
     signs = np.sign(np.random.default_rng(0).standard_normal((4, 50)))
@@ -347,7 +346,7 @@ def test_the_largest_and_smallest_numbers_are_ordinary(wire, largest, device):
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_a_factor_that_is_not_finite_becomes_nan_and_no_other(wire, out, poison, device):
+def test_non_finite_factor_becomes_nan_and_spares_neighbours(wire, out, poison, device):
     sizes = ((4, 100), (1, 1), (3, 7), (2, 5))
     rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
     clean = orthogonalized(rows, wire, out, device)
@@ -363,7 +362,7 @@ def test_a_factor_that_is_not_finite_becomes_nan_and_no_other(wire, out, poison,
                 assert_same_bits(p, clean[i][1], f"neighbour {i}")
 
 
-def test_flags_tell_of_every_factor_that_is_not_finite(device):
+def test_flag_is_cleared_for_every_non_finite_factor(device):
     rows = [make("normal", 2, 9, seed) for seed in range(5)]
     rows[1][0, 3], rows[2][1, 8], rows[4][0, 0] = NAN, INF, -INF
     flags = [flag for _, _, flag in orthogonalized(rows, torch.float32, torch.float32, device)]
@@ -371,7 +370,7 @@ def test_flags_tell_of_every_factor_that_is_not_finite(device):
 
 
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_a_basis_spans_itself(wire, device):
+def test_orthogonalising_a_basis_keeps_its_span(wire, device):
     sizes = ((4, 100), (1, 1), (8, 64), (7, 7))
     rows = [with_condition(*size, 100.0, np.random.default_rng(0)) for size in sizes]
     rows[0][2] = rows[0][1]
@@ -386,7 +385,7 @@ def test_a_basis_spans_itself(wire, device):
 
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_two_calls_give_the_same_bits(wire, out, device):
+def test_two_calls_give_same_bits(wire, out, device):
     sizes = ((4, 100), (1, 1), (8, 64), (7, 7))
     rows = [make("condition", *size, seed) for seed, size in enumerate(sizes)]
     first = orthogonalized(rows, wire, out, device)
@@ -394,7 +393,7 @@ def test_two_calls_give_the_same_bits(wire, out, device):
         assert_same_bits(p, expected, "the second call")
 
 
-def test_two_calls_give_the_same_bits_for_large_factors(device, large):
+def test_two_calls_on_large_factors_give_same_bits(device, large):
     rows = [make("condition", *size, seed) for seed, size in enumerate(large)]
     first = orthogonalized(rows, torch.float32, torch.float32, device)
     for (_, p, _), (_, expected, _) in zip(
@@ -403,7 +402,7 @@ def test_two_calls_give_the_same_bits_for_large_factors(device, large):
         assert_same_bits(p, expected, "the second call")
 
 
-def test_the_values_of_neighbours_do_not_change_a_bit(device):
+def test_values_of_neighbours_do_not_change_bits(device):
     sizes = ((4, 100), (3, 7), (8, 64), (1, 200))
     rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
     first = orthogonalized(rows, torch.float32, torch.float32, device)
@@ -414,7 +413,7 @@ def test_the_values_of_neighbours_do_not_change_a_bit(device):
             assert_same_bits(result[1], first[i][1], f"factor {i} among {kind}")
 
 
-def test_neighbours_of_any_size_leave_the_span_as_it_is(device):
+def test_neighbours_of_any_size_leave_span_unchanged(device):
     w = with_condition(4, 100, 10.0, np.random.default_rng(0))
     for sizes in ((), ((1, 1),), ((8, 300), (2, 3)), ((16, 40),)):
         rows = [make("normal", *size, 1) for size in sizes]
@@ -433,18 +432,18 @@ MISFITS = {
 
 @pytest.mark.parametrize("side", ["wire", "out"])
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_buffers_that_do_not_fit_are_refused(misfit, side, device):
+def test_misfitting_buffer_raises(misfit, side, device):
     good = torch.full((96,), 3.0, device=device)
     bad = MISFITS[misfit](device)
     wire, out = (bad, good) if side == "wire" else (good, bad)
     message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
     with pytest.raises(ValueError, match=message):
-        orthogonalize(wire, Factor([2], [48]), out, torch.ones(1, dtype=torch.int32, device=device))
+        orthogonalize(wire, FactorLayout([2], [48]), out, torch.ones(1, dtype=torch.int32, device=device))
     assert (good == 3).all()
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e-160, 1e200])
-def test_a_copy_is_dropped_also_where_squares_leave_the_range_of_fp64(size):
+def test_copy_is_dropped_where_squares_leave_range_of_fp64(size):
     w = np.random.default_rng(0).standard_normal((3, 40)) * size
     w[1] = -2 * w[0]
     ((_, p, flag),) = orthogonalized([w], torch.float64, torch.float64, torch.device("cpu"))
@@ -454,18 +453,23 @@ def test_a_copy_is_dropped_also_where_squares_leave_the_range_of_fp64(size):
 
 
 @pytest.mark.parametrize("condition", [3e3, 1e4, 3e4])
-def test_second_round_on_cpus_leaves_no_more_error_than_a_first_one_that_needs_no_second(condition):
+def test_second_round_on_cpus_reaches_error_of_single_round(condition):
     rows = [with_condition(*size, condition, np.random.default_rng(0)) for size in ((2, 40), (4, 100), (16, 300))]
-    factor = Factor([len(w) for w in rows], [w.shape[1] for w in rows])
+    factor = FactorLayout([len(w) for w in rows], [w.shape[1] for w in rows])
     # Into fp64, because the rounding of fp32 is larger than what the second round mends.
     out, finite = torch.zeros(factor.numel, dtype=torch.float64), torch.zeros(3, dtype=torch.int32)
     wire = packed(factor, rows, torch.float64)
-    cholesky_qr.cholesky_qr_cpu(wire, factor, out, finite, orthogonalization.tolerance(torch.float32))
+    thresholds = {
+        "tolerance": orthogonalization.tolerance(torch.float32),
+        "one_round_error": orthogonalization.ONE_ROUND_ERROR,
+        "two_rounds_error": orthogonalization.TWO_ROUNDS_ERROR,
+    }
+    orthogonalize_cpu(wire, factor, out, finite, **thresholds)
     for p in factor.views(out):
-        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= cholesky_qr.DONE
+        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= orthogonalization.ONE_ROUND_ERROR
 
 
-def test_second_round_makes_a_large_factor_orthonormal(device, large):
+def test_second_round_makes_large_factor_orthonormal(device, large):
     """The documented 1e-5, which one round in fp32 misses at a condition of 300."""
     rows = [with_condition(*size, 300.0, np.random.default_rng(0)) for size in large if size[0] > 1]
     for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):

@@ -7,7 +7,7 @@ import torch
 from exact import assert_same_bits
 
 from gradwire.comm import Workspace
-from gradwire.compress import Factors, LowRankBucket, alternating_all_reduce, powersgd, powersgd_all_reduce
+from gradwire.compress import LowRankBucket, alternating_all_reduce, powersgd_all_reduce, powersgd_bucket
 from gradwire.compress.policy import MatrixShape
 
 
@@ -21,29 +21,30 @@ class OneRank:
 def factors_after(kind, iterations):
     """The factors after steps with these numbers, of a gradient of zeros, whose columns are all drawn anew."""
     gradient, shapes = [torch.zeros(8, 12)], [MatrixShape(1, 8, 12, 2)]
-    errors = [torch.zeros(8, 12)]
-    bucket = LowRankBucket(["a"], gradient, shapes, None, errors, Factors(), 0, 10, alternating=kind == "alternating")
+    bucket = LowRankBucket(gradient, shapes, names=["a"], iteration=10, alternating=kind == "alternating")
     workspace = Workspace(torch.device("cpu"))
     for i in iterations:
         if kind == "alternating":
             asyncio.run(alternating_all_reduce(bucket, gradient, gradient, i, OneRank(), workspace))
         else:
-            asyncio.run(powersgd_all_reduce(bucket, gradient, gradient, i, kind == "warm", OneRank(), workspace))
-    return bucket.q, bucket.step.item()
+            warm_start = kind == "warm"
+            step = powersgd_all_reduce(bucket, gradient, gradient, i, OneRank(), workspace, warm_start=warm_start)
+            asyncio.run(step)
+    return bucket.q, bucket.counter.item()
 
 
 @pytest.mark.parametrize("kind", ["warm", "cold", "alternating"])
-def test_captured_step_counts_on_from_the_step_before(kind, monkeypatch):
+def test_captured_step_continues_from_previous_step(kind, monkeypatch):
     eager, after = factors_after(kind, [10, 11, 12])
     assert after == 13
-    monkeypatch.setattr(powersgd, "is_capturing", lambda _: True)
+    monkeypatch.setattr(powersgd_bucket, "is_capturing", lambda _: True)
     # A replay does again what the capture did, with its number; of an alternating step there is a graph for each side.
     captured, after = factors_after(kind, [10, 11, 10] if kind == "alternating" else [10, 10, 10])
     assert after == 13
     assert_same_bits(captured, eager, "the factors of the next step")
 
 
-def test_step_is_the_hosts_number_where_nothing_is_captured():
+def test_eager_step_uses_the_hosts_number():
     first, _ = factors_after("warm", [10, 11, 500])
     second, step = factors_after("warm", [500])
     assert step == 501

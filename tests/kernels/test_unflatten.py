@@ -17,9 +17,8 @@ from exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, segments, unflatten
-from gradwire.kernels.segments import BLOCK
-from gradwire.kernels.unflattening import unflatten_bytes, unflatten_reference
+from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_bytes, unflatten_reference
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 
 INF, NAN = float("inf"), float("nan")
 
@@ -81,7 +80,7 @@ def test_unflatten_matches_reference_and_oracle(target, wire, device, case, scal
 
 @pytest.mark.parametrize("wire", WIRES, ids=name)
 @pytest.mark.parametrize("target", SOURCES, ids=name)
-def test_plain_cast_of_any_bit_pattern_matches_reference_and_oracle(target, wire, device):
+def test_plain_cast_of_any_bits_matches_reference_and_oracle(target, wire, device):
     # Scale 1 and no maximum: what the cast hooks ask for, and a path of its own on the CPU.
     layouts = (Layout((61, 67), (1, 61)), Layout((), ()), Layout((4096,), (1,), offset=1), Layout((0,), (1,)))
     case = Case(layouts, wire_offset=0, kind="bits", seed=0)
@@ -112,7 +111,7 @@ EXPLICIT = [
 
 
 @pytest.mark.parametrize("value, scale, expected", EXPLICIT)
-def test_fp32_bit_patterns_reach_an_fp16_gradient_as_written_down(value, scale, expected, device):
+def test_unflatten_of_explicit_fp32_values_gives_written_down_gradient(value, scale, expected, device):
     gradient = torch.full((2, 1), NAN, dtype=torch.float16, device=device)
     absmax = torch.zeros(1, device=device)
     unflatten(torch.tensor([value, 0.0], device=device), [gradient], scale=scale, absmax=absmax)
@@ -121,7 +120,7 @@ def test_fp32_bit_patterns_reach_an_fp16_gradient_as_written_down(value, scale, 
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=name)
-def test_fp64_reaches_16_bits_by_way_of_fp32(target, device):
+def test_fp64_is_rounded_to_fp32_on_the_way_to_16_bits(target, device):
     # Just above a tie: fp32 rounds it onto the tie, which rounds to even. Rounding once would round up.
     wire = torch.tensor([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], dtype=torch.float64, device=device)
     for absmax in (None, torch.zeros(1, device=device)):
@@ -130,21 +129,21 @@ def test_fp64_reaches_16_bits_by_way_of_fp32(target, device):
         assert_same_bits(gradient, wire.float().to(target), "the gradient")
 
 
-def test_the_maximum_is_that_of_the_gradient_as_stored(device):
+def test_absmax_is_that_of_stored_gradient(device):
     wire = torch.tensor([1 + 2.0**-9, -1.0], device=device)  # bf16 keeps 1.0
     absmax = torch.zeros(1, device=device)
     unflatten(wire, [torch.empty(2, dtype=torch.bfloat16, device=device)], absmax=absmax)
     assert absmax.item() == 1.0
 
 
-def test_the_maximum_of_several_calls_accumulates(device):
+def test_absmax_accumulates_over_calls(device):
     absmax = torch.zeros(1, device=device)
     for value, expected in ((-2.0, 2.0), (1.0, 2.0), (3.0, 3.0), (NAN, NAN), (INF, NAN)):
         unflatten(torch.tensor([value], device=device), [torch.empty((), device=device)], absmax=absmax)
         assert_same_bits(absmax.cpu(), torch.tensor([expected]), f"after {value}")
 
 
-def test_what_lies_past_the_elements_does_not_reach_the_maximum(device):
+def test_absmax_ignores_masked_elements(device):
     # A program reads zeros there, and zero times this scale is NaN.
     absmax = torch.zeros(1, device=device)
     unflatten(torch.tensor([1.0, -2.0], device=device), [torch.empty(2, device=device)], scale=INF, absmax=absmax)
@@ -155,7 +154,7 @@ def test_what_lies_past_the_elements_does_not_reach_the_maximum(device):
 @pytest.mark.parametrize("dtype", SOURCES, ids=name)
 @PROPERTY
 @given(case=cases())
-def test_unflatten_undoes_flatten_where_the_wire_holds_every_value(dtype, wire, device, case):
+def test_round_trip_through_wide_wire_is_lossless(dtype, wire, device, case):
     widest = torch.promote_types(dtype.to_real(), wire)
     wire = widest if widest in WIRES else torch.float32
     sources = case.sources(dtype, device)
@@ -171,50 +170,52 @@ def test_unflatten_undoes_flatten_where_the_wire_holds_every_value(dtype, wire, 
 @pytest.mark.parametrize("wire, target", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.complex64)], ids=name)
 @PROPERTY
 @given(case=cases(), block=st.sampled_from((2, 64, 1000)), scale=SCALES, absmax=st.sampled_from((None, 0.0)))
-def test_any_cut_into_blocks_gives_the_same_bits(wire, target, device, case, block, scale, absmax):
+def test_any_block_size_gives_same_bits(wire, target, device, case, block, scale, absmax):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "BLOCK", block)
+        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         check(case, wire, target, device, scale=scale, absmax=absmax)
 
 
 @on_the_cpu_path
 @pytest.mark.parametrize("absmax", [None, 0.0], ids=["plain", "absmax"])
 @pytest.mark.parametrize("wire, target", [(torch.float16, torch.float32), (torch.float32, torch.complex64)])
-def test_wires_of_many_blocks_match_reference_and_oracle(wire, target, absmax, device):
-    sizes = (5, 2 * BLOCK + 7, 3, 0, BLOCK - 2, 2, 1, BLOCK)
+def test_wire_of_many_blocks_matches_reference_and_oracle(wire, target, absmax, device):
+    sizes = (5, 2 * CPU_BLOCK_NUMEL + 7, 3, 0, CPU_BLOCK_NUMEL - 2, 2, 1, CPU_BLOCK_NUMEL)
     layouts = tuple(Layout((n,), (1,), offset=n % 4) for n in sizes)
     check(Case(layouts, 1, "normal", 2), wire, target, device, scale=0.125, absmax=absmax)
 
 
 @on_the_cpu_path
 @pytest.mark.parametrize("special", [NAN, -INF, -1e5])
-@pytest.mark.parametrize("at", [5, 2 * BLOCK + 3, 2 * BLOCK + 155], ids=["first piece", "last piece", "whole tensors"])
-def test_the_maximum_is_found_in_any_block(special, at, device):
-    wire = torch.ones(2 * BLOCK + 157, device=device)
+@pytest.mark.parametrize(
+    "at", [5, 2 * CPU_BLOCK_NUMEL + 3, 2 * CPU_BLOCK_NUMEL + 155], ids=["first piece", "last piece", "whole tensors"]
+)
+def test_absmax_is_found_in_any_block(special, at, device):
+    wire = torch.ones(2 * CPU_BLOCK_NUMEL + 157, device=device)
     wire[at] = special
-    tensors = [torch.full((n,), NAN, device=device) for n in (2 * BLOCK + 7, 100, 50)]
+    tensors = [torch.full((n,), NAN, device=device) for n in (2 * CPU_BLOCK_NUMEL + 7, 100, 50)]
     absmax = torch.zeros(1, device=device)
     unflatten(wire, tensors, absmax=absmax)
     assert_same_bits(absmax.cpu(), torch.tensor([special]).abs(), "the maximum")
     assert_same_bits(torch.cat(tensors), wire, "the gradients")
 
 
-def test_only_empty_tensors_leave_the_maximum_as_it_was(device):
+def test_unflatten_of_empty_tensors_leaves_absmax_unchanged(device):
     absmax = torch.tensor([2.0], device=device)
     unflatten(torch.empty(0, device=device), [torch.empty(3, 0, device=device)], absmax=absmax)
     assert absmax.item() == 2.0
 
 
-def test_unknown_wire_dtypes_are_refused(device):
+def test_unknown_wire_dtype_raises(device):
     with pytest.raises(ValueError, match=r"The wire is torch\.int32; expected one of torch\.float32"):
         unflatten(torch.ones(3, dtype=torch.int32, device=device), [torch.empty(3, device=device)])
 
 
-def test_wires_that_do_not_fit_are_refused(device):
+def test_misfitting_wire_raises(device):
     with pytest.raises(ValueError, match=r"expected a contiguous 1-D tensor of 3 elements"):
         unflatten(torch.ones(4, device=device), [torch.empty(3, device=device)])
 
 
-def test_traffic_counts_both_sides():
+def test_bytes_count_reads_and_writes():
     assert unflatten_bytes(10, torch.bfloat16, torch.float32) == 60
     assert unflatten_bytes(10, torch.float16, torch.float64) == 100

@@ -16,7 +16,6 @@ from gradwire.comm import Workspace
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
-    Factors,
     Gradients,
     LowRankBucket,
     LowRankPolicy,
@@ -26,16 +25,24 @@ from gradwire.compress import (
 )
 from gradwire.kernels import (
     SegmentTable,
-    cholesky_qr,
+    column_norms,
+    delayed_scaling,
     flattening,
     lowrank,
+    lowrank_triton,
     orthogonalization,
-    scale,
-    unflattening,
-    warm_start,
+    orthogonalization_triton,
 )
 
-MODULES = [flattening, unflattening, scale, lowrank, orthogonalization, cholesky_qr, warm_start]
+MODULES = [
+    flattening,
+    delayed_scaling,
+    lowrank,
+    lowrank_triton,
+    orthogonalization,
+    orthogonalization_triton,
+    column_norms,
+]
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")
 
@@ -76,14 +83,13 @@ def powersgd(model, rank, factor_dtype):
     workspace, policy, low_rank = Workspace(CPU), LowRankPolicy(rank=rank), []
 
     def bucket(tensors):
-        shapes = [policy.matrix_shape("", tensor) for tensor in tensors]
-        errors = [torch.empty_like(t) for t, shape in zip(tensors, shapes, strict=True) if shape is not None]
-        return LowRankBucket(list(map(str, shapes)), tensors, shapes, factor_dtype, errors, Factors(), 0, STEPS[0])
+        shapes = policy.matrix_shapes(tensors)
+        return LowRankBucket(tensors, shapes, factor_dtype=factor_dtype, iteration=STEPS[0])
 
     def step(iteration):
         low_rank.extend(bucket(tensors) for tensors in model[len(low_rank) :])  # in the first step: it launches, too
         return [
-            powersgd_all_reduce(b, tensors, tensors, iteration, True, OneRank(), workspace)
+            powersgd_all_reduce(b, tensors, tensors, iteration, OneRank(), workspace)
             for b, tensors in zip(low_rank, model, strict=True)
         ]
 
@@ -106,15 +112,14 @@ def compiled_in(step):
     return counts
 
 
-# One variant of each kernel; two of `apply`, whose first round prepares the second.
+# One variant of each kernel; two of `multiply`, for P and for Q, and of `apply`, whose first round prepares the second.
 ONCE = {
     "flatten": 1,
-    "project": 1,
+    "multiply": 2,
     "sum_partials": 1,
     "gram_schmidt": 1,
     "gram": 1,
     "apply": 2,
-    "backproject": 1,
     "norms": 1,
     "renew": 1,
     "reconstruct": 1,

@@ -1,0 +1,122 @@
+"""The hooks that the demo and the benches compare. A new hook needs an entry here and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from gradwire.hooks._types import CommHook
+from gradwire.hooks.debugging_hooks import noop_hook
+from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+
+Registration = tuple[Any, CommHook]
+Make = Callable[[dist.ProcessGroup, int], Registration | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyTorchHook:
+    """PyTorch's hook for the same purpose.
+
+    Attributes:
+        make: as in `HookEntry`.
+        is_same: True for the same name and options; False for the closest that PyTorch has.
+        one_bucket: whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks,
+            whose order over several buckets differs from rank to rank.
+    """
+
+    make: Make
+    is_same: bool = True
+    one_bucket: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookEntry:
+    """A hook of gradwire.
+
+    Attributes:
+        description: the payload, in a few words.
+        make: takes the process group of the model and the first step to compress; returns the arguments of
+            ``register_comm_hook``, or None to register no hook.
+        wire: the wire dtype of hooks that only cast.
+        rank: of the factors, for low-rank hooks with error feedback.
+        pytorch: PyTorch's hook, which the benches time beside it.
+    """
+
+    description: str
+    make: Make
+    wire: torch.dtype | None = None
+    rank: int | None = None
+    pytorch: PyTorchHook | None = None
+
+
+def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wire: torch.dtype | None) -> HookEntry:
+    """A hook without options, whose state is the process group."""
+
+    def maker(hook: CommHook | None) -> Make:
+        return lambda group, start: None if hook is None else (group, hook)
+
+    return HookEntry(description=description, make=maker(ours), wire=wire, pytorch=PyTorchHook(make=maker(theirs)))
+
+
+def _low_rank(
+    rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
+) -> HookEntry:
+    """A hook of the PowerSGD family, beside PyTorch's `powerSGD_hook` of the same rank."""
+    return HookEntry(
+        description=description,
+        make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
+        rank=rank,
+        pytorch=PyTorchHook(
+            make=lambda group, start: (torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook),
+            is_same=is_same,
+            one_bucket=True,
+        ),
+    )
+
+
+HOOKS: dict[str, HookEntry] = {
+    "none": _plain("no hook, gradients in fp32", None, None, torch.float32),
+    "noop": _plain("nothing", noop_hook, torch_debugging_hooks.noop_hook, None),
+    "allreduce": _plain("gradients in fp32", allreduce_hook, torch_default_hooks.allreduce_hook, torch.float32),
+    "fp16": _plain("gradients in fp16", fp16_compress_hook, torch_default_hooks.fp16_compress_hook, torch.float16),
+    "bf16": _plain("gradients in bf16", bf16_compress_hook, torch_default_hooks.bf16_compress_hook, torch.bfloat16),
+    "scaled-fp16": HookEntry(
+        description="gradients in fp16, times a power of two per bucket",
+        make=lambda group, start: (ScaledCastState(group), scaled_cast_hook),
+        wire=torch.float16,
+        pytorch=PyTorchHook(
+            make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
+            is_same=False,
+        ),
+    ),
+    "powersgd-r1": _low_rank(1, "factors of rank 1"),
+    "powersgd-r4": _low_rank(4, "factors of rank 4"),
+    "powersgd-r16": _low_rank(16, "factors of rank 16"),
+    "powersgd-r32": _low_rank(32, "factors of rank 32"),
+    "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
+    "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 per step", is_same=False, alternating=True),
+    # Not beside PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its first compressed
+    # step, because it passes a 2-D factor to a function for 3-D ones.
+    "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
+}
+
+DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r4-bf16")
+
+
+# Footnote of tables and plots that mark hooks by `label`.
+STAR_NOTE = "*: PyTorch has no such hook, or one that fails; beside it runs PyTorch's closest"
+_LABELS = {"none": "no hook"}
+
+
+def label(hook: str) -> str:
+    """The name of a hook in tables and plots, with a star where PyTorch only has a similar one."""
+    entry = HOOKS.get(hook)
+    is_same = entry is None or entry.pytorch is None or entry.pytorch.is_same
+    return f"{_LABELS.get(hook, hook)}{'' if is_same else ' *'}"

@@ -1,0 +1,251 @@
+"""Implementations that the benches of hooks time: one model, one DDP, one hook; and the check of its gradients.
+
+The model is 12 bias-free linear layers, alternately 512 x 2048 and 2048 x 512, with 12.6 million fp32 parameters. A
+rank's batch is 8 rows, new in every step and equal for all implementations. Little compute and large gradients make it
+a hard case: hardly anything overlaps with a hook.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire import DistributedDataParallel
+from gradwire.bench.hook_registry import HOOKS, Registration
+from gradwire.bench.timing import DriverCalls, synchronize
+from gradwire.hooks._powersgd_checkpoint import entries_of
+from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks.powerSGD_hook import PowerSGDState
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+LAYERS, NARROW, WIDE, BATCH = 12, 512, 2048, 8
+MODEL = f"{LAYERS} linear layers {NARROW} x {WIDE} / {WIDE} x {NARROW} without bias, batch {BATCH} per rank"
+ONE_BUCKET_MB = 100  # more than the model's 50.3 MB
+BUCKETS_NOTE = (
+    f"buckets: 25 MiB, the default; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
+)
+FIRST_COMPRESSED = 2  # the step from which on the buckets are final
+WARM_UP = 5
+
+PYTORCH = "PyTorch"
+GRADWIRE = "gradwire"
+GRADWIRE_ON_PYTORCH = "gradwire on PyTorch's DDP"
+
+
+def make_model() -> nn.Sequential:
+    """The model, equal on all ranks, with activations and gradients in the range of fp16."""
+    torch.manual_seed(0)
+    sizes = [(NARROW, WIDE), (WIDE, NARROW)] * (LAYERS // 2)
+    model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in sizes))
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    return model
+
+
+def make_batch(step: int, rank: int, device: torch.device) -> Tensor:
+    """The batch of a rank in a step."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    return torch.randn(BATCH, NARROW, generator=generator).to(device)
+
+
+class Implementation:
+    """The model, wrapped in a DDP, with a hook.
+
+    Args:
+        hook: a name in `HOOKS`.
+        name: `PYTORCH` (PyTorch's hook on PyTorch's DDP), `GRADWIRE` (both gradwire's) or `GRADWIRE_ON_PYTORCH`.
+        device: where it trains.
+        one_bucket: whether all gradients make one bucket.
+
+    Attributes:
+        seconds: durations of the timed steps on this rank.
+        host_seconds: CPU time of this process in each step so far, until the backward returned.
+        link_bytes: bytes sent over the network interface in the timed steps.
+        calls: driver calls of one more step; None without a GPU.
+    """
+
+    def __init__(self, hook: str, name: str, device: torch.device, one_bucket: bool = False) -> None:
+        self.hook = hook
+        self.name = name
+        self.one_bucket = one_bucket
+        self.seconds: list[float] = []
+        self.host_seconds: list[float] = []
+        self.link_bytes: list[int] = []
+        self.calls: DriverCalls | None = None
+        self.device = device
+        self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
+        wrap = DistributedDataParallel if name == GRADWIRE else TorchDDP
+        # A group for each: hooks of one group share their wire memory and would resize it for one another every step.
+        group = dist.new_group()
+        self.ddp = wrap(
+            make_model().to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None
+        )
+        self._state = self._register(_registration(hook, name, group))
+
+    @property
+    def label(self) -> str:
+        """Hook and implementation, for messages."""
+        return f"{self.hook}, {self.name}{', one bucket' if self.one_bucket else ''}"
+
+    def _register(self, registration: Registration | None) -> Any:
+        if registration is None:
+            return None
+        state, hook = registration
+        self.ddp.register_comm_hook(state, hook if self.name == GRADWIRE else self._plainly_named(hook))
+        return state
+
+    def _plainly_named(self, hook: CommHook) -> CommHook:
+        """``hook``, recording buckets, under another name: without NCCL, PyTorch's DDP refuses bf16 hooks by name."""
+
+        def plain_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            if self._buckets is not None:
+                self._buckets.append(bucket.parameters())
+            return hook(state, bucket)
+
+        return plain_hook
+
+    def step(self, batch: Tensor) -> float:
+        """Seconds of a forward and a backward, until every gradient is final."""
+        self.ddp.zero_grad(set_to_none=True)
+        synchronize(self.device)
+        start, started = time.perf_counter(), time.process_time()
+        self._loss(batch).backward()
+        self.host_seconds.append(time.process_time() - started)
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        out: Tensor = self.ddp(batch)
+        return out.square().sum() / BATCH
+
+    def check(self, batch: Tensor) -> None:
+        """Take a step and check its gradients; every rank calls it. Raises RuntimeError if they are wrong."""
+        self.ddp.zero_grad(set_to_none=True)
+        with self.ddp.no_sync():
+            self._loss(batch).backward()
+        local, old = self._gradients(), self._error_memory()
+        self._buckets = []
+        self.step(batch)
+        result, new = self._gradients(), self._error_memory()
+        buckets, self._buckets = self._buckets, None
+        complaint = None
+        if self.one_bucket and len(buckets) > 1:
+            complaint = f"the model is {len(buckets)} buckets, not one"
+        elif self.hook == "noop":
+            if not all(map(torch.equal, result, local)):
+                complaint = "the gradients are not this rank's own"
+        elif (wire := HOOKS[self.hook].wire) is not None:
+            complaint = complaint_about_mean(local, result, wire)
+        else:
+            complaint = complaint_about_low_rank(
+                local, self._by_parameter(old, buckets), result, self._by_parameter(new, buckets)
+            )
+        if complaint is not None:
+            raise RuntimeError(f"{self.label}: {complaint}; nothing is timed.")
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]
+
+    def _error_memory(self) -> dict[Any, Tensor]:
+        """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
+        if isinstance(self._state, PowerSGDState):
+            errors = entries_of(self._state._memory)["errors"]  # of this rank; state_dict() has the mean over all
+        else:
+            errors = getattr(self._state, "error_dict", {})
+        return {key: error.clone() for key, error in errors.items()}
+
+    def _by_parameter(self, errors: Mapping[Any, Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The error memory in the order of the model's parameters."""
+        named = dict(self.ddp.module.named_parameters())
+        if isinstance(self._state, PowerSGDState):
+            return [errors[name] for name in named]
+        views: dict[int, Tensor] = {}
+        for flat, parameters in zip(errors.values(), buckets, strict=True):  # both in the order of buckets
+            parts = flat.split([parameter.numel() for parameter in parameters])
+            views |= {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+        return [views[id(parameter)] for parameter in named.values()]
+
+
+def needs_one_bucket(hook: str, device: torch.device) -> bool:
+    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.bench.hook_registry.PyTorchHook`."""
+    pytorch = HOOKS[hook].pytorch
+    return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
+
+
+def _registration(hook: str, name: str, group: dist.ProcessGroup) -> Registration | None:
+    entry = HOOKS[hook]
+    if name != PYTORCH:
+        return entry.make(group, FIRST_COMPRESSED)
+    if entry.pytorch is None:
+        raise ValueError(f"PyTorch has no hook like {hook}.")
+    return entry.pytorch.make(group, FIRST_COMPRESSED)
+
+
+def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype) -> str | None:
+    """Compare ``result`` with the mean of ``local`` over all ranks, sent as ``wire``; a complaint, or None.
+
+    A rank's gradient is rounded once on its way to the wire, at most once more for each other rank that is added, and
+    once in a division: n + 1 relative errors of half a unit in the last place, of magnitudes whose mean is at most the
+    mean of |g|, and as many errors of half the smallest subnormal. One more covers their products and fp32's own.
+    """
+    n = dist.get_world_size()
+    info = torch.finfo(wire)
+    for parameter, (gradient, reduced) in enumerate(zip(local, result, strict=True)):
+        bound = (n + 2) * (info.eps / 2 * _mean(gradient.abs()) + info.smallest_normal * info.eps)
+        if not bool(((reduced.double() - _mean(gradient)).abs() <= bound).all()):
+            return f"gradient {parameter} is not the mean over the ranks"
+        if not is_equal_everywhere(reduced):
+            return f"gradient {parameter} differs between ranks"
+    return None
+
+
+def complaint_about_low_rank(
+    local: Sequence[Tensor], old: Sequence[Tensor], result: Sequence[Tensor], new: Sequence[Tensor]
+) -> str | None:
+    """Check the step of a low-rank hook with error feedback; a complaint, or None. A collective call.
+
+    - Nothing is lost: gradient + old error == result + new error in the mean over the ranks; uncompressed gradients
+      have no error on any rank. M = g + e and e' = M - result are rounded once each, to half a unit of |M| and |e'|,
+      sums over n ranks n - 1 times.
+    - The result is a projection of the mean of M, so it is closer to it than zero is.
+
+    Args:
+        local: this rank's gradients.
+        old: its errors before the step.
+        result: the gradients after the step.
+        new: the errors after the step.
+    """
+    unit = torch.finfo(torch.float32).eps
+    for parameter, tensors in enumerate(zip(local, old, result, new, strict=True)):
+        gradient, before, reduced, after = (tensor.double() for tensor in tensors)
+        compensated = gradient + before
+        mean = _mean(compensated)
+        lost = (mean - (reduced + _mean(after))).abs()
+        if not bool((lost <= dist.get_world_size() * unit * _mean(compensated.abs() + after.abs())).all()):
+            return f"part of gradient {parameter} is lost: gradient + old error != result + new error"
+        if not bool((mean - reduced).norm() < mean.norm()):
+            return f"the result for gradient {parameter} is no approximation of the mean"
+        if not is_equal_everywhere(tensors[2]):
+            return f"gradient {parameter} differs between ranks"
+    return None
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    """The mean over all ranks, in float64."""
+    total = tensor.double()
+    total = total.clone() if total is tensor else total
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def is_equal_everywhere(tensor: Tensor) -> bool:
+    """Whether all ranks hold the same bits of a float32 tensor. A collective call."""
+    bits = tensor.contiguous().view(torch.int32)
+    lowest, highest = bits.clone(), bits.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return torch.equal(lowest, highest)

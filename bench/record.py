@@ -1,0 +1,193 @@
+"""Records of measurements, and the files of JSON lines that hold them: the only source of tables, plots, comparisons.
+
+The first line of a file is its provenance, ``{"provenance": {...}}``; every further line is one record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+import torch
+
+import gradwire
+
+# Metrics carry their unit in parentheses, by which tables format them.
+TIME_MS = "time (ms)"
+STEP_MS = "step time (ms)"
+NOOP_STEP_MS = "step time with noop_hook (ms)"
+BACKWARD_MS = "backward time (ms)"
+HOST_MS = "host time (ms)"
+OWN_MS = "own cost (ms)"
+EXPOSED_MS = "exposed time (ms)"
+TARGET_S = "time to target (s)"
+STEPS = "steps"
+BANDWIDTH = "effective bandwidth (GB/s)"
+LINK_RATE = "all-reduce rate (Mb/s)"
+SENT = "sent (B)"
+SENT_PER_STEP = "sent per step (B)"
+MEMORY = "peak memory (B)"
+VS_GRADWIRE = "time vs. gradwire"
+LAUNCHES = "launches"
+SYNCHRONIZATIONS = "host waits"
+ACCURACY = "test accuracy (%)"
+TRAINING_LOSS = "training loss"
+
+
+class RecordError(Exception):
+    """A file does not hold records of a bench."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One measured quantity.
+
+    Attributes:
+        bench: the bench that measured it: kernels, hooks, reducer, network, converge or demo.
+        case: the workload: hook, model, bucket size, link rate, seed, as far as the bench has them.
+        implementation: gradwire, PyTorch, or a baseline.
+        ranks: world size.
+        metric: the quantity, with its unit in parentheses.
+        p50: the median, or the only value; None for a target that a training missed.
+        p20, p80: percentiles, where the measurement was repeated.
+        series: values in the course of a training, one per step or evaluation.
+        provenance: machine, versions, date, commit, command, settings.
+    """
+
+    bench: str
+    case: dict[str, Any]
+    implementation: str
+    ranks: int
+    metric: str
+    p50: float | None
+    p20: float | None = None
+    p80: float | None = None
+    series: list[float] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> Any:
+        """A key of the case, or an attribute."""
+        return self.case[name] if name in self.case else getattr(self, name)
+
+    def to_json(self) -> str:
+        """One line, without the provenance and without fields that are empty."""
+        optional = {"p20": self.p20, "p80": self.p80, "series": self.series or None}
+        data = {name: self[name] for name in ("bench", "case", "implementation", "ranks", "metric", "p50")}
+        return json.dumps(data | {name: value for name, value in optional.items() if value is not None})
+
+
+class Measured(NamedTuple):
+    """The outcome of a bench.
+
+    Attributes:
+        settings: what was measured: model, steps, hosts.
+        records: without their provenance.
+    """
+
+    settings: dict[str, Any]
+    records: list[Record]
+
+    def with_provenance(self, facts: dict[str, Any]) -> list[Record]:
+        """The records, with ``facts`` and the settings as their provenance."""
+        provenance = facts | {"settings": self.settings}
+        return [replace(record, provenance=provenance) for record in self.records]
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, Any]:
+    """The 20th, 50th and 80th percentile of at least one time, in milliseconds."""
+    cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else [*seconds] * 9
+    return {f"p{10 * i}": round(1e3 * cuts[i - 1], 4) for i in (2, 5, 8)}
+
+
+def save(records: Sequence[Record], path: Path) -> None:
+    """Write records of one run and their provenance, whole or not at all."""
+    lines = [json.dumps({"provenance": records[0].provenance}), *(record.to_json() for record in records)]
+    with replacing(path) as partial:
+        partial.write_text("\n".join(lines) + "\n")
+
+
+def load(path: Path) -> list[Record]:
+    """Read the records of a file.
+
+    Raises:
+        RecordError: the file is missing, or is not one that a bench writes.
+    """
+    try:
+        first, *lines = path.read_text().splitlines()
+        provenance = json.loads(first)["provenance"]
+        return [Record(**json.loads(line), provenance=provenance) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in order."""
+    return list(dict.fromkeys(values))
+
+
+def provenance(device: torch.device, backend: str, threads: int) -> dict[str, Any]:
+    """Machine, versions, date, commit. Call it before the measurement: the load average is to be that of others."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gradwire": gradwire.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "backend": backend,
+        "threads_per_process": threads,
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that holds this file, with "-dirty" after local changes; None outside a checkout.
+
+    Results, and the pages and plots made from them, do not count as changes: benches run one after another.
+    """
+    here = Path(__file__).resolve()
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:  # a venv inside somebody else's checkout
+        return None
+    root = here.parents[1]
+    commit = _git(root, "rev-parse", "HEAD")
+    generated = (":!bench/results", ":!docs/plots", ":!docs/benchmarks.md", ":!README.md")
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *generated)
+    return f"{commit}-dirty" if changes and commit else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write to, which replaces ``path`` at the end unless an exception is raised."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

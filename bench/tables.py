@@ -1,0 +1,217 @@
+"""Tables of records: one pivot, and two renderers, for the terminal and for Markdown pages."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from gradwire.bench.record import Record, unique
+
+Group = Sequence[Record]  # the records of one row
+Cell = Callable[[Group], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of text. The first column names the row; cells of the others are aligned to the right.
+
+    Attributes:
+        title: what the numbers are, with their unit if all cells share it.
+        headers: of the columns.
+        rows: cells.
+        notes: how the numbers were measured and how to read them; below the table.
+        styles: of the rows in a terminal, by index.
+    """
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    styles: Sequence[str] = ()
+
+
+def pivot(
+    title: str,
+    records: Iterable[Record],
+    names: Mapping[str, Callable[[Record], str]],
+    columns: Sequence[tuple[str, Cell]],
+    notes: Sequence[str] = (),
+) -> Table:
+    """A table with a row for every group of records that have equal names.
+
+    Args:
+        title: of the table.
+        records: in the order of the rows.
+        names: by header, the functions that name a record's row.
+        columns: header and function of a row's records, for each further column. Columns without any text are dropped.
+        notes: of the table.
+    """
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(name(record) for name in names.values()), []).append(record)
+    rows = [(*key, *(cell(group) for _, cell in columns)) for key, group in groups.items()]
+    headers = (*names, *(header for header, _ in columns))
+    kept = [i for i in range(len(headers)) if i < len(names) or any(row[i] for row in rows)]
+    return Table(
+        title=title[:1].upper() + title[1:],
+        headers=[headers[i] for i in kept],
+        rows=[[row[i] for i in kept] for row in rows],
+        notes=notes,
+    )
+
+
+def find(group: Iterable[Record], metric: str, implementation: str | None = None) -> Record | None:
+    """The first record of a metric, of one implementation or of any."""
+    matches = (r for r in group if r.metric == metric and implementation in (None, r.implementation))
+    return next(matches, None)
+
+
+def median_of(group: Iterable[Record], metric: str, implementation: str | None = None) -> float | None:
+    """The median of `find`'s record; None if there is none."""
+    record = find(group, metric, implementation)
+    return None if record is None else record.p50
+
+
+def value(metric: str, implementation: str | None = None) -> Cell:
+    """A cell with a median."""
+    return lambda group: format_value(metric, median_of(group, metric, implementation))
+
+
+def spread(metric: str, implementation: str | None = None) -> Cell:
+    """A cell with a median, and the 20th and 80th percentile in parentheses."""
+
+    def cell(group: Group) -> str:
+        record = find(group, metric, implementation)
+        return "" if record is None else f"{record.p50:.1f} ({record.p20:.0f}-{record.p80:.0f})"
+
+    return cell
+
+
+def beyond(metric: str, implementation: str, base: float) -> Cell:
+    """A cell with the median above ``base``, or zero."""
+
+    def cell(group: Group) -> str:
+        found = median_of(group, metric, implementation)
+        return "" if found is None else format_value(metric, max(found - base, 0))
+
+    return cell
+
+
+def speed_up(metric: str, old: str, new: str) -> Cell:
+    """A cell with the median of implementation ``old`` in units of ``new``'s; empty unless both are positive."""
+
+    def cell(group: Group) -> str:
+        before, after = median_of(group, metric, old), median_of(group, metric, new)
+        return f"{before / after:.2f}x" if before and after and min(before, after) > 0 else ""
+
+    return cell
+
+
+def relative(metric: str, baseline: float | None) -> Cell:
+    """A cell with a median in units of ``baseline``; a dash without one."""
+
+    def cell(group: Group) -> str:
+        found = median_of(group, metric)
+        return f"{found / baseline:.2f}x" if found is not None and baseline else "-"
+
+    return cell
+
+
+def groups_of(records: Iterable[Record], *names: str) -> list[tuple[tuple[Any, ...], list[Record]]]:
+    """Records by the values of ``names``, in order of appearance."""
+    listed = list(records)
+    keys = unique(tuple(record[name] for name in names) for record in listed)
+    return [(key, [r for r in listed if tuple(r[name] for name in names) == key]) for key in keys]
+
+
+def to_terminal(table: Table) -> RichTable:
+    """The table for a terminal of 80 columns."""
+    notes = [line for note in table.notes for line in textwrap.wrap(note, 79, subsequent_indent="  ")]
+    rich = RichTable(
+        title=table.title,
+        caption="\n".join(["", *notes]) if notes else None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        min_width=79,  # title and caption are as wide as the table
+        pad_edge=False,
+        show_edge=False,
+    )
+    for i, header in enumerate(table.headers):
+        width = max([len(row[i]) for row in table.rows] + [len(word) for word in header.split()])
+        wrapped = "\n".join(textwrap.wrap(header, max(width, 5)))
+        rich.add_column(wrapped, justify="right" if i > 0 else "left", no_wrap=i > 0)
+    for i, row in enumerate(table.rows):
+        rich.add_row(*row, style=table.styles[i] if table.styles else None)
+    return rich
+
+
+def print_tables(tables: Iterable[Table], console: Console | None = None) -> None:
+    """Print tables in the terminal, each with a blank line after it."""
+    console = console or Console()
+    for table in tables:
+        console.print(to_terminal(table), "")
+
+
+def to_markdown(tables: Sequence[Table], titles: bool = True) -> str:
+    """Tables for a page, each under its title, with the notes of all below the last."""
+    parts = []
+    for table in tables:
+        rule = ["---", *("---:" for _ in table.headers[1:])]
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in (table.headers, rule, *table.rows))
+        parts.append(f"**{table.title}**\n\n{lines}" if titles else lines)
+    notes = [f"- {note[0].upper()}{note[1:]}.\n" for table in tables for note in table.notes]
+    return "\n".join([*parts, "".join(notes)] if notes else parts)
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """Machine, versions, date and background load of a measurement."""
+    load = facts.get("background_cpu_load")
+    return (
+        f"{facts['gpu'] or facts['cpu']}, {facts['cpu_count']} CPUs, {facts['backend']}, torch {facts['torch']}, "
+        f"gradwire {facts['gradwire']}, {facts['date'][:10]}"
+        + (f"; background CPU load {load:.1f}" if load is not None else "")
+    )
+
+
+def format_value(metric: str, number: float | None) -> str:
+    """A number by the unit in the metric's parentheses."""
+    if number is None:
+        return ""
+    if metric.endswith("(B)"):
+        return format_bytes(number)
+    if metric.endswith("(%)"):
+        return f"{number:.1f}"
+    return f"{number:.4f}" if metric.endswith("loss") else format_number(number)
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, three digits: 1.23 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def format_number(number: float) -> str:
+    """Three digits, or a whole number if that is more."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
+
+
+def format_rate(name: str) -> str:
+    """A link rate with its unit: 100 Mb/s for 100mbit."""
+    return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", name)
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: 1 rank, 2 ranks."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

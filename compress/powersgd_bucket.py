@@ -1,0 +1,282 @@
+"""`LowRankBucket`: the gradients of one bucket as PowerSGD's matrices, with their memory.
+
+In formulas M is n x m, P is n x r and Q is m x r. Factors are stored transposed, P as r x n and Q as r x m: each column
+is contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.workspace import Workspace
+from gradwire.compress.policy import MatrixShape
+from gradwire.compress.powersgd_memory import PowerSGDMemory
+from gradwire.kernels import (
+    ALIGN_NUMEL,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    SegmentTable,
+    can_keep,
+    compute_dtype,
+    draw,
+    flatten,
+    is_capturing,
+    memory_order,
+    random_key,
+    unflatten,
+)
+
+
+class Step(NamedTuple):
+    """The tensors of one bucket in one step.
+
+    All but ``matrices`` are buffers in the workspace, valid until its next use. Each buffer of factors holds one side,
+    P or Q, of all matrices of the bucket.
+
+    Attributes:
+        matrices: gradients, results and errors of the compressed parameters, zero-copy.
+        messages: the payload of the first all-reduce: ``sent`` and ``uncompressed``, one tensor if their dtypes agree.
+        sent: the factors among ``messages``.
+        uncompressed: the other gradients among ``messages``.
+        basis: factors with orthonormal columns, in the dtype of the arithmetic.
+        answer: the factors of the second all-reduce; empty in a step that has only one.
+    """
+
+    matrices: Operands
+    messages: list[Tensor]
+    sent: Tensor
+    uncompressed: Tensor
+    basis: Tensor
+    answer: Tensor
+
+
+class LowRankBucket:
+    """One bucket: matrices that are compressed, other gradients that are not, and the memory of the matrices.
+
+    It serves every step until its parameters, their dtype or the options change; the next bucket of these parameters
+    starts from its ``memory``. An algorithm calls `start_step`, then works on the tensors of the `Step`, then calls
+    `unpack_uncompressed`.
+
+    Args:
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
+        shapes: from `LowRankPolicy.matrix_shapes`: the matrices of each, or None to send it uncompressed. Not all None.
+        names: of the parameters, keys of ``memory`` and of the random columns; by default "0", "1", ...
+        memory: of earlier buckets, by parameter name. Not modified.
+        error_feedback: whether to add what compression leaves out to the next gradient.
+        factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16 gradients: factors have
+            the range of gradients, which fp16 has not.
+        seed: of the random columns, equal on all ranks.
+        iteration: the step at hand, for the random columns of new factors.
+        alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
+
+    Attributes:
+        layout: position of each gradient in a flat buffer of the bucket.
+        table: sizes of the matrices, and positions of their factors in packed buffers.
+        memory: of the compressed parameters, by name.
+        q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
+        p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
+        counter: int64 [1], in device memory: the step, for the random columns.
+        finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Tensor],
+        shapes: Sequence[MatrixShape | None],
+        *,
+        names: Sequence[str] | None = None,
+        memory: Mapping[str, PowerSGDMemory] | None = None,
+        error_feedback: bool = True,
+        factor_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        iteration: int = 0,
+        alternating: bool = False,
+    ) -> None:
+        dtype, device = layouts[0].dtype, layouts[0].device
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        memory = memory if memory is not None else {}
+        self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
+        self._others = [i for i, shape in enumerate(shapes) if shape is None]
+        self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
+        self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
+        self.layout = SegmentTable(layouts)
+        matrices = [
+            Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
+            for i, shape in self._compressed
+            for k in range(shape.matrices)
+        ]
+        self.table = MatrixTable(matrices, dtype, device)
+        self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
+        self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
+
+        compressed = [names[i] for i, _ in self._compressed]
+        known = [memory.get(name, PowerSGDMemory()) for name in compressed]
+        self._errors: list[Tensor] | None = None
+        if error_feedback:
+            of = [layouts[i] for i, _ in self._compressed]
+            errors = [
+                each.error_like(layout, self.table.compute, name)
+                for each, layout, name in zip(known, of, compressed, strict=True)
+            ]
+            known = [replace(each, error=error) for each, error in zip(known, errors, strict=True)]
+            self._errors = self._matrices(errors)
+        self.q, views = self._packed(self.table.q, [each.q for each in known])
+        known = [replace(each, q=q) for each, q in zip(known, views, strict=True)]
+        self.p: Tensor | None = None
+        if alternating:
+            self.p, views = self._packed(self.table.p, [each.p for each in known])
+            known = [replace(each, p=p) for each, p in zip(known, views, strict=True)]
+        self.memory = dict(zip(compressed, known, strict=True))
+
+    def sent_numel(self, iteration: int) -> int:
+        """Payload of a step in real elements."""
+        p, q = sum(self.table.p.sizes), sum(self.table.q.sizes)
+        factors = p + q if self.p is None else (p, q)[iteration % 2]
+        return factors + self._others_numel
+
+    def start_step(
+        self,
+        source: Sequence[Tensor],
+        target: Sequence[Tensor],
+        iteration: int,
+        workspace: Workspace,
+        scale: float,
+        *,
+        sent: FactorLayout,
+        basis: FactorLayout,
+        answer: FactorLayout | None = None,
+    ) -> Step:
+        """Set ``counter``, lay out the tensors of a step, and pack the gradients that are not compressed.
+
+        Args:
+            source: the gradients, real.
+            target: where the result goes; may be ``source``.
+            iteration: the number of the step. Ignored while a CUDA graph is captured, because every replay would set
+                the same number: there ``counter`` has counted on from the step before.
+            workspace: provides the buffers.
+            scale: multiplier of the gradients on the wire: 1 / world size for the mean.
+            sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
+            basis: layout of the factors to orthogonalise.
+            answer: layout of the factors of the second all-reduce; None in a step that has only one.
+        """
+        if not is_capturing(self.counter.device):
+            self.counter.fill_(iteration)
+        gradients, results = (self._matrices([tensors[i] for i, _ in self._compressed]) for tensors in (source, target))
+        reads_twice = answer is not None  # M, which `project` then leaves in the target
+        keep = reads_twice and self._errors is not None and can_keep(self.table)
+        matrices = Operands(self.table, gradients, results, self._errors, keep)
+
+        dtype, compute, on_wire = self.table.dtype, self.table.compute, self._factor_dtype
+        sizes = [(basis.numel, compute), (answer.numel if answer is not None else 0, on_wire)]
+        if on_wire == dtype:  # then one tensor takes both
+            message, *buffers = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
+            first, others = message.split([sent.numel, self._others_numel])
+            messages = [message]
+        else:
+            first, others, *buffers = workspace.wires((sent.numel, on_wire), (self._others_numel, dtype), *sizes)
+            messages = [first, others] if self._others else [first]
+        step = Step(matrices, messages, first, others, *buffers)
+        for factors, buffer in ((sent, step.sent), (basis, step.basis), (answer, step.answer)):
+            if factors is not None and factors.has_gaps:
+                buffer.zero_()
+        if self._others_table is not None:
+            flatten([source[i] for i in self._others], step.uncompressed, table=self._others_table, scale=scale)
+        return step
+
+    def unpack_uncompressed(self, step: Step, target: Sequence[Tensor]) -> None:
+        """Write the gradients that were not compressed into ``target``."""
+        if self._others_table is not None:
+            unflatten(step.uncompressed, [target[i] for i in self._others], table=self._others_table)
+
+    @property
+    def _others_numel(self) -> int:
+        return self._others_table.numel if self._others_table is not None else 0
+
+    def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The matrices of the compressed parameters as views in memory order, n x m each."""
+        return [
+            matrix
+            for (_, shape), tensor in zip(self._compressed, tensors, strict=True)
+            for matrix in memory_order(tensor).view(shape.matrices, shape.rows, shape.columns)
+        ]
+
+    def _packed(self, factors: FactorLayout, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+        """One buffer with P or Q of all matrices, and the view of each parameter: as ``known``, or else random.
+
+        Factors of another rank r do not fit: they start anew when r changes in training.
+        """
+        buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
+        draw(factors, self.table.keys, self.counter, buffer)
+        views, first = [], 0
+        for (_, shape), remembered in zip(self._compressed, known, strict=True):
+            length = factors.lengths[first]
+            distance = -(-factors.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
+            size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
+            views.append(buffer.as_strided(size, stride, factors.offsets[first]))
+            if remembered is not None and remembered.shape == views[-1].shape:
+                views[-1].copy_(remembered)
+            first += shape.matrices
+        return buffer, views
+
+
+def flat_low_rank_bucket(
+    layouts: Sequence[Tensor],
+    rank: int,
+    *,
+    names: Sequence[str],
+    memory: Mapping[str, PowerSGDMemory],
+    error_feedback: bool = True,
+    **options: Any,
+) -> LowRankBucket | None:
+    """A `LowRankBucket` of the flat bucket as one nearly square matrix; the remaining elements are not compressed.
+
+    Errors belong to parameters and are views of one flat tensor. Factors belong to the bucket, and are named after its
+    first and last parameter.
+
+    Args:
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients.
+        rank: r, clamped to min(n, m).
+        names: of the parameters.
+        memory: of earlier buckets, by name. Not modified.
+        error_feedback: whether to add what compression leaves out to the next gradient.
+        options: further ones of `LowRankBucket`.
+
+    Returns:
+        The bucket, with two gradients: the matrix and the remainder. None if the matrix would not shrink.
+    """
+    table = SegmentTable(layouts)
+    columns = max(1, math.isqrt(max(table.numel - 1, 0)) + 1)  # the square root, rounded up
+    rows = table.numel // columns
+    rank = min(rank, rows, columns)
+    if (rows + columns) * rank >= rows * columns:
+        return None
+    flat = torch.empty(table.numel, dtype=table.dtype, device=table.device)
+    parts = flat.split([rows * columns, table.numel - rows * columns])
+    name = f"{names[0]} ... {names[-1]}, {len(names)} parameters"
+    known, errors = memory.get(name, PowerSGDMemory()), {}
+    if error_feedback:
+        error = torch.zeros_like(flat, dtype=compute_dtype(table.dtype))
+        known = replace(known, error=error[: rows * columns])
+        for of, view in zip(names, table.views(error), strict=True):
+            remembered = memory.get(of, PowerSGDMemory())
+            if remembered.error is not None:
+                view.copy_(remembered.error_like(view, error.dtype, of))
+            errors[of] = replace(remembered, error=view)
+    bucket = LowRankBucket(
+        parts,
+        [MatrixShape(1, rows, columns, rank), None],
+        names=[name, "remainder"],
+        memory={name: known},
+        error_feedback=error_feedback,
+        **options,
+    )
+    bucket.memory = {**errors, name: replace(bucket.memory[name], error=None)}
+    return bucket

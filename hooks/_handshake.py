@@ -1,0 +1,150 @@
+"""The handshake: before a hook's first collective on a process group, the ranks compare their hooks and options.
+
+Ranks with different options would sum unrelated numbers and drift apart without an error. Therefore:
+
+1. Each bucket calls `HookSettings.agree`. If the settings are those that all ranks of the process group have agreed
+   on, it returns at once, after a look-up and a comparison.
+2. Otherwise the ranks exchange a digest of the settings, of the replicated state, of the bucket's layout and of
+   gradwire's version. This happens at the first bucket, after the state was loaded, and after an option was changed.
+   The exchange goes through the process group's store: no collective is issued, and nothing is modified before it.
+3. If the digests differ, every rank sees it. The ranks exchange the full text, and all raise the same error.
+
+If a rank does not join, because it runs another kind of hook or did not load its state, the others name it after a
+timeout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from hashlib import blake2b
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from gradwire._version import __version__
+from gradwire.comm.connections import connections_of
+from gradwire.comm.store_collectives import (
+    RanksMissing,
+    collective_timeout,
+    format_differences,
+    format_ranks,
+    store_all_gather,
+)
+from gradwire.hooks._types import GradBucket
+
+# How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
+# rank that does not join already waits in a collective, and must get the reason before that times out. In the first
+# handshake ranks may still be loading data, and have the whole timeout.
+AGAIN_TIMEOUT = timedelta(seconds=30)
+
+_PURPOSE = "The handshake of communication hooks"
+_REMEDY = (
+    "Register the same hook with the same options on every rank, load the same checkpoint on every rank or on none, "
+    "and install the same gradwire."
+)
+_UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
+
+
+class HookSettings:
+    """The settings of a hook, which must be equal on all ranks, and the process groups that have agreed on them.
+
+    States of hooks derive from this class; for a hook without a state, its module has an instance.
+
+    Args:
+        hook: name of the hook.
+    """
+
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+        # The settings that all ranks of a process group have; None after a load.
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, object] | None] = WeakKeyDictionary()
+        self._is_loaded_anew = False  # since the last handshake
+
+    def settings(self) -> dict[str, object]:
+        """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
+        return {"hook": self._hook}
+
+    def replicated(self) -> dict[str, object]:
+        """Further values that a handshake compares: counters, and digests of loaded memory."""
+        return {}
+
+    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+        """Names of the bucket's parameters in the state; empty for a hook without memory."""
+        return ()
+
+    def expect_handshake(self) -> None:
+        """Make the next bucket shake hands: the state has been loaded."""
+        self._is_loaded_anew = True
+        for group in list(self._agreed):
+            self._agreed[group] = None
+
+    def agree(self, group: dist.ProcessGroup, bucket: GradBucket, layout: Callable[[], Mapping[str, object]]) -> None:
+        """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
+
+        Args:
+            group: the ranks.
+            bucket: the current bucket.
+            layout: returns facts about the bucket that must be equal; called only in a handshake.
+
+        Raises:
+            RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
+        """
+        settings = self.settings()
+        if self._agreed.get(group) == settings:
+            return
+        again = group in self._agreed
+        names = self.parameter_names(bucket)
+        facts = {
+            "gradwire": __version__,
+            **settings,
+            "loaded since the last handshake": again and self._is_loaded_anew,
+            **self.replicated(),
+            "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
+            **layout(),
+        }
+        _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
+        self._agreed[group] = settings
+        self._is_loaded_anew = False
+
+
+def digest(value: object) -> str:
+    """Eight bytes in hexadecimal: a hash of ``repr(value)``, or of a mapping of names to tensors, bits included."""
+    hashed = blake2b(digest_size=8)
+    if isinstance(value, Mapping):
+        for name, tensor in sorted(value.items()):
+            hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+            hash_bytes(hashed, tensor)
+    else:
+        hashed.update(repr(value).encode())
+    return hashed.hexdigest()
+
+
+def hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
+    """Update a hash with the bits of a tensor, in row-major order."""
+    here = tensor.detach().to("cpu").contiguous()
+    if here.numel() > 0:
+        hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+
+
+def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
+    """Raise RuntimeError on every rank unless the facts are equal on all."""
+    text = json.dumps(facts, sort_keys=True)
+    timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
+    try:
+        digests = store_all_gather(group, _PURPOSE, digest(text), timeout, connections_of(group).check_peers)
+    except RanksMissing as error:
+        problem = (
+            f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
+            if again
+            else f"This rank runs {facts['hook']}, but no hook of gradwire's has begun on"
+        )
+        raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
+    if len(set(digests)) == 1:
+        return
+    everybodys = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
+    lines = format_differences(everybodys, dist.get_process_group_ranks(group))
+    raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")

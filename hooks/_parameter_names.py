@@ -1,0 +1,275 @@
+"""Parameter names for the states of hooks: they survive bucket rebuilds and restarts, bucket indices do not."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradwire.hooks._arguments import check_process_group
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._reduce_bucket import is_zero_copy_bucket
+from gradwire.hooks._types import GradBucket
+
+NUMBERED = "parameter."
+# Name components that torch.compile, activation checkpointing and FSDP add.
+_WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+
+
+def is_number(name: str) -> bool:
+    """Whether ``name`` is a parameter's number in the order of first appearance."""
+    return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
+
+
+@functools.cache
+def plain_name(name: str) -> str:
+    """A parameter's name without the components that module wrappers add, such as ``_orig_mod``."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside the wrappers DDP, DataParallel, torch.compile, FSDP and activation checkpointing."""
+    while True:
+        children = module._modules
+        if isinstance(module, (TorchDDP, torch.nn.DataParallel)):
+            module = module.module
+        elif len(children) == 1 and (inner := next(iter(children))) in _WRAPPED:
+            module = module.get_submodule(inner)
+        else:
+            return module
+
+
+def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """The plain name of every parameter of an unwrapped module.
+
+    Raises:
+        ValueError: two parameters have the same plain name.
+    """
+    names: dict[torch.Tensor, str] = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+    if len(set(names.values())) < len(names):
+        raise ValueError(
+            f"Two parameters of this {type(module).__name__} have the same name without the components "
+            f"{sorted(_WRAPPED)}, which wrappers of modules add. Give one of its submodules another name."
+        )
+    return names
+
+
+def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
+    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one.
+
+    PyTorch's DDP keeps the registered (hook, state) pairs, so this is the live DDP that holds
+    ``state`` and has the parameters. If no DDP holds the state, because the user's own hook passes
+    it on, it is the only live DDP with a hook and these parameters. A DDP that ``gc.freeze()`` has
+    hidden is not found.
+
+    The search is one pass over all objects of Python's garbage collector: 50 ms for a million.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    hooked = [ddp for ddp in _live_ddps() if wanted <= {id(parameter) for parameter in ddp.module.parameters()}]
+    holders = [ddp for ddp in hooked if any(held is state for _, held in ddp._comm_hooks)]
+    modules = [unwrapped(ddp.module) for ddp in holders or (hooked if wanted else [])]
+    return modules[0] if len(set(map(id, modules))) == 1 else None
+
+
+def _live_ddps() -> list[TorchDDP]:
+    """All live DDPs with a hook, including subclasses of PyTorch's class."""
+    objects = gc.get_referrers(*_with_subclasses(TorchDDP))  # an instance refers to its class
+    return [ddp for ddp in objects if TorchDDP in type(ddp).__mro__ and getattr(ddp, "_comm_hooks", None)]
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
+        yield from _with_subclasses(subclass)
+
+
+class ParameterNames:
+    """The names of parameters, from the model passed to `bind` or found by `registered_module`.
+
+    PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of
+    first appearance: ``parameter.0``, ``parameter.1``, ... In PyTorch's first backward this order
+    depends only on the model, so numbers are equal on all ranks. They suffice to train, but not
+    for options by name or checkpoints.
+
+    Args:
+        state: registered with the hook.
+    """
+
+    def __init__(self, state: object) -> None:
+        self._state = weakref.ref(state)
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unnamed = 0
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._is_closed = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all names are known: from a module, or because every parameter has appeared."""
+        return self.module is not None or self._is_closed
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """The parameters with a name so far, by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
+    def note(self, names: Sequence[str], bucket: GradBucket) -> None:
+        """Store the names that `of` returned for this bucket, unless all are known."""
+        if not self.is_complete:
+            self._names.update(zip(bucket.parameters(), names, strict=True))
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take the names from ``module.named_parameters()``, as `plain_name` has them.
+
+        Raises:
+            ValueError: the names are from another module, or parameters are numbered already.
+        """
+        module = unwrapped(module)
+        bound = self.module
+        if bound is not None and bound is not module:
+            raise ValueError(
+                f"This state belongs to another model, a {type(bound).__name__}; a state remembers one model's "
+                f"gradients. Make a new state for this {type(module).__name__}."
+            )
+        if self.are_numbers:
+            raise ValueError(
+                "This state has trained without names, and remembers gradients by their place in the first backward. "
+                "Call state.bind(model) before the first step, on every rank."
+            )
+        names = parameter_names(module)
+        self._module = weakref.ref(module)
+        for parameter, name in names.items():
+            self._names[parameter] = name
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The model that the names are from; None if there is none or it no longer exists."""
+        return self._module() if self._module is not None else None
+
+    @property
+    def are_numbers(self) -> bool:
+        """Whether parameters are numbered in the order of first appearance."""
+        return self._unnamed > 0
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the module, if there is one."""
+        module = self.module
+        return list(module.parameters()) if module is not None else []
+
+    def close(self) -> None:
+        """Number no further parameters: every parameter has appeared."""
+        self._is_closed = True
+
+    def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""
+        if self.module is None and not self.are_numbers:
+            module = registered_module(self._state(), parameters)
+            if module is not None:
+                self.bind(module)
+
+    def require(self, needed_by: str) -> None:
+        """Raise RuntimeError if parameters are numbered; ``needed_by`` needs their names."""
+        if self.are_numbers:
+            raise self._unknown(needed_by)
+
+    def of(self, bucket: GradBucket, needed_by: str | None = None) -> tuple[str, ...]:
+        """The names of the bucket's parameters, in its order.
+
+        Args:
+            bucket: of either DDP.
+            needed_by: subject of the error message, if numbers do not suffice.
+
+        Raises:
+            RuntimeError: ``needed_by`` is given, and the names are not known.
+            ValueError: a parameter is not the module's, or first appears after `close`.
+        """
+        if is_zero_copy_bucket(bucket):
+            return tuple(map(plain_name, bucket.parameter_names()))
+        parameters = bucket.parameters()
+        unnamed = [parameter for parameter in parameters if parameter not in self._names]
+        if unnamed:
+            self.search(parameters)
+            unnamed = [parameter for parameter in unnamed if parameter not in self._names]
+        if unnamed and (self._is_closed or self.module is not None):
+            raise ValueError(
+                f"A parameter of shape {tuple(unnamed[0].shape)} belongs to another model than those before; a state "
+                "remembers one model's gradients. Make a new state for each model, or bind(module) it to the one whose "
+                "parameters change."
+            )
+        if needed_by is not None and (unnamed or self.are_numbers):
+            raise self._unknown(needed_by)
+        for parameter in unnamed:
+            self._names[parameter] = f"{NUMBERED}{self._unnamed}"
+            self._unnamed += 1
+        return tuple(self._names[parameter] for parameter in parameters)
+
+    def _unknown(self, needed_by: str) -> RuntimeError:
+        return RuntimeError(
+            f"{needed_by} needs the names of parameters. PyTorch's DistributedDataParallel does not pass them to "
+            "hooks, and no model, or more than one, was found for this state. Call state.bind(model) before the first "
+            "step, on every rank."
+        )
+
+
+class NamedState(HookSettings):
+    """A hook's state with memory by parameter name.
+
+    Attributes:
+        process_group: the ranks to average over; None for the default group.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(type(self).__name__)
+        self._names = ParameterNames(self)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        check_process_group(process_group)
+        self._process_group = process_group
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take parameter names from ``module``.
+
+        Rarely needed: gradwire's DDP binds the state at registration, and the model of PyTorch's
+        DDP is found at the first step or checkpoint. It is not found in two cases: models share
+        parameters and your own hook passes the state on, or ``gc.freeze()`` has hidden the DDP.
+        Parameters are numbered then. Training works, with random columns that depend on the
+        numbers; options by name and checkpoints raise.
+
+        Args:
+            module: the model, wrapped or not.
+
+        Raises:
+            ValueError: the state belongs to another model, or has trained without names.
+        """
+        self._names.bind(module)
+
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+        return self._names.of(bucket)
+
+    def take_back(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a reduced gradient that was not applied, for the next step. Does nothing by default.
+
+        gradwire's DistributedDataParallel calls it for a parameter that no rank used in a step: its
+        ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a
+        nonzero gradient.
+
+        Args:
+            name: of the parameter.
+            gradient: the reduced gradient minus this rank's contribution.
+        """
+
+    def replicated_state(self) -> dict[str, Any]:
+        """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
+        return {}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Continue from the `replicated_state` of another rank; keep this rank's error memory."""

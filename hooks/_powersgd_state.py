@@ -1,0 +1,294 @@
+"""`PowerSGDState`: the options and the memory of PowerSGD's hooks."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comm.torch_internals import default_group
+from gradwire.compress import LowRankBucket, LowRankPolicy, PowerSGDMemory
+from gradwire.hooks import _powersgd_checkpoint as checkpoint
+from gradwire.hooks._handshake import digest
+from gradwire.hooks._parameter_names import NamedState, plain_name
+from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
+from gradwire.hooks._state_validation import check_powersgd_state
+from gradwire.hooks._types import GradBucket
+from gradwire.kernels import as_real
+
+logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
+
+
+class PowerSGDState(OptionAttributes, NamedState):
+    """Options and memory of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
+
+    The arguments up to ``batch_tensors_with_same_shape`` are PyTorch's, with PyTorch's defaults.
+    Every option is an attribute too. It may be assigned between steps, equally on all ranks.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        matrix_approximation_rank: low-rank r. A matrix of n x m sends r (n + m) elements, and
+            compute time grows with r too. Start with 1 to 4 and double it until the loss follows
+            uncompressed training. The paper used 2 for an image model and 4 for a language model.
+        start_powerSGD_iter: steps of plain all-reduce before the first compressed step. Early
+            gradients change fast and are harmed most by compression. Use at least the warm-up of
+            the learning rate; PyTorch suggests 10 % of all steps as a first try.
+        min_compression_rate: a matrix of n x m is compressed if this times r (n + m) is below
+            n m, and never if it would not shrink. Finite. A higher rate exempts matrices that gain
+            little.
+        use_error_feedback: whether to add the residual of compression to the next gradient. Keep it
+            on: without it, the gradient's part outside the factors is lost and accuracy drops. The
+            residuals take memory of the size of the compressed gradients in fp32.
+        warm_start: whether to start from Q of the last step. Keep it on: successive gradients are
+            similar, so one power iteration per step suffices. Off, each step starts from a random
+            Q, and the same accuracy takes a higher rank.
+        orthogonalization_epsilon: no effect: the orthogonaliser never divides by a number near
+            zero.
+        random_seed: of the random columns, equal on all ranks.
+        compression_stats_logging_frequency: steps between two log messages with
+            `compression_stats`.
+        batch_tensors_with_same_shape: no effect: all matrices of a bucket are always batched.
+        ranks: other ranks r by parameter name, as `fnmatch` patterns. The first match counts; 0
+            sends a parameter uncompressed. For layers that need more accuracy than others, such as
+            ``{"*.embedding.weight": 0, "head.*": 8}``.
+        stacks: number of matrices along the first dimension, by name pattern: 3 for a fused
+            query-key-value weight, the number of experts for experts x n x m.
+        factor_dtype: wire dtype of the factors: None for the gradients' own (bf16 for fp16
+            gradients), torch.float32, or torch.bfloat16, which halves the bytes. Arithmetic is in
+            fp32; error feedback makes up for the rounding.
+        alternating: whether to send P on even steps and Q on odd steps (ACP-SGD): one all-reduce
+            and about half the bytes per step, and slightly worse approximations. Worth trying if
+            latency or bandwidth still limits the step.
+
+    Attributes:
+        iter: number of steps so far.
+        options: all options.
+        total_numel_before_compression, total_numel_after_compression: elements of all compressed
+            steps.
+
+    Raises:
+        ValueError: an option is of another type or out of range, or two options exclude each other.
+
+    Example::
+        >>> state = PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=100)
+        >>> model.register_comm_hook(state, powerSGD_hook)
+    """
+
+    __module__ = "gradwire.hooks.powerSGD_hook"  # where it is imported from, and where pickles look for it
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        ranks: Mapping[str, int] | None = None,
+        stacks: Mapping[str, int] | None = None,
+        factor_dtype: torch.dtype | None = None,
+        alternating: bool = False,
+    ) -> None:
+        ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
+        options = locals()
+        self.options = PowerSGDOptions(**{name: options[name] for name in OPTION_NAMES})
+        super().__init__()
+        self.process_group = process_group
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+        self._memory: dict[str, PowerSGDMemory] = {}
+        # By parameter names, kept until the settings change; None where nothing is worth compressing.
+        self._buckets: dict[tuple[str, ...], LowRankBucket | None] = {}
+        self._settings_of_buckets: dict[str, object] | None = None
+        self._is_batched = False  # whether the hook of the latest step is batched_powerSGD_hook
+        self._is_loaded = False  # whether the memory is from a checkpoint
+        self._fits_parameters = True  # whether the loaded memory was compared with every parameter
+        self._patterns_match = False  # whether every pattern in ranks and stacks is known to match a parameter
+        self._has_compressed = False  # whether a compressed step is over
+        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTION_NAMES)
+        return f"{type(self).__name__}(iter={self.iter}, {options})"
+
+    @property
+    def policy(self) -> LowRankPolicy:
+        """Which parameters are compressed, as the options say now."""
+        return self.options.policy
+
+    def settings(self) -> dict[str, object]:
+        """The hook and its options, which must be equal on all ranks; not the logging frequency."""
+        hook = "batched_powerSGD_hook" if self._is_batched else "powerSGD_hook"
+        return {"hook": hook, **self.options.replicated()}
+
+    def replicated(self) -> dict[str, object]:
+        """The number of steps; after a load also digests of the factors, because `alternating` sends one side only."""
+        facts: dict[str, object] = {"iter": self.iter}
+        if self._is_loaded_anew:
+            entries = checkpoint.entries_of(self._memory)
+            for side in ("p", "q"):
+                facts[f"loaded factors {side}"] = f"{len(entries[side])}, digest {digest(entries[side])}"
+            facts["loaded errors"] = len(entries["errors"])
+        return facts
+
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+        has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
+        return self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
+
+    @property
+    def error_memory_bytes(self) -> int:
+        """Bytes of the error memory on this rank."""
+        return sum(each.error.nbytes for each in self._memory.values() if each.error is not None)
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take parameter names from ``module``; see `NamedState.bind`.
+
+        Raises:
+            ValueError: the state is bound to another model, or a pattern in ``ranks`` or ``stacks`` matches no
+                parameter of ``module``.
+        """
+        super().bind(module)
+        self._check_patterns()
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count the step if ``bucket`` is its last."""
+        if not bucket.is_last():
+            return
+        self.iter += 1
+        self._names.close()
+        if self.iter == self.options.start_powerSGD_iter:
+            logger.info("PowerSGD starts after %s steps.", self.iter)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(Rate, elements before compression, elements after) of all compressed steps."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after > 0 else 0, before, after)
+
+    def _count(self, numel: int, sent_numel: int, is_last: bool) -> None:
+        """Add a bucket to `compression_stats`, and log them every ``compression_stats_logging_frequency`` steps."""
+        self.total_numel_before_compression += numel
+        self.total_numel_after_compression += sent_numel
+        if is_last and self.iter >= self.next_stats_report:
+            logger.info(
+                "Compression after %s steps: rate %.1f, elements %s -> %s", self.iter, *self.compression_stats()
+            )
+            self.next_stats_report = self.iter + self.options.compression_stats_logging_frequency
+
+    def _check_patterns(self) -> None:
+        """Raise ValueError if a pattern matches no parameter, once all names are known."""
+        if not self._patterns_match and self._names.is_complete:
+            self.options.check_patterns_match(sorted(self._names.known()))
+            self._patterns_match = True
+
+    def take_back(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
+        memory = self._memory.get(plain_name(name))
+        if memory is not None and memory.error is not None:
+            memory.error.add_(as_real(gradient))
+
+    def prepare_checkpoint(self) -> None:
+        """Average the errors over the ranks, and keep the copy for `state_dict` until the next step.
+
+        A collective call: every rank must make it, between two steps. Afterwards any rank may call
+        `state_dict` alone, for trainers that save on rank 0::
+
+            >>> state.prepare_checkpoint()
+            >>> if dist.get_rank() == 0:
+            >>>     torch.save({"model": model.state_dict(), "powersgd": state.state_dict()}, path)
+
+        On every rank the copy takes CPU memory of the size of `state_dict`.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within two
+                minutes.
+        """
+        self._prepared = None
+        checkpoint.check_can_be_saved(self._names, has_begun=self.iter > 0 or self._is_loaded)
+        checkpoint.wait_for_prepare_checkpoint(self.process_group or default_group())
+        self._prepared = self._averaged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, errors and factors as plain CPU tensors, for ``torch.load(weights_only=True)``.
+
+        A collective call, equal on all ranks: every rank must make it, between two steps. Only
+        directly after `prepare_checkpoint` it returns that copy instead, without other ranks; then
+        two calls share tensors.
+
+        Errors are averaged over the ranks. PowerSGD depends only on their mean, so any world size
+        can resume from it, like the uninterrupted run up to rounding.
+
+        Every compressed parameter has an entry even before the first step, so that
+        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
+        load. With `batched_powerSGD_hook` factors belong to buckets; they have entries only after a
+        compressed step.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten
+                seconds. A later call on all ranks works.
+        """
+        if self._prepared is not None:
+            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
+        checkpoint.check_can_be_saved(self._names, has_begun=self.iter > 0 or self._is_loaded)
+        checkpoint.wait_for_state_dict(self.process_group or default_group())
+        return self._averaged()
+
+    def _averaged(self) -> dict[str, Any]:
+        """A new `state_dict`. A collective call."""
+        module = self._names.module
+        if module is not None:
+            self._memory.update(
+                checkpoint.initial_memory(module, self._memory, self.options, self.iter, self._is_batched)
+            )
+        entries = checkpoint.averaged_entries(self._memory, self.process_group, self._names.parameters())
+        return self._with_counts(entries)
+
+    def _with_counts(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        numel = [self.total_numel_before_compression, self.total_numel_after_compression]
+        return {"iter": self.iter, **entries, "numel": numel}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, with any buckets and any world size.
+
+        Entries are compared with the parameters; with those not known yet, before the first compressed step. Factors
+        of another rank r start anew, as when r changes in training.
+
+        Raises:
+            ValueError: an entry is missing, of another type, dtype or shape, not finite, or out of range. The message
+                names it, and the state is not modified.
+        """
+        check_powersgd_state(state_dict, checkpoint.expected_of(self._names, self.policy))
+        self._memory = checkpoint.memory_of(state_dict)
+        self.iter = state_dict["iter"]
+        self.total_numel_before_compression, self.total_numel_after_compression = state_dict["numel"]
+        self._buckets, self._prepared = {}, None
+        self._is_loaded, self._fits_parameters = True, False
+        self.expect_handshake()
+
+    def replicated_state(self) -> dict[str, Any]:
+        """Step count and factors; see `NamedState.replicated_state`."""
+        return self._with_counts({side: checkpoint.entries_of(self._memory)[side] for side in ("q", "p")})
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Take step count and factors from another rank; keep this rank's errors."""
+        self.load_state_dict({**replicated, "errors": checkpoint.entries_of(self._memory)["errors"]})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: options and this rank's memory, without the process group, as in PyTorch."""
+        if self.process_group is not None:
+            logger.warning(
+                "The process group of a PowerSGDState is not pickled; set state.process_group after loading."
+            )
+        options = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        return {"options": options, "memory": self._with_counts(checkpoint.entries_of(self._memory))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None, **state["options"])  # type: ignore[misc]
+        self.load_state_dict(state["memory"])

@@ -1,0 +1,184 @@
+"""`reduce_bucket`: run an algorithm on the gradients of a bucket, in bucket order.
+
+A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a list of gradients. A hook marked with
+`zero_copy` reads and writes these gradients directly if the reducer calls it. If a wrapper calls it, the same hook gets
+the flat buffer and returns it, as PyTorch's hooks do.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.comm.torch_internals import default_group
+from gradwire.compress import Gradients, sparse_all_reduce
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._types import GradBucket
+from gradwire.kernels import SegmentTable
+
+Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
+Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+# Not an attribute of the hook: functools.wraps would copy it to a user's wrapper, which expects flat buffers.
+_zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+# Tables of flat buckets, kept from step to step.
+_tables_of: weakref.WeakKeyDictionary[Executor, Tables] = weakref.WeakKeyDictionary()
+
+
+def zero_copy(hook: Hook) -> Hook:
+    """Mark a hook as zero-copy: it gets its gradients from `bucket_work`, so they need not be in a flat buffer."""
+    _zero_copy_hooks.add(hook)
+    return hook
+
+
+def is_zero_copy(hook: Callable[..., object]) -> bool:
+    """Whether ``hook`` is marked by `zero_copy`."""
+    return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
+
+
+class ZeroCopyBucket(Protocol):
+    """The interface of gradwire's buckets in addition to PyTorch's.
+
+    Attributes:
+        device: of the gradients.
+        zero_copy: whether `source` and `target` may be used; else the bucket is a flat buffer.
+    """
+
+    device: torch.device
+    zero_copy: bool
+
+    def source(self) -> Gradients:
+        """The gradients."""
+
+    def target(self) -> Gradients:
+        """The tensors that get their mean."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in order."""
+
+    def parameter_names(self) -> list[str]:
+        """The names of the parameters, in order."""
+
+
+def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCopyBucket]:
+    """Whether ``bucket`` is gradwire's own."""
+    return hasattr(bucket, "zero_copy")
+
+
+class BucketWork(NamedTuple):
+    """The tensors of a bucket that an algorithm reads and writes.
+
+    Attributes:
+        source: the gradients.
+        target: the tensors that get the result; may be ``source``.
+        result: the value of the hook's future: the flat buffer, or the first tensor of ``target``.
+    """
+
+    source: Gradients
+    target: Gradients
+    result: torch.Tensor
+
+
+def is_sparse(bucket: GradBucket) -> bool:
+    """Whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed."""
+    return not is_zero_copy_bucket(bucket) and bucket.buffer().is_sparse
+
+
+def bucket_device(bucket: GradBucket) -> torch.device:
+    """The device of the bucket's gradients."""
+    return bucket.device if is_zero_copy_bucket(bucket) else bucket.buffer().device
+
+
+def bucket_dtype(bucket: GradBucket) -> torch.dtype:
+    """The real dtype of the bucket's gradients, or of the buffer that a wrapper has set instead."""
+    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
+        return bucket.parameters()[0].dtype.to_real()
+    return bucket.buffer().dtype
+
+
+def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
+    """The tensors of ``bucket``: its gradients if it is zero-copy, else its flat buffer.
+
+    Args:
+        bucket: of either DDP.
+        tables: of flat buckets, to look up and extend.
+    """
+    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
+        target = bucket.target()
+        return BucketWork(bucket.source(), target, target.tensors[0])
+    buffer = bucket.buffer()
+    key = (bucket.index(), buffer.numel(), buffer.dtype)
+    if key not in tables:
+        tables[key] = SegmentTable([buffer])
+    flat = Gradients([buffer], tables[key])
+    return BucketWork(flat, flat, buffer)
+
+
+def _layout(bucket: GradBucket) -> dict[str, object]:
+    """The facts about a bucket that must be equal on all ranks, for a handshake."""
+    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
+    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+    return {
+        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
+        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
+        "parameters of the bucket": len(shapes),
+        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
+    }
+
+
+def agree(settings: HookSettings, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> None:
+    """Compare ``settings`` with the other ranks, once. `reduce_bucket` calls it.
+
+    A hook that modifies its state before it calls `reduce_bucket` must call this first.
+
+    Raises:
+        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
+    """
+    group = process_group if process_group is not None else default_group()
+    settings.agree(group, bucket, partial(_layout, bucket))
+
+
+def reduce_bucket(
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    algorithm: Algorithm,
+    divisor: int | None = None,
+    settings: HookSettings | None = None,
+) -> Future[torch.Tensor]:
+    """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        bucket: of either DDP. A sparse gradient is averaged without the algorithm.
+        algorithm: an ``async`` function that awaits its collectives.
+        divisor: of a sparse gradient, by default the world size.
+        settings: of the hook, which must be equal on all ranks; None if they were compared or there are none.
+
+    Raises:
+        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
+    """
+    if settings is not None:
+        agree(settings, process_group, bucket)
+    executor = executor_for(process_group, bucket_device(bucket))
+    transport, workspaces = executor.transport, executor.workspaces
+    work = bucket_work(bucket, _tables_of.setdefault(executor, {})) if not is_sparse(bucket) else None
+    gradient = bucket.buffer() if work is None else work.result
+    is_first = bucket.index() == 0
+
+    async def task(workspace: Workspace) -> torch.Tensor:
+        if is_first:
+            for each in workspaces:
+                each.start_step()
+        if work is None:
+            return await sparse_all_reduce(gradient, transport, divisor or transport.world_size)
+        await algorithm(work.source, work.target, transport, workspace)
+        return work.result
+
+    return cast("Future[torch.Tensor]", executor.submit(task))

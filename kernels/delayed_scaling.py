@@ -1,0 +1,169 @@
+"""Delayed scaling: the next step's scale of a 16-bit wire, from the largest magnitude of this step's reduced gradient.
+
+The scale is 2^exponent. With e = floor(log2(absmax)) and top = floor(log2(limit)), where limit is the magnitude at
+which the contribution of one rank saturates:
+
+    target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
+    exponent' = target                                  in the first step
+              = min(target, exponent + growth)          in later steps
+              = min(that, exponent) - backoff           if absmax 2^exponent >= limit / 2: a rank may have saturated
+              = exponent                                if absmax is inf or NaN
+              = min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
+
+All ranks pass equal inputs and get bitwise equal results. One program; it reads and writes a few dozen bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.language import jit, kernel, tl
+
+# How far the scale rises while absmax is 0. At 2^32, fp16's smallest number, 2^-24, stands for a gradient of 2^-56.
+BLIND_EXPONENT = 32
+# Keeps 2^exponent, its inverse and 2^exponent / world size normal fp32 numbers.
+MAX_EXPONENT = 100
+
+
+def update_scale_reference(
+    exponent: Tensor,
+    scales: Tensor,
+    absmax: Tensor,
+    counters: Tensor,
+    *,
+    top: int,
+    margin: int,
+    growth: int,
+    backoff: int,
+    inverse_world: float,
+    is_last: bool,
+) -> None:
+    """`update_scale` in plain PyTorch."""
+    current, calibrated = exponent.unbind()
+    finite = absmax.isfinite().squeeze()
+    e = (torch.frexp(absmax).exponent.squeeze() - 1).clamp(min=-126)
+    target = top - 1 - margin - e
+    grown = torch.where(calibrated > 0, torch.minimum(target, current + growth), target)
+    reached = e + current >= top - 1
+    lowered = torch.minimum(grown, current) - backoff
+    is_zero = absmax.squeeze() == 0
+    update = finite & ~is_zero
+    unseen = torch.where(is_zero, torch.maximum(current, (current + growth).clamp(max=BLIND_EXPONENT)), current)
+    following = torch.where(update, torch.where(reached, lowered, grown), unseen).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    exponent.copy_(torch.stack([following, calibrated | update.to(torch.int32)]))
+    one = torch.ones((), device=scales.device)
+    scales.copy_(torch.stack([torch.ldexp(one, following) * inverse_world, torch.ldexp(one, -following)]))
+    absmax.zero_()
+    counters[3] |= (~finite).to(torch.int64)
+    if is_last:
+        counters[2] += counters[3]
+        counters[3] = 0
+
+
+@jit
+def _power_of_two(exponent):
+    """2^exponent in fp32, from its bits."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _update_scale_kernel(
+    exponent_ptr,  # [2] int32: the exponent, and 1 once it was derived from a gradient
+    scales_ptr,  # [2] fp32: to send with, to receive with
+    absmax_ptr,  # [1] fp32
+    counters_ptr,  # [4] int64: -, -, steps that were not finite, whether this step is not
+    top,
+    margin,
+    growth,
+    backoff,
+    inverse_world,
+    IS_LAST: tl.constexpr,
+    BLIND_EXPONENT: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+):
+    """`update_scale` in one program."""
+    current = tl.load(exponent_ptr)
+    calibrated = tl.load(exponent_ptr + 1)
+    absmax = tl.load(absmax_ptr)
+    finite = absmax < float("inf")
+    e = tl.maximum(((absmax.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127, -126)
+    target = top - 1 - margin - e
+    grown = tl.where(calibrated > 0, tl.minimum(target, current + growth), target)
+    reached = e + current >= top - 1
+    lowered = tl.minimum(grown, current) - backoff
+    update = finite & (absmax > 0)
+    unseen = tl.where(absmax == 0, tl.maximum(current, tl.minimum(current + growth, BLIND_EXPONENT)), current)
+    following = tl.where(update, tl.where(reached, lowered, grown), unseen)
+    following = tl.minimum(tl.maximum(following, -MAX_EXPONENT), MAX_EXPONENT)
+    tl.store(exponent_ptr, following)
+    tl.store(exponent_ptr + 1, calibrated | update.to(tl.int32))
+    tl.store(scales_ptr, _power_of_two(following) * inverse_world)
+    tl.store(scales_ptr + 1, _power_of_two(-following))
+    tl.store(absmax_ptr, 0.0)
+    skip = tl.load(counters_ptr + 3) | (finite == 0).to(tl.int64)
+    if IS_LAST:
+        tl.store(counters_ptr + 2, tl.load(counters_ptr + 2) + skip)
+        tl.store(counters_ptr + 3, tl.zeros_like(skip))
+    else:
+        tl.store(counters_ptr + 3, skip)
+
+
+def update_scale(
+    exponent: Tensor,
+    scales: Tensor,
+    absmax: Tensor,
+    counters: Tensor,
+    *,
+    top: int,
+    margin: int,
+    growth: int,
+    backoff: int,
+    inverse_world: float,
+    is_last: bool,
+) -> None:
+    """Replace a bucket's scale by the next step's, on the device, without a synchronisation.
+
+    Args:
+        exponent: int32, [2]: the exponent, and 1 once it was derived from a gradient. Modified.
+        scales: fp32, [2]: 2^exponent * inverse_world to send with, 2^-exponent to receive with. Overwritten.
+        absmax: fp32, [1]: the largest reduced magnitude of this step. Set to 0.
+        counters: int64, [4]: [3] marks a non-finite bucket in this step, [2] counts such steps. Modified.
+        top: floor(log2) of the magnitude at which the contribution of one rank saturates on the wire.
+        margin: binades of headroom. A larger margin tolerates larger jumps and leaves fewer bits for small values.
+        growth: binades by which the scale may rise in one step.
+        backoff: binades by which it falls below the target when a rank may have saturated.
+        inverse_world: 1 / world size.
+        is_last: whether this is the last bucket of the step.
+    """
+    if use_triton(exponent.device):
+        with torch.cuda.device_of(exponent):
+            _update_scale_kernel[(1,)](
+                exponent_ptr=exponent,
+                scales_ptr=scales,
+                absmax_ptr=absmax,
+                counters_ptr=counters,
+                top=top,
+                margin=margin,
+                growth=growth,
+                backoff=backoff,
+                inverse_world=inverse_world,
+                IS_LAST=is_last,
+                BLIND_EXPONENT=BLIND_EXPONENT,
+                MAX_EXPONENT=MAX_EXPONENT,
+                num_warps=1,
+            )
+    else:
+        update_scale_reference(
+            exponent,
+            scales,
+            absmax,
+            counters,
+            top=top,
+            margin=margin,
+            growth=growth,
+            backoff=backoff,
+            inverse_world=inverse_world,
+            is_last=is_last,
+        )

@@ -1,0 +1,46 @@
+"""Dispatch: Triton kernels on a GPU or in Triton's interpreter, plain PyTorch elsewhere.
+
+The environment variable ``GRADWIRE_KERNELS`` overrides the choice: ``auto`` (the default), ``triton``, or ``torch``.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+from gradwire.kernels.language import HAS_TRITON, jit
+
+CHOICES = ("auto", "triton", "torch")
+
+
+@jit
+def _probe_kernel() -> None:
+    """Never launched: its type tells how Triton decorates kernels."""
+
+
+@cache
+def is_interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, which takes CPU tensors (``TRITON_INTERPRET=1``)."""
+    return HAS_TRITON and type(_probe_kernel).__name__ == "InterpretedFunction"
+
+
+def use_triton(device: torch.device) -> bool:
+    """Whether kernels on tensors of ``device`` run as Triton kernels.
+
+    Raises:
+        ValueError: ``GRADWIRE_KERNELS`` is none of auto, triton, torch.
+        RuntimeError: ``GRADWIRE_KERNELS=triton``, and Triton cannot run on ``device``.
+    """
+    choice = os.environ.get("GRADWIRE_KERNELS", "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"GRADWIRE_KERNELS is {choice!r}; expected one of {', '.join(CHOICES)}. Unset it for auto.")
+    possible = HAS_TRITON and (device.type == "cuda" or is_interpreted())
+    if choice == "triton" and not possible:
+        reason = f"the tensors are on {device}" if HAS_TRITON else "Triton is not installed"
+        raise RuntimeError(
+            f"GRADWIRE_KERNELS=triton, but {reason}: Triton kernels need a CUDA or ROCm tensor, "
+            "or TRITON_INTERPRET=1 set before gradwire is imported. Set GRADWIRE_KERNELS=auto to choose by device."
+        )
+    return possible and choice != "torch"

@@ -1,0 +1,262 @@
+"""Segment tables: where the elements of many tensors lie, in memory and in one flat wire buffer.
+
+A kernel reads one packed int64 table per bucket instead of one argument per tensor:
+
+    addresses[S] | lengths[S] | offsets[S] | chunk_segment[C] | chunk_start[C]
+
+for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements. One program handles one chunk, which
+`load_chunk` decodes. The table is uploaded once; the addresses are uploaded again only after one of them has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.language import jit, tl
+from gradwire.kernels.uploads import Upload
+
+# Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight.
+CHUNK_NUMEL = 4096
+# Elements that the CPU paths handle at once: 1 MiB of fp32 scratch, which stays in cache.
+CPU_BLOCK_NUMEL = 1 << 18
+
+
+@jit
+def load_chunk(table_ptr, n_segments, n_chunks, chunk):
+    """Decode one chunk of a packed `SegmentTable`.
+
+    It returns integers, no pointers: `tl.multiple_of` marks the operation that made its argument, and the result of a
+    call would lose the mark, and with it all wide accesses.
+
+    Returns:
+        The address of the chunk's segment, its offset in the wire, its length, and the chunk's start within it.
+    """
+    chunks_ptr = table_ptr + 3 * n_segments  # [2, C]
+    segment = tl.load(chunks_ptr + chunk)
+    start = tl.load(chunks_ptr + n_chunks + chunk)
+    address = tl.load(table_ptr + segment)
+    length = tl.load(table_ptr + n_segments + segment)
+    offset = tl.load(table_ptr + 2 * n_segments + segment)
+    return address, offset, length, start
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a view of a complex one as real pairs in a new last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """The 1-D real view of a dense tensor's elements in the order of its memory; complex numbers become pairs."""
+    tensor = as_real(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def gradient_layout(parameter: Tensor) -> Tensor:
+    """A tensor in the layout that autograd gives the gradient: the parameter's own if dense, else row-major."""
+    if is_dense(parameter.shape, parameter.stride()):
+        return parameter.detach()
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+class Block(NamedTuple):
+    """The part of the wire that the CPU paths handle at once: several whole tensors, or a piece of a large one."""
+
+    first: int  # index of the first tensor
+    last: int  # one past the index of the last tensor
+    start: int  # first wire element
+    stop: int  # one past the last wire element
+    is_piece: bool  # whether it is a piece of one tensor that has more than CPU_BLOCK_NUMEL elements
+
+
+class Fitting(tuple[Tensor, ...]):
+    """Tensors that are known to fit a table, whose `SegmentTable.check` then skips them.
+
+    Args:
+        tensors: in the shapes, strides and dtype of the table, on its device. Not checked.
+        table: the table that they fit.
+    """
+
+    table: SegmentTable
+
+    def __new__(cls, tensors: Iterable[Tensor], table: SegmentTable) -> Fitting:
+        """A tuple of the tensors, with the table as an attribute."""
+        fitting = super().__new__(cls, tensors)
+        fitting.table = table
+        return fitting
+
+
+class SegmentTable:
+    """The layout of a list of tensors in a flat wire buffer: packed, in list order, each in its own memory order.
+
+    Tensor ``i`` has ``lengths[i]`` real elements (a complex element counts twice) and occupies the wire elements
+    ``offsets[i] : offsets[i] + lengths[i]``. The wire has ``numel`` elements and no padding, because the order in which
+    a collective sums an element may depend on its offset: equal offsets, equal bits.
+
+    A table serves every list of tensors with the shapes, strides, dtype and device that it was built from, on one
+    stream.
+
+    Args:
+        tensors: the list to describe. Only their layouts are kept.
+
+    Attributes:
+        source_dtype: the dtype of the tensors; ``dtype``: that of their real elements.
+        blocks: what the CPU paths handle at once, in wire order.
+        n_chunks: the number of programs of a kernel.
+
+    Raises:
+        ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,
+            has gaps or overlaps in memory, or is a lazy conjugate or negative view.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        if not tensors:
+            raise ValueError("A segment table needs at least one tensor; got an empty list.")
+        first = tensors[0]
+        self.device = first.device
+        self.source_dtype = first.dtype
+        self.is_complex = first.is_complex()
+        self.dtype = first.dtype.to_real()
+        for i, tensor in enumerate(tensors):
+            if tensor.dtype != first.dtype or tensor.device != first.device:
+                raise ValueError(
+                    f"Tensor {i} is {tensor.dtype} on {tensor.device}, tensor 0 is {first.dtype} on {first.device}; "
+                    "one table takes one dtype and one device. Use a table for each."
+                )
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ValueError(f"Tensor {i} is {tensor.dtype}; expected a floating-point or complex dtype.")
+            if tensor.layout != torch.strided or not is_dense(tensor.shape, tensor.stride()):
+                raise ValueError(
+                    f"Tensor {i} of shape {tuple(tensor.shape)} is {tensor.layout} or has gaps or overlaps in memory; "
+                    "expected a dense strided tensor. Pass tensor.contiguous()."
+                )
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError(f"Tensor {i} is a lazy conjugate or negative view. Pass resolve_conj().resolve_neg().")
+        pair = 2 if self.is_complex else 1
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.strides = [tensor.stride() for tensor in tensors]
+        self.lengths = [tensor.numel() * pair for tensor in tensors]
+        self.offsets = [0, *accumulate(self.lengths)][:-1]
+        self.numel = sum(self.lengths)
+        self.blocks = self._cut_blocks()
+        self.n_chunks = sum(-(-length // CHUNK_NUMEL) for length in self.lengths)
+        self._addresses: list[int] = []  # as uploaded
+        self._packed: Upload | None = None
+        self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
+        self._scratch: Tensor | None = None
+        self._scratch_views: list[list[Tensor]] = []  # of each block; empty for a piece
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def check(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
+        """Raise ValueError unless ``tensors`` and ``wire`` fit the table."""
+        if wire.dim() != 1 or wire.numel() != self.numel or not wire.is_contiguous() or wire.device != self.device:
+            raise ValueError(
+                f"The wire buffer is {tuple(wire.shape)} on {wire.device}; expected a contiguous 1-D tensor of "
+                f"{self.numel} elements on {self.device}."
+            )
+        if isinstance(tensors, Fitting) and tensors.table is self:
+            return
+        if len(tensors) != len(self):
+            raise ValueError(f"Got {len(tensors)} tensors for a table of {len(self)}.")
+        for i, tensor in enumerate(tensors):
+            if tensor.shape != self.shapes[i] or tensor.dtype != self.source_dtype or tensor.device != self.device:
+                raise ValueError(
+                    f"Tensor {i} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; its table was built for "
+                    f"{self.source_dtype} {tuple(self.shapes[i])} on {self.device}. Build a new table."
+                )
+            if tensor.stride() != self.strides[i] and tensor.numel() > 0:
+                raise ValueError(
+                    f"Tensor {i} has strides {tensor.stride()}; its table was built for {self.strides[i]}. "
+                    "Copy it into that layout, or build a new table."
+                )
+
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The packed int64 table on the device, with the addresses of ``tensors``, which must fit."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if self._packed is None:
+            self._packed = Upload([*addresses, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+        elif addresses != self._addresses:
+            self._packed.replace(addresses)
+        self._addresses = addresses
+        return self._packed.tensor
+
+    def views(self, wire: Tensor) -> list[Tensor]:
+        """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""
+        if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):
+            self._views = (wire.data_ptr(), wire.dtype, self._shaped(wire, range(len(self)), 0))
+        return self._views[2]
+
+    def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`as_real` of each tensor."""
+        return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """An uninitialised 1-D buffer in ``dtype``, as long as the largest block. The last result is cached."""
+        if self._scratch is None or self._scratch.dtype != dtype:
+            size = max((block.stop - block.start for block in self.blocks), default=0)
+            self._scratch = torch.empty(size, dtype=dtype, device=self.device)
+            self._scratch_views = [
+                [] if block.is_piece else self._shaped(self._scratch, range(block.first, block.last), block.start)
+                for block in self.blocks
+            ]
+        return self._scratch
+
+    def pieces(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors (or the piece) of block ``index``, and views of the scratch in the same shapes."""
+        block = self.blocks[index]
+        if not block.is_piece:
+            return self.real(tensors[block.first : block.last]), self._scratch_views[index]
+        assert self._scratch is not None
+        begin = block.start - self.offsets[block.first]
+        length = block.stop - block.start
+        return [memory_order(tensors[block.first])[begin : begin + length]], [self._scratch[:length]]
+
+    def _shaped(self, wire: Tensor, indices: range, base: int) -> list[Tensor]:
+        """Views of ``wire``, which begins at wire element ``base``, in the layouts of the tensors ``indices``."""
+        views = []
+        for i in indices:
+            start = self.offsets[i] - base
+            shape, stride = tuple(self.shapes[i]), self.strides[i]
+            if self.is_complex:
+                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+            views.append(wire[start : start + self.lengths[i]].as_strided(shape, stride))
+        return views
+
+    def _cut_chunks(self) -> list[int]:
+        """The last two rows of the packed table: the segment and the start of each chunk."""
+        starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
+        segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
+        return [*segments, *(start for of_segment in starts for start in of_segment)]
+
+    def _cut_blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        for i, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
+            if length > CPU_BLOCK_NUMEL:
+                stop = offset + length
+                blocks += [
+                    Block(i, i + 1, start, min(start + CPU_BLOCK_NUMEL, stop), True)
+                    for start in range(offset, stop, CPU_BLOCK_NUMEL)
+                ]
+            elif blocks and not blocks[-1].is_piece and offset + length - blocks[-1].start <= CPU_BLOCK_NUMEL:
+                blocks[-1] = Block(blocks[-1].first, i + 1, blocks[-1].start, offset + length, False)
+            else:
+                blocks.append(Block(i, i + 1, offset, offset + length, False))
+        return blocks

@@ -1,0 +1,103 @@
+"""The assignment of parameters to buckets: in model order first, then in the order of ready gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.comm import GroupTransport
+from gradwire.reducer import torch_internals
+from gradwire.reducer.bucket import BucketSpec, DenseBucket
+from gradwire.reducer.mixed_precision import LowPrecisionBucket
+from gradwire.reducer.sparse_bucket import SparseBucket
+
+__all__ = ["Bucket", "BucketOptions", "assign_first_buckets", "broadcast_buckets", "make_buckets", "rebuild_buckets"]
+
+Bucket = DenseBucket | SparseBucket
+Assignment = Sequence[Sequence[int]]  # the parameters of each bucket, by index in the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketOptions:
+    """What the buckets of a model depend on.
+
+    Attributes:
+        parameters: those to reduce; each requires a gradient and is listed once.
+        names: of the parameters, as in ``module.named_parameters()``.
+        sparse: whether each parameter's gradient is sparse.
+        first_limits: sizes in bytes of the first buckets, from the last parameter to the first; the last one repeats.
+        rebuilt_limits: sizes in bytes of the rebuilt buckets; the last one repeats.
+        gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
+    """
+
+    parameters: Sequence[Tensor]
+    names: Sequence[str]
+    sparse: Sequence[bool]
+    first_limits: Sequence[int]
+    rebuilt_limits: Sequence[int]
+    gradient_as_bucket_view: bool
+
+
+def assign_first_buckets(options: BucketOptions) -> Assignment:
+    """PyTorch's assignment for the first backward: in reverse model order."""
+    return torch_internals.assign_buckets(options.parameters, options.first_limits, options.sparse)[::-1]
+
+
+def rebuild_buckets(options: BucketOptions, order: Sequence[int], transport: GroupTransport) -> Assignment:
+    """Rank 0's assignment of the parameters in ``order``, that of its ready gradients. A collective call.
+
+    Args:
+        options: equal on all ranks.
+        order: all parameters, by index; only rank 0's counts.
+        transport: broadcasts the assignment.
+    """
+    tensors = [options.parameters[i] for i in order]
+    assignment = torch_internals.assign_buckets(tensors, options.rebuilt_limits, options.sparse, order)
+    return broadcast_buckets(assignment, transport, options.parameters[0].device)
+
+
+def broadcast_buckets(assignment: Assignment, transport: GroupTransport, device: torch.device) -> Assignment:
+    """Rank 0's assignment, sent as one tensor: the parameters in order, and the bucket of each."""
+    order = [i for bucket in assignment for i in bucket]
+    number = [b for b, bucket in enumerate(assignment) for _ in bucket]
+    message = torch.tensor([order, number], device=device)
+    transport.wait(transport.broadcast(message, 0))
+    received: list[list[int]] = [[] for _ in range(int(message[1, -1]) + 1)]
+    for i, b in zip(*message.tolist(), strict=True):
+        received[b].append(i)
+    return received
+
+
+def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: torch.Stream | None) -> list[Bucket]:
+    """The buckets of an assignment.
+
+    Args:
+        options: of the model.
+        assignment: in the order of launch.
+        upcast_stream: with mixed precision, on which PyTorch's hook casts gradients.
+    """
+    buckets: list[Bucket] = []
+    for index, members in enumerate(assignment):
+        spec = BucketSpec(
+            index=index,
+            is_last=index == len(assignment) - 1,
+            members=list(members),
+            parameters=[options.parameters[i] for i in members],
+            names=[options.names[i] for i in members],
+        )
+        buckets.append(_make_bucket(spec, options.sparse[members[0]], options.gradient_as_bucket_view, upcast_stream))
+    return buckets
+
+
+def _make_bucket(spec: BucketSpec, is_sparse: bool, as_view: bool, upcast_stream: torch.Stream | None) -> Bucket:
+    if is_sparse:
+        return SparseBucket(spec)
+    if upcast_stream is not None:
+        return LowPrecisionBucket(spec, upcast_stream)
+    bucket = DenseBucket(spec, as_view)
+    if as_view:
+        bucket.adopt_gradients()
+    return bucket

@@ -1,0 +1,152 @@
+"""`DDPReducer`: the rest of the interface through which PyTorch's DistributedDataParallel uses its reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.hooks._reduce_bucket import is_zero_copy
+from gradwire.reducer import errors
+from gradwire.reducer.backward import ForwardResults, Phase
+from gradwire.reducer.bucketing import Bucket, assign_first_buckets
+from gradwire.reducer.reducer import CommHook, Reducer
+from gradwire.reducer.unused_parameters import UsedParameters
+
+__all__ = ["DDPReducer"]
+
+
+class DDPReducer(Reducer):
+    """A reducer with static graphs, mixed precision, `join` and changing sets of ranks.
+
+    The names are PyTorch's: its class calls them.
+    """
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let ``hook(state, bucket)`` reduce every bucket from now on.
+
+        Raises:
+            RuntimeError: a hook is registered already.
+        """
+        if self._hook is not None:
+            raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
+        self._hook, self.hook_state = hook, state
+        self._hook_is_zero_copy = is_zero_copy(hook)
+
+    @property
+    def ready_order(self) -> list[int]:
+        """The parameters in the order in which the last backward made their gradients ready."""
+        return self._backward.ready_order
+
+    # Static graphs.
+
+    @property
+    def has_counted_calls(self) -> bool:
+        """Whether the first backward of a static graph has counted the calls of each autograd hook."""
+        return self._static_calls is not None
+
+    def _set_static_graph(self) -> None:
+        """Rely on every backward to use the parameters that the first one uses, as often.
+
+        Raises:
+            RuntimeError: there was a synchronised forward already.
+        """
+        if self.times.iterations > 0:
+            self._raise(errors.static_graph_too_late(self.times.iterations))
+        self.static_graph = True
+
+    def _delay_all_reduce(self) -> None:
+        """Reduce all buckets: the first backward of a static graph has ended, and its hooks' calls are counted."""
+        if self._backward.phase is Phase.DONE:  # in no_sync, which counts nothing
+            return
+        self._static_calls = self._backward.calls
+        self._unused = [index for index, calls in enumerate(self._static_calls) if calls == 0]
+        self._backward.phase = Phase.REDUCING
+        with self._lock:
+            for index in range(len(self.parameters)):
+                self._mark_ready(index)
+        self._finalize()
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward so far has left out the same parameters."""
+        return self._graph_seems_static
+
+    def _get_local_used_map(self) -> Tensor:
+        """The number of ranks that had a gradient for each parameter in the last backward: int32."""
+        return self._used.counts
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Step a parameter's attached optimizers as soon as its gradient is reduced, and clear the gradient."""
+        self._runs_optimizers = True
+
+    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait for these futures, too, at the end of the backward."""
+        self._forward_results.futures += futures
+
+    def _remove_autograd_hooks(self) -> None:
+        self._autograd_hooks.remove()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """After the first iterations, time one in ``sample_rate``."""
+        self.times.sample_rate = sample_rate
+
+    # Mixed precision.
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Expect gradients in the dtype of the parameters' copies, whose communication hook is registered already."""
+        self._upcast_stream = self.hook_state.upcast_stream
+        self._autograd_hooks.remove()  # PyTorch's class sets hooks on the copies
+        self._set_buckets([bucket.members for bucket in self.buckets])
+
+    def on_copy_gradient(self, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter's copy."""
+        self._autograd_hooks.record(index)
+
+    # `join`: a rank without inputs takes part in the collectives of the others.
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
+        """Divide by the number of ranks that ``work`` sums up, or with ``use_static_world_size`` by that of all."""
+        self._forward_results.live_ranks = None if use_static_world_size else work
+
+    def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
+        buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
+        for bucket in buckets:
+            bucket.divisor = self.process_group.size()
+        return buckets
+
+    def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
+        return self.transport.start_all_reduce(bucket.buffer())
+
+    def match_used_map(self) -> None:
+        """Take part in the exchange of used parameters with none."""
+        self._used.exchange(self.transport)
+        self._used.clear()
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Take part in the rebuild of the buckets, whose order is rank 0's."""
+        if not self._backward.ready_order:
+            self._backward.ready_order = list(range(len(self.parameters)))
+
+    # Training on a changing set of ranks, and after errors.
+
+    def _reset_state(self) -> None:
+        """Rebuild the buckets after the next backward, and count a static graph's calls again."""
+        self._static_calls = None
+        self._unused = []
+        self._used = UsedParameters(len(self.parameters), self.device)
+        self._forward_results = ForwardResults()
+        self._begin(Phase.DONE)
+        self.has_rebuilt_buckets = False
+
+    def restart(self) -> None:
+        """Begin as after construction, with the first buckets, which are equal on all ranks."""
+        self._reset_state()
+        self._set_buckets(assign_first_buckets(self.options))
+
+    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on. The process group of a hook's state is its owner's to update."""
+        self.process_group = process_group

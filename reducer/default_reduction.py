@@ -1,0 +1,41 @@
+"""The reduction of a bucket without a communication hook: bitwise equal to PyTorch's DDP."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.comm import GroupTransport, Transport, Workspace
+from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.reducer.bucket import DenseBucket
+from gradwire.reducer.bucketing import Bucket
+
+__all__ = ["default_reduction"]
+
+
+def default_reduction(bucket: Bucket, process_group: dist.ProcessGroup, transport: GroupTransport) -> Future[Tensor]:
+    """Start to average a bucket's gradients over the ranks; the future holds the result.
+
+    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's own threads, which work on
+    several buckets at once. All others run in the executor of the process group.
+
+    Args:
+        bucket: whose gradients have been collected, and whose ``divisor`` is set.
+        process_group: the ranks.
+        transport: carries the sums of dense gradients on a CPU.
+    """
+    if isinstance(bucket, DenseBucket) and bucket.device.type == "cpu":
+        return transport.start_all_reduce(bucket.scale_into_buffer())
+
+    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        assert isinstance(bucket, DenseBucket)
+        if bucket.as_view:
+            await transport.all_reduce(bucket.scale_into_buffer())
+        else:
+            await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
+
+    return reduce_bucket(process_group, cast("Any", bucket), algorithm, bucket.divisor)

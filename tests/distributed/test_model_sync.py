@@ -1,0 +1,207 @@
+"""What ranks compare at construction, and which arguments are refused there."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from torch import nn
+from training import SMALL, build, error_of, train
+
+import gradwire
+
+DDP = gradwire.DistributedDataParallel
+
+
+class WithState(nn.Module):
+    """A trained and a frozen parameter, and two buffers, the second of which no checkpoint has."""
+
+    def __init__(self, frozen=None, first=None, second=None, extra=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.fixed = nn.Parameter(torch.ones(4) if frozen is None else frozen, requires_grad=False)
+        self.register_buffer("first", torch.ones(5) if first is None else first)
+        self.register_buffer("second", torch.ones(2) if second is None else second, persistent=False)
+        if extra:
+            self.register_buffer("extra", torch.ones(()))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+STATES = {
+    "frozen shape": ({"frozen": torch.ones(6)}, "frozen parameter fixed: (4,) torch.float32", "(6,) torch.float32"),
+    "frozen dtype": ({"frozen": torch.ones(4).double()}, "frozen parameter fixed: (4,) torch.float32", "torch.float64"),
+    "buffer shape": ({"first": torch.ones(7)}, "buffer first: (5,) torch.float32", "(7,) torch.float32"),
+    "buffer dtype": ({"first": torch.ones(5).int()}, "buffer first: (5,) torch.float32", "(5,) torch.int32"),
+    "buffer size": ({"second": torch.ones(1, 2)}, "buffer second: (2,) torch.float32", "(1, 2) torch.float32"),
+    "one more buffer": ({"extra": True}, "buffer extra: nothing", "() torch.float32"),
+}
+
+
+def constructing_on_unequal_states(difference):
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    module = WithState(**(STATES[difference][0] if is_last else {}))
+    before = [tensor.clone() for tensor in (*module.parameters(), *module.buffers())]
+    error = error_of(DDP, module)
+    return error, all(
+        torch.equal(*pair) for pair in zip(before, (*module.parameters(), *module.buffers()), strict=True)
+    )
+
+
+@pytest.mark.parametrize("difference", STATES)
+def test_frozen_parameters_and_buffers_that_differ_raise_on_every_rank(world, difference):
+    _, first, last = STATES[difference]
+    results = world.run(constructing_on_unequal_states, difference=difference)
+    for error, unchanged in results:
+        assert error is not None
+        assert error[0] == "RuntimeError"
+        assert error[1].startswith("DDP expects same model across all ranks")
+        assert f"{first}" in error[1]
+        assert f"{last} on cpu on rank {world.size - 1}" in error[1]
+        assert unchanged
+    assert len({error for error, _ in results}) == 1
+
+
+def buffers_that_nobody_sends():
+    rank = dist.get_rank()
+    ddp = DDP(WithState(first=torch.ones(rank), extra=rank > 0), broadcast_buffers=False)
+    ignoring = WithState(frozen=torch.ones(rank), first=torch.ones(rank))
+    DDP._set_params_and_buffers_to_ignore_for_model(ignoring, ["fixed", "first"])
+    for model in (ddp, DDP(ignoring)):
+        for _ in range(2):
+            model(torch.ones(3) * rank).backward()
+    return [ddp.module.weight.grad, ignoring.weight.grad]
+
+
+def test_states_that_are_never_broadcast_may_differ(world):
+    assert_same_on_all_ranks(world.run(buffers_that_nobody_sends))
+
+
+UNEQUAL_OPTIONS = {
+    "find_unused_parameters": {},
+    "static_graph": {},
+    "skip_all_reduce_unused_params": {"find_unused_parameters": True},
+    "forward_sync_buffers": {},
+}
+
+
+def constructing_with_unequal_options(option, others):
+    return error_of(DDP, build("conv"), **{option: dist.get_rank() == 0}, **others)
+
+
+@pytest.mark.parametrize("option", UNEQUAL_OPTIONS)
+def test_options_that_decide_collectives_raise_where_they_differ(world, option):
+    others = UNEQUAL_OPTIONS[option]
+    for error in world.run(constructing_with_unequal_options, option=option, others=others):
+        assert error is not None
+        assert error[0] == "RuntimeError"
+        assert f"{option}: True on rank 0; False on rank{'s 1, 2' if world.size == 3 else ' 1'}" in error[1]
+
+
+def constructing_with_unequal_sizes():
+    rank = dist.get_rank()
+    return [
+        error_of(DDP, build("mlp"), bucket_cap_mb=1 + rank, find_unused_parameters=True),
+        error_of(DDP, build("mlp"), bucket_cap_mb_list=[1 + rank]),
+    ]
+
+
+def test_bucket_sizes_that_decide_the_first_buckets_raise_where_they_differ(worlds):
+    for one_size, a_list in worlds(2).run(constructing_with_unequal_sizes):
+        assert "buckets (bytes): [1048576, 1048576] on rank 0; [2097152, 2097152] on rank 1" in one_size[1]
+        assert "buckets (bytes): [1048576] on rank 0; [2097152] on rank 1" in a_list[1]
+
+
+def constructing_with_unequal_delays(names):
+    module = build("mlp")
+    named = dict(module.named_parameters())
+    options = {}
+    if delayed := names[dist.get_rank()]:
+        options["delay_all_reduce_named_params"] = [(name, named[name]) for name in delayed]
+        options["param_to_hook_all_reduce"] = named[delayed[0]]
+    return error_of(DDP, module, **options)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (["layers.0.weight"], ["layers.2.weight"]),
+        (["layers.0.weight"], []),
+        (["layers.0.weight", "layers.2.weight"], ["layers.2.weight", "layers.0.weight"]),
+    ],
+    ids=["others", "none", "order"],
+)
+def test_delayed_parameters_that_differ_raise_on_every_rank(worlds, names):
+    errors = worlds(2).run(constructing_with_unequal_delays, names=names)
+    for error in errors:
+        assert error is not None
+        assert error[1].startswith("DDP expects same model across all ranks")
+        assert "layers.0.weight" in error[1]
+
+
+def harmless_differences(hook):
+    """Gradients where ranks differ in options that change no collective, and where they do not."""
+    rank = dist.get_rank()
+    unequal = train("gradwire", "mlp", hook=hook, gradient_as_bucket_view=rank == 0, bucket_cap_mb=SMALL * (1 + rank))
+    return unequal, train("gradwire", "mlp", hook=hook, bucket_cap_mb=SMALL)
+
+
+@pytest.mark.parametrize("hook", [None, "fp16", "powersgd"])
+def test_options_that_change_no_collective_may_differ(world, hook):
+    results = world.run(harmless_differences, hook=hook)
+    assert_same_on_all_ranks([unequal for unequal, _ in results])
+    for unequal, equal in results:
+        assert_same_bits(unequal, equal)
+
+
+def unequal_without_comparison():
+    return error_of(DDP, WithState(first=torch.ones(dist.get_rank())), init_sync=False, forward_sync_buffers=False)
+
+
+def test_nothing_is_compared_without_init_sync(world):
+    assert world.run(unequal_without_comparison) == [None] * world.size
+
+
+BAD_ARGUMENTS = {
+    "a string for a group": ({"process_group": "x"}, "TypeError", "process_group is 'x'; expected a torch.dist"),
+    "a number for a group": ({"process_group": 3}, "TypeError", "process_group is 3; expected a torch.dist"),
+    "not in the group": (
+        {"process_group": dist.GroupMember.NON_GROUP_MEMBER},
+        "ValueError",
+        "process_group is GroupMember.NON_GROUP_MEMBER",
+    ),
+    "negative size": ({"bucket_cap_mb": -1}, "ValueError", "bucket_cap_mb is -1; expected a number of MiB"),
+    "NaN": ({"bucket_cap_mb": math.nan}, "ValueError", "bucket_cap_mb is nan; expected a number of MiB"),
+    "infinite": ({"bucket_cap_mb": math.inf}, "ValueError", "bucket_cap_mb is inf; expected a number of MiB"),
+    "too large": ({"bucket_cap_mb": 1e13}, "ValueError", "bucket_cap_mb is 10000000000000.0; expected a number"),
+    "bool": ({"bucket_cap_mb": True}, "TypeError", "bucket_cap_mb is True; expected a number of MiB"),
+    "string": ({"bucket_cap_mb": "1"}, "TypeError", "bucket_cap_mb is '1'; expected a number of MiB"),
+    "list for a size": ({"bucket_cap_mb": [1]}, "TypeError", "bucket_cap_mb is [1]; expected a number of MiB"),
+    "empty list": ({"bucket_cap_mb_list": []}, "ValueError", "bucket_cap_mb_list is empty; expected"),
+    "size for a list": ({"bucket_cap_mb_list": 1}, "TypeError", "bucket_cap_mb_list is 1; expected a list"),
+    "string for a list": ({"bucket_cap_mb_list": "12"}, "TypeError", "bucket_cap_mb_list is '12'; expected a list"),
+    "negative in a list": ({"bucket_cap_mb_list": [1, -2]}, "ValueError", "bucket_cap_mb_list[1] is -2; expected"),
+    "NaN in a list": ({"bucket_cap_mb_list": [math.nan]}, "ValueError", "bucket_cap_mb_list[0] is nan; expected"),
+    "None in a list": ({"bucket_cap_mb_list": [1, None]}, "TypeError", "bucket_cap_mb_list[1] is None; expected"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ARGUMENTS)
+def test_bad_argument_is_refused_at_construction(bad):
+    arguments, kind, text = BAD_ARGUMENTS[bad]
+    name, message = error_of(DDP, nn.Linear(2, 2), **arguments)
+    assert name == kind
+    assert message.startswith(text)
+
+
+def gradients_by_size():
+    sizes = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 1}, {"bucket_cap_mb_list": (SMALL, 1)}]
+    return [train("gradwire", "mlp", hook="fp16", **options) for options in sizes]
+
+
+def test_bucket_size_zero_makes_a_bucket_for_every_parameter(worlds):
+    for by_size in worlds(2).run(gradients_by_size):
+        for record in by_size[1:]:
+            assert_same_bits(record, by_size[0])

@@ -1,0 +1,170 @@
+"""`static_graph`: unused parameters, checkpoints, accumulation, changed graphs. See features.py for the oracle."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from features import Parts, assert_parity, of_both, run_plan, static_plans, views, ways, wrap
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import SMALLEST, error_of, gradients
+from zoo import Probe
+
+
+def plan_on_both(**options):
+    return of_both(run_plan, **options)
+
+
+@ways
+@static_plans
+def test_law4_static_graph_matches_pytorch(world, plan, hook, view):
+    assert_parity(world.run(plan_on_both, static_graph=True, plan=plan, hook=hook, view=view))
+
+
+@pytest.mark.parametrize("clear", ["to-zero", "kept"])
+@views
+@static_plans
+def test_law4_static_graph_with_earlier_gradients_matches_pytorch(worlds, plan, view, clear):
+    assert_parity(worlds(2).run(plan_on_both, static_graph=True, plan=plan, view=view, clear=clear))
+
+
+def reentrant(part, x):
+    return checkpoint(part, x, use_reentrant=True)
+
+
+def not_reentrant(part, x):
+    return checkpoint(part, x, use_reentrant=False)
+
+
+class AfterAnother(Parts):
+    """Begins with a layer that no checkpoint wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin = nn.Linear(4, 4)
+
+    def forward(self, x, use, **options):
+        return super().forward(self.begin(x), use, **options)
+
+
+@ways
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+@static_plans
+def test_law4_checkpoints_in_a_static_graph_match_pytorch(worlds, plan, run, hook, view):
+    # The input of the first checkpoint needs a gradient, or a reentrant one has none for its layer.
+    options = {"plan": plan, "hook": hook, "view": view, "run": run, "model": AfterAnother}
+    assert_parity(worlds(3).run(plan_on_both, static_graph=True, **options))
+
+
+def static_with_no_sync(hook, view, unused, accumulate, checkpointed):
+    """Accumulation with a static graph, and with ``find_unused_parameters`` in its place.
+
+    Args:
+        accumulate: micro-batches of each step.
+    """
+    use = (0, 2, 3) if unused else range(5)
+    torch.manual_seed(0)
+    models = [AfterAnother(), AfterAnother()]
+    models[1].load_state_dict(models[0].state_dict())
+    models = [
+        wrap("gradwire", models[0], hook, view, static_graph=True, bucket_cap_mb_list=[SMALLEST]),
+        wrap("pytorch", models[1], hook, view, find_unused_parameters=True, bucket_cap_mb_list=[SMALLEST]),
+    ]
+    run = reentrant if checkpointed else lambda part, x: part(x)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for number in accumulate:
+        batches = [torch.randn(3, 4, generator=generator) for _ in range(number)]
+        for ddp, how in zip(models, (run, lambda part, x: part(x)), strict=True):
+            ddp.zero_grad()
+            for batch in batches[:-1]:
+                with ddp.no_sync():
+                    ddp(batch, use, run=how).backward()
+            ddp(batches[-1], use, run=how).backward()
+        seen.append([gradients(ddp) for ddp in models])
+    return seen
+
+
+# PyTorch's static graph fails under no_sync. One bucket a parameter, so that sums have one order at any time.
+@ways
+@pytest.mark.parametrize(
+    ("unused", "checkpointed"), [(False, False), (True, True)], ids=["all-plain", "unused-checkpointed"]
+)
+@pytest.mark.parametrize("accumulate", [(3, 1, 2, 1), (1, 2, 1, 3)], ids=["at-first", "later"])
+def test_static_graph_accumulates_under_no_sync(worlds, accumulate, unused, checkpointed, hook, view):
+    options = {"accumulate": accumulate, "unused": unused, "checkpointed": checkpointed}
+    for steps in worlds(3).run(static_with_no_sync, hook=hook, view=view, **options):
+        for ours, theirs in steps:
+            assert_same_bits(ours, theirs)
+
+
+@dataclass
+class Wrapped:
+    """An output that is no list, tuple or dictionary."""
+
+    value: torch.Tensor
+
+
+class WrappedProbe(Probe):
+    def forward(self, *inputs):
+        return Wrapped(super().forward(*inputs))
+
+
+def outputs_in_a_dataclass(view):
+    ddp = wrap("gradwire", WrappedProbe(3, 2), view=view, static_graph=True)
+    seen = []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(*(torch.full((size,), 6.0 * (dist.get_rank() + step)) for size in (3, 2))).value.backward()
+        seen.append([weight.grad.clone() for weight in ddp.module.weights])
+    return seen
+
+
+# PyTorch's static graph reduces nothing here.
+@views
+def test_static_graph_with_dataclass_output_is_reduced(world, view):
+    for steps in world.run(outputs_in_a_dataclass, view=view):
+        for step, grads in enumerate(steps):
+            mean = sum(6.0 * (rank + step) for rank in range(world.size)) / world.size
+            assert_same_bits(grads, [torch.full((3,), mean), torch.full((2,), mean)])
+
+
+def change_the_graph(hook, view, uses, bad_step):
+    """Errors of the backward of a step that uses other layers and of the next forward, and gradients of good steps."""
+    torch.manual_seed(0)
+    ddp = wrap("gradwire", Parts(), hook, view, static_graph=True, bucket_cap_mb_list=[SMALLEST])
+    torch.manual_seed(0)
+    reference = wrap("gradwire", Parts(), hook, view, static_graph=True, bucket_cap_mb_list=[SMALLEST])
+    batch = torch.ones(3, 4) * (1 + dist.get_rank())
+    errors, seen = [], []
+    for step in range(bad_step + 3):
+        if step == bad_step:
+            errors.append(error_of(ddp(batch, uses[1]).backward))
+            errors.append(error_of(ddp, batch, uses[0]))
+            ddp.resynchronize()
+        ddp.zero_grad()
+        reference.zero_grad()
+        ddp(batch, uses[0]).backward()
+        reference(batch, uses[0]).backward()
+        seen.append((gradients(ddp), gradients(reference)))
+    return errors, seen
+
+
+@views
+@pytest.mark.parametrize("hook", ["none", "flat"])
+@pytest.mark.parametrize("bad_step", [1, 3])
+@pytest.mark.parametrize("change", ["unused-then-used", "used-then-unused"])
+def test_static_graph_that_changes_raises_until_resynchronized(worlds, change, bad_step, hook, view):
+    uses = ((0, 1, 2), (0, 1, 2, 3)) if change == "unused-then-used" else ((0, 1, 2, 3), (0, 1, 2))
+    results = worlds(3).run(change_the_graph, hook=hook, view=view, uses=uses, bad_step=bad_step)
+    for (backward, forward), steps in results:
+        kind, text = forward if change == "used-then-unused" else backward
+        assert kind == "RuntimeError"
+        assert "our training graph has changed in this iteration" in text
+        assert "parts.3." in text
+        assert change == "unused-then-used" or "parts.2." not in text
+        for ours, reference in steps:
+            assert_same_bits(ours, reference)
+    assert_same_on_all_ranks([steps for _, steps in results])

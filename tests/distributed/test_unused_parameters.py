@@ -1,0 +1,220 @@
+"""`find_unused_parameters` and `skip_all_reduce_unused_params`. See features.py for the oracle."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from features import (
+    DDP,
+    FEATURES,
+    Parts,
+    assert_parity,
+    clearings,
+    features,
+    hooks,
+    of_both,
+    plans,
+    run_plan,
+    under_hooks,
+    views,
+    ways,
+    wrap,
+    zero_grad,
+)
+from torch import nn
+from training import SMALLEST, gradients, register
+
+from gradwire.hooks import default_hooks
+from gradwire.hooks._powersgd_checkpoint import entries_of
+
+
+def plan_on_both(**options):
+    return of_both(run_plan, **options)
+
+
+class ZeroedParts(Parts):
+    """Gives the layers that are not used a gradient of zeros."""
+
+    def forward(self, x, use, **options):
+        zeros = [0 * p.sum() for i in range(len(self.parts)) if i not in use for p in self.parts[i].parameters()]
+        return super().forward(x, use, **options) + sum(zeros)
+
+
+@clearings
+@views
+@plans
+def test_law4_find_unused_matches_pytorch(worlds, plan, view, clear):
+    # On three ranks PyTorch rounds a kept view that no rank uses: a third of it, thrice.
+    sizes = [2] if (plan, view, clear) == ("used by nobody at times", True, "kept") else [2, 3]
+    options = {"plan": plan, "clear": clear, "view": view}
+    for size in sizes:
+        assert_parity(worlds(size).run(plan_on_both, find_unused_parameters=True, **options))
+
+
+@under_hooks
+@plans
+def test_law4_find_unused_under_a_hook_matches_pytorch(worlds, plan, hook, view):
+    # With PyTorch's DDP, PowerSGD's memory loses what is not applied because no rank uses the parameter.
+    steps = 2 if hook == "powersgd" and plan.endswith("at times") else 5
+    options = {"plan": plan, "hook": hook, "view": view, "steps": steps}
+    ours = assert_parity(worlds(3).run(plan_on_both, find_unused_parameters=True, **options))
+    assert_same_on_all_ranks(ours)
+
+
+def unused_and_zeroed(**options):
+    return run_plan("gradwire", **options), run_plan("gradwire", model=ZeroedParts, **options)
+
+
+@under_hooks
+def test_parameter_unused_on_one_rank_counts_as_zeros(worlds, hook, view):
+    options = {"hook": hook, "view": view, "find_unused_parameters": True}
+    for unused, zeroed in worlds(3).run(unused_and_zeroed, plan="on some ranks", **options):
+        for step, reference in zip(unused, zeroed, strict=True):
+            used = {name: value for name, value in reference.items() if "parts.4" not in name}
+            assert_same_bits({name: step[name] for name in used}, used)
+
+
+def unused_everywhere(hook, view, feature):
+    """Gradients of layer 4 before and after a backward that uses it on no rank, and whether the tensors are the same.
+
+    Before that, every rank has a gradient of its own there.
+    """
+    torch.manual_seed(0)
+    ddp = wrap("gradwire", Parts(), hook, view, **FEATURES[feature])
+    batch = torch.ones(3, 4) * (1 + dist.get_rank())
+    part = ddp.module.parts[4]
+    seen = []
+    for step in range(6):
+        if step % 3 == 0:
+            part.zero_grad()
+        elif step % 3 == 1:
+            part.weight.grad = torch.full((4, 4), 1.0 + dist.get_rank())
+        before, held = gradients(part), part.weight.grad
+        ddp(batch, (0, 1, 2)).backward()
+        seen.append((before, gradients(part), view or part.weight.grad is held))
+    return seen
+
+
+@views
+@hooks
+@features
+def test_gradient_unused_on_all_ranks_is_unchanged(worlds, feature, hook, view):
+    for steps in worlds(2).run(unused_everywhere, hook=hook, view=view, feature=feature):
+        for before, after, is_held in steps:
+            assert_same_bits(after, before)
+            assert is_held
+
+
+class TwoHeads(nn.Module):
+    """Returns two outputs; a third layer is in neither."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.trunk, self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(4))
+        self.container = container
+
+    def forward(self, x):
+        x = self.trunk(x).tanh()
+        outputs = {"first": self.first(x).sum(), "second": [self.second(x).sum(), "text"]}
+        return outputs if self.container == "dict" else (outputs["first"], outputs["second"])
+
+
+def use_one_head(wrapper, container, hook, view, clear):
+    torch.manual_seed(0)
+    ddp = wrap(wrapper, TwoHeads(container), hook, view, find_unused_parameters=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for step in range(5):
+        zero_grad(ddp, clear)
+        outputs = ddp(torch.randn(3, 4, generator=generator))
+        first, second = outputs.values() if container == "dict" else outputs
+        loss = first if (step + dist.get_rank()) % 2 or step == 3 else second[0]
+        loss.backward()
+        seen.append(gradients(ddp))
+    return seen
+
+
+def one_head_of_both(**options):
+    return of_both(use_one_head, **options)
+
+
+@pytest.mark.parametrize("clear", ["to-none", "kept"])
+@ways
+@pytest.mark.parametrize("container", ["dict", "tuple"])
+def test_law4_outputs_outside_the_loss_match_pytorch(worlds, container, hook, view, clear):
+    assert_parity(worlds(2).run(one_head_of_both, container=container, hook=hook, view=view, clear=clear))
+
+
+def skip_unused(wrapper, hook, view):
+    torch.manual_seed(0)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = wrap(wrapper, Parts(), hook, view, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for use in ((0, 1), (0, 1, 2, 3, 4), (4,), (0, 3), (2, 3)):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 4, generator=generator), use).backward()
+        seen.append(gradients(ddp))
+    return seen
+
+
+def skip_unused_with_both(**options):
+    return of_both(skip_unused, **options)
+
+
+# With views that are kept, PyTorch divides the gradients of a bucket that it skips.
+@views
+@hooks
+def test_law4_skipping_unused_buckets_matches_pytorch(worlds, hook, view):
+    assert_parity(worlds(2).run(skip_unused_with_both, hook=hook, view=view))
+
+
+def buckets_seen(cap, **options):
+    """Names of the parameters in the buckets that the hook was called with, for a backward through layer 0 alone."""
+    seen = []
+
+    def hook(group, bucket):
+        seen.append(bucket.parameter_names())
+        return default_hooks.allreduce_hook(group, bucket)
+
+    ddp = DDP(Parts(), bucket_cap_mb=cap, find_unused_parameters=True, **options)
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.ones(2, 4), (0,)).backward()
+    return seen
+
+
+def test_bucket_without_used_parameters_is_skipped(world):
+    for seen in world.run(buckets_seen, cap=SMALLEST, skip_all_reduce_unused_params=True):
+        assert seen == [["parts.0.bias"], ["parts.0.weight"]]
+    for seen in world.run(buckets_seen, cap=100, skip_all_reduce_unused_params=True):
+        assert len(seen[0]) == 10
+    assert [len(seen) for seen in world.run(buckets_seen, cap=SMALLEST)] == [10] * world.size
+
+
+def kept_errors(feature, view):
+    """PowerSGD's error of layer 1 before and after each step, and whether the layer had a gradient then."""
+    torch.manual_seed(0)
+    ddp = wrap("gradwire", Parts(), view=view, **FEATURES[feature])
+    state = register(ddp, "powersgd")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen, error = [], torch.zeros(())
+    for step in range(8):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (4, 6) else (0, 1, 2)).backward()
+        before, error = error, entries_of(state._memory)["errors"].get("parts.1.weight", torch.zeros(())).clone()
+        seen.append((before, error, ddp.module.parts[1].weight.grad is not None))
+    return seen
+
+
+@views
+@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
+def test_law1_error_of_parameter_unused_on_all_ranks_is_kept(world, feature, view):
+    for steps in world.run(kept_errors, feature=feature, view=view):
+        assert [has_gradient for *_, has_gradient in steps] == [step not in (4, 6) for step in range(8)]
+        assert all(after.count_nonzero() for _, after, _ in steps[3:])
+        for before, after, has_gradient in steps:
+            if not has_gradient:
+                # What was sent is subtracted, then added again: two roundings of sums no larger than what they are of.
+                # An approximation in an orthonormal basis is no longer than the mean of the errors, here below 8.
+                assert before.norm() < 8
+                assert (after - before).abs().max() <= 2 * 16 * 2.0**-24

@@ -1,0 +1,280 @@
+"""The factors of the next step: unit columns, random ones where a column is zero."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from cases import INTERPRETED, PROPERTY, name
+from exact import Guarded, assert_same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, assert_within, numbers, packed, rounding, values
+from random_oracle import at, key_of_the_middle, uniform_oracle
+
+from gradwire.kernels import FactorLayout, column_norms, draw, random_key, renew, renew_reference, uniform
+from gradwire.kernels.dispatch import use_triton
+
+INF, NAN = float("inf"), float("nan")
+FOLLOWING = (torch.float32, torch.float64)
+
+
+class Renewal:
+    """The factors of a bucket in guarded memory, and what `renew` made of them."""
+
+    def __init__(self, rows, wire, following, device, *, keys=None, step=0, flags=None, offset=0, renew=renew):
+        self.factor = FactorLayout([len(q) for q in rows], [q.shape[1] for q in rows])
+        self.keys = keys or list(range(len(rows)))
+        self.wire = Guarded(packed(self.factor, rows, wire), offset=offset, device=device)
+        # What was there before: it must not matter where it is overwritten, and stay where it is not.
+        before = [torch.arange(float(q.numel())).view_as(q) for q in self.factor.views(self.wire.window)]
+        for part in before:
+            part[:, ::3] = NAN
+        self.following = Guarded(packed(self.factor, before, following), offset=offset, device=device)
+        self.finite = Guarded(torch.tensor(flags or [1] * len(rows), dtype=torch.int32), device=device)
+        self.before = self.factor.views(self.following.window.clone())
+
+        renew(self.wire.window, self.factor, self.keys, at(step, device), self.following.window, self.finite.window)
+
+        self.wire.assert_untouched("the wire")
+        assert_gaps_untouched(self.following, self.factor, "the following factors")
+        self.finite.assert_guards_untouched("the flags")
+        self.flags = self.finite.window.tolist()
+        self.q = [numbers(view) for view in self.factor.views(self.wire.window)]
+        self.after = self.factor.views(self.following.window)
+
+    def check(self, i, step=0):
+        """Factor ``i`` has unit rows in the directions of those of the wire, or random ones where they are zero."""
+        q = self.q[i]
+        drawn = numbers(uniform_oracle(self.keys[i], step, q.size)).reshape(q.shape)
+        q = np.where((q == 0).all(1, keepdims=True), drawn, q)
+        q = q / np.abs(q).max(1, keepdims=True)
+        unit_rows = q / np.linalg.norm(q, axis=1, keepdims=True)
+        # One division, n squares and their sum, of which the root halves the error, the root, one division.
+        operations = 3 + (q.shape[1] + 2) / 2
+        bound = rounding(operations, self.after[i].dtype) * np.abs(unit_rows) + torch.finfo(self.after[i].dtype).tiny
+        assert_within(numbers(self.after[i]), unit_rows, bound, f"factor {i}")
+        assert self.flags[i] == 1
+
+
+LENGTHS = st.one_of(st.sampled_from((1, 2, 3, 16, 17, 127, 128)), st.integers(1, 60 if INTERPRETED else 2000))
+
+
+@st.composite
+def factors(draw):
+    """Factors with rows of many sizes, some of them zero."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    result = []
+    for _ in range(draw(st.integers(1, 3 if INTERPRETED else 6))):
+        rank, length = draw(st.integers(1, 4 if INTERPRETED else 33)), draw(LENGTHS)
+        rows = values((rank, length), draw(st.sampled_from(("normal", "graded", "sparse", "integers"))), generator)
+        scales = draw(st.sampled_from((1.0, 1e-30, 1e30, None)))
+        if scales is None:
+            scales = 10.0 ** (60 * torch.rand(rank, 1, dtype=torch.float64, generator=generator) - 30)
+        zeros = draw(st.sampled_from((0.0, 0.5, 1.0)))
+        result.append(rows * scales * (torch.rand(rank, 1, generator=generator) >= zeros))
+    return result
+
+
+@pytest.mark.parametrize("following", FOLLOWING, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+@PROPERTY
+@given(rows=factors(), step=st.sampled_from((0, 1, 2**31 - 1, 2**40)), offset=st.sampled_from((0, 1, 3)))
+def test_renew_normalises_rows_and_draws_zero_rows(wire, following, device, rows, step, offset):
+    keys = [random_key(step, str(i)) for i in range(len(rows))]
+    renewal = Renewal(rows, wire, following, device, keys=keys, step=step, offset=offset)
+    for i in range(len(rows)):
+        renewal.check(i, step)
+
+
+@pytest.mark.parametrize("following", FOLLOWING, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_renew_reference_normalises_rows_and_draws_zero_rows(wire, following, device):
+    rows = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((3, 40), (1, 1), (2, 9), (2, 5))
+    ]
+    rows[0][1] = 0
+    rows[2][1, 4] = NAN
+    renewal = Renewal(rows, wire, following, device, step=3, flags=[1, 1, 1, 0], offset=1, renew=renew_reference)
+    assert renewal.flags == [1, 1, 0, 0]
+    for i in (0, 1):
+        renewal.check(i, 3)
+    for i in (2, 3):
+        assert_same_bits(renewal.after[i], renewal.before[i], f"factor {i}")
+
+
+@pytest.mark.parametrize("shape", [(2, 1023), (1, 1024), (1, 1025), (2, 2049)], ids=str)
+def test_renew_normalises_rows_longer_than_a_block(shape, device):
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    rows[-1] = 0
+    for wire in (torch.float32, torch.bfloat16):
+        Renewal([rows, torch.ones(1, 3)], wire, torch.float32, device).check(0)
+
+
+def test_renew_of_long_row_includes_last_element(device):
+    row = torch.zeros(1, 2049)
+    row[0, -1] = -1e30
+    renewal = Renewal([row], torch.float32, torch.float32, device)
+    renewal.check(0)
+    assert renewal.after[0][0, -1] == -1
+    row[0, -1] = NAN
+    assert Renewal([row], torch.float32, torch.float32, device).flags == [0]
+
+
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_result_is_independent_of_scale_of_rows(wire, device):
+    rows = numbers(torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).to(wire))
+    first = Renewal([rows], wire, torch.float32, device).after[0]
+    for power in (2.0**-100, 2.0**-64, 2.0**64, 2.0**100):
+        scaled = Renewal([rows * [[1], [power], [-power]]], wire, torch.float32, device).after[0]
+        assert_same_bits(scaled, first * torch.tensor([[1], [1], [-1]], device=device), f"scaled by {power}")
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
+def test_largest_and_smallest_normal_numbers_are_ordinary_input(wire, device):
+    info = torch.finfo(wire)
+    rows = torch.tensor([[info.max, -info.max, info.max], [info.smallest_normal, 0, -info.smallest_normal]])
+    Renewal([rows], wire, torch.float32, device).check(0)
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("following", FOLLOWING, ids=name)
+@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
+def test_renew_of_non_finite_factor_keeps_next_factor_and_clears_flag(wire, following, poison, device):
+    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((2, 9), (1, 1), (3, 40))]
+    clean = Renewal(rows, wire, following, device)
+    for hit, place in ((0, (0, 0)), (0, (1, 8)), (1, (0, 0)), (2, (1, 20))):
+        poisoned = [q.clone() for q in rows]
+        poisoned[hit][place] = poison
+        renewal = Renewal(poisoned, wire, following, device)
+        assert renewal.flags == [int(i != hit) for i in range(3)]
+        for i in range(3):
+            expected = renewal.before[i] if i == hit else clean.after[i]
+            assert_same_bits(renewal.after[i], expected, f"factor {i} with {poison} in {hit}")
+
+
+def test_renew_of_two_non_finite_factors_clears_both_flags(device):
+    rows = [torch.tensor([[NAN, 1.0]]), torch.ones(1, 3), torch.tensor([[1.0, 2.0], [3.0, INF]])]
+    assert Renewal(rows, torch.float32, torch.float32, device).flags == [0, 1, 0]
+
+
+@pytest.mark.parametrize("following", FOLLOWING, ids=name)
+def test_renew_with_cleared_flag_keeps_next_factor(following, device):
+    rows = [torch.ones(2, 5), torch.zeros(1, 4), torch.ones(1, 3), torch.full((1, 2), NAN)]
+    renewal = Renewal(rows, torch.float32, following, device, flags=[0, 0, 1, 0])
+    assert renewal.flags == [0, 0, 1, 0]
+    for i in (0, 1, 3):
+        assert_same_bits(renewal.after[i], renewal.before[i], f"factor {i}")
+    renewal.check(2)
+
+
+def test_renew_draws_same_rows_for_negative_zero(device):
+    plus, minus = (Renewal([torch.zeros(2, 6) * s], torch.float32, torch.float32, device) for s in (1, -1))
+    plus.check(0)
+    assert_same_bits(minus.after[0], plus.after[0], "minus zero")
+
+
+ZEROS = [torch.zeros(2, 9), torch.zeros(1, 40), torch.zeros(3, 3)]
+LAYOUT = FactorLayout([2, 1, 3], [9, 40, 3])
+
+
+def drawn(keys, step, dtype, device, layout=LAYOUT):
+    following = Guarded.poisoned(layout.numel, dtype, offset=1, device=device)
+    draw(layout, keys, at(step, device), following.window)
+    assert_gaps_untouched(following, layout, "the factors")
+    return layout.views(following.window)
+
+
+@pytest.mark.parametrize("dtype", FOLLOWING, ids=name)
+def test_draw_matches_renew_of_zero_factors(dtype, device):
+    renewal = Renewal(ZEROS, dtype, dtype, device, keys=[7, -7, 2**60], step=3)
+    for i, found in enumerate(drawn([7, -7, 2**60], 3, dtype, device)):
+        renewal.check(i, 3)
+        assert_same_bits(found, renewal.after[i], f"factor {i}")
+
+
+def test_draw_depends_on_key_and_step_alone(device):
+    keys = [7, 8, 9]
+    first = drawn(keys, 3, torch.float32, device)
+    for i, found in enumerate(drawn(keys, 3, torch.float32, device)):
+        assert_same_bits(found, first[i], "drawn again")
+    for other_keys, step in (([17, 18, 19], 3), (keys, 4)):
+        for i, found in enumerate(drawn(other_keys, step, torch.float32, device)):
+            assert not (found == first[i]).any(), "another key or step draws other numbers"
+    (alone,) = drawn([8], 3, torch.float32, device, FactorLayout([1], [40]))
+    assert_same_bits(alone, first[1], "without its neighbours")
+
+
+def test_draw_with_equal_keys_gives_equal_columns(device):
+    first, second = drawn([7, 7], 0, torch.float32, device, FactorLayout([2, 2], [9, 9]))
+    assert_same_bits(second, first, "the same key")
+
+
+def test_uniform_of_middle_bits_is_not_zero(device):
+    # Were the middle zero, one in 2^24 rows of one element would be NaN, and stay so for the rest of the run.
+    assert (
+        uniform(key_of_the_middle(), at(0, device), torch.zeros((), dtype=torch.int64, device=device)).item()
+        == 2.0**-24
+    )
+    (found,) = drawn([key_of_the_middle()], 0, torch.float32, device, FactorLayout([1], [1]))
+    assert abs(found.item()) == 1
+
+
+MISFITS = {
+    "length": lambda device: torch.empty(97, device=device),
+    "dimensions": lambda device: torch.empty(2, 48, device=device),
+    "stride": lambda device: torch.empty(192, device=device)[::2],
+}
+
+
+@pytest.mark.parametrize("side", ["wire", "following"])
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_misfitting_buffer_raises(misfit, side, device):
+    good = torch.full((96,), 3.0, device=device)
+    bad = MISFITS[misfit](device)
+    wire, following = (bad, good) if side == "wire" else (good, bad)
+    finite = torch.ones(1, dtype=torch.int32, device=device)
+    message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
+    with pytest.raises(ValueError, match=message):
+        renew(wire, FactorLayout([2], [48]), [0], at(0, device), following, finite)
+    assert (good == 3).all()
+    assert finite.item() == 1
+
+
+@pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
+def test_step_of_wrong_dtype_or_size_raises(step, device):
+    buffer = torch.full((96,), 3.0, device=device)
+    with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
+        draw(FactorLayout([2], [48]), [0], step.to(device), buffer)
+    assert (buffer == 3).all()
+
+
+def test_replayed_launches_draw_columns_of_step_in_device_memory(device, monkeypatch):
+    if not use_triton(device):
+        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
+    layout, keys, launches = FactorLayout([2], [9]), [7], []
+    expected = {i: torch.zeros(layout.numel, device=device) for i in (4, 5)}
+    for i, columns in expected.items():
+        draw(layout, keys, at(i, device), columns)
+
+    class Recording:
+        """A kernel whose launches can be made again as a CUDA graph makes them: with the same arguments."""
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda **arguments: launches.append(partial(self.kernel[grid], **arguments))
+
+    for kernel in ("_norms_kernel", "_renew_kernel"):
+        monkeypatch.setattr(column_norms, kernel, Recording(getattr(column_norms, kernel)))
+    following, step = torch.zeros(layout.numel, device=device), at(3, device)
+    draw(layout, keys, step, following)
+    assert len(launches) == 2
+    for i, columns in expected.items():
+        step.add_(1)
+        for launch in launches:
+            launch()
+        assert_same_bits(following, columns, f"step {i}")

@@ -1,0 +1,118 @@
+"""The counter-based random numbers, held to SplitMix64."""
+
+import numpy as np
+import pytest
+import torch
+from cases import PROPERTY
+from exact import assert_same_bits
+from hypothesis import example, given
+from hypothesis import strategies as st
+from random_oracle import at, splitmix64, uniform_oracle
+
+from gradwire.kernels import random_key, uniform
+from gradwire.kernels.counter_random import uniform_triton
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.language import jit, tl
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+EXTREMES = (0, 1, -1, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63))
+
+
+def test_oracle_matches_published_splitmix64_numbers():
+    # The first numbers from seed 1234567, as published with several implementations of the generator.
+    state, found = 1234567, []
+    for _ in range(5):
+        state, z = splitmix64(state)
+        found.append(z)
+    assert found == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+@PROPERTY
+@given(key=INT64, step=INT64)
+@example(key=0, step=0)
+@example(key=2**63 - 1, step=2**63 - 1)
+@example(key=-(2**63), step=-(2**63))
+def test_uniform_matches_splitmix64(device, key, step):
+    found = uniform(key, at(step, device), torch.arange(40, device=device))
+    assert found.dtype == torch.float32
+    assert_same_bits(found.cpu().double(), uniform_oracle(key, step, 40), f"stream {key}, {step}")
+
+
+def test_uniform_at_any_indices_gives_the_same_stream(device):
+    long = uniform(5, at(3, device), torch.arange(1000, device=device))
+    for index in ([], [0], [999, 3, 3], [[1, 2], [998, 0]]):
+        index = torch.tensor(index, dtype=torch.int64, device=device)
+        assert_same_bits(uniform(5, at(3, device), index), long[index], f"at {index}")
+
+
+@jit
+def _uniform_kernel(out_ptr, counters_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    key, step, first = tl.load(counters_ptr), tl.load(counters_ptr + 1), tl.load(counters_ptr + 2)
+    tl.store(out_ptr + offs, uniform_triton(key, step, first + offs))
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 5, 2**40])
+@pytest.mark.parametrize("step", EXTREMES)
+@pytest.mark.parametrize("key", EXTREMES)
+def test_uniform_in_triton_is_bitwise_equal_to_reference(key, step, first, device):
+    if not use_triton(device):
+        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
+    out = torch.full((64,), torch.nan, device=device)
+    _uniform_kernel[(1,)](out, torch.tensor([key, step, first], device=device), N=64)
+    assert_same_bits(out.cpu().double(), uniform_oracle(key, step, 64, first), f"stream {key}, {step} from {first}")
+    if first == 0:
+        assert_same_bits(out, uniform(key, at(step, device), torch.arange(64, device=device)), f"stream {key}, {step}")
+
+
+N = 1 << 16
+STREAMS = [(0, 0), (0, 1), (1, 0), (2, 0), (-1, 7), (random_key(0, "weight"), 0), (random_key(0, "weight"), 1)]
+
+
+def within_five_sigma(samples, mean, variance, what):
+    deviation = (samples.mean() - mean) / np.sqrt(variance / samples.numel())
+    assert abs(deviation) < 5, f"{what}: the mean is {deviation:.1f} standard deviations off"
+
+
+@pytest.mark.parametrize("key, step", STREAMS)
+def test_stream_is_uniform_and_uncorrelated(key, step, device):
+    u = uniform(key, at(step, device), torch.arange(N, device=device)).double()
+    assert u.min() > -1
+    assert u.max() < 1
+    within_five_sigma(u, 0, 1 / 3, "u")
+    within_five_sigma(u**2, 1 / 3, 1 / 5 - 1 / 9, "u squared")
+    for lag in (1, 2, 3, 64, 1024):
+        within_five_sigma(u[lag:] * u[:-lag], 0, 1 / 9, f"u times the one {lag} before")
+    counts = torch.histc(u, 256, -1, 1)
+    statistic = ((counts - N / 256) ** 2 / (N / 256)).sum().item()
+    assert abs(statistic - 255) < 5 * np.sqrt(2 * 255), "chi squared of 256 bins"
+    bits = ((u + 1) * 2**23).long()
+    for bit in range(24):
+        within_five_sigma(((bits >> bit) & 1).double(), 0.5, 0.25, f"bit {bit}")
+
+
+def test_streams_of_different_keys_and_steps_are_uncorrelated(device):
+    drawn = [uniform(key, at(step, device), torch.arange(N, device=device)).double() for key, step in STREAMS]
+    for i, u in enumerate(drawn):
+        for v in drawn[:i]:
+            assert (u == v).sum() < 5, "two streams share numbers"
+            within_five_sigma(u * v, 0, 1 / 9, "products of two streams")
+
+
+def test_random_key_depends_on_seed_and_name_alone():
+    assert random_key(0, "weight") == random_key(0, "weight")
+    keys = {random_key(seed, name) for seed in (0, 1, -1, 2**70) for name in ("", "a", "b", "a/0", "a/1", "0/a", "ä")}
+    assert len(keys) == 28
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert min(keys) < 0 < max(keys), "all 64 bits are used"
+
+
+def test_random_key_matches_earlier_versions():
+    # States that are resumed draw the columns that they would have drawn.
+    assert random_key(0, "weight") == -2227690008018053774

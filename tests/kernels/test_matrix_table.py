@@ -1,0 +1,186 @@
+"""The layout of a bucket's matrices and factors, and what it refuses."""
+
+import pytest
+import torch
+from cases import PROPERTY, name
+from hypothesis import given
+from hypothesis import strategies as st
+from matrix_cases import GRADIENTS, places
+
+from gradwire.kernels import FactorLayout, Matrix, MatrixTable, Operands
+
+CPU = torch.device("cpu")
+
+
+def table(*matrices, dtype=torch.float32):
+    return MatrixTable([Matrix(*matrix) for matrix in matrices], dtype, CPU)
+
+
+def test_factors_are_packed_in_list_order_and_aligned():
+    layout = table((5, 7, 2), (3, 3, 3), (1, 32, 1), (9, 4, 4))
+    p, q = layout.p, layout.q
+    assert (p.ranks, p.lengths, p.sizes, p.offsets) == ([2, 3, 1, 4], [5, 3, 1, 9], [10, 9, 1, 36], [0, 16, 32, 48])
+    assert (q.ranks, q.lengths, q.sizes, q.offsets) == ([2, 3, 1, 4], [7, 3, 32, 4], [14, 9, 32, 16], [0, 16, 32, 64])
+    assert (p.numel, p.has_gaps) == (96, True)
+    assert (q.numel, q.has_gaps) == (80, True)
+
+
+def test_factors_of_aligned_size_have_no_gaps():
+    factor = FactorLayout([1, 2, 4], [16, 24, 4])
+    assert (factor.offsets, factor.numel, factor.has_gaps) == ([0, 16, 64], 80, False)
+
+
+@PROPERTY
+@given(drawn=st.lists(places(), min_size=1, max_size=8))
+def test_views_are_disjoint_in_order_and_minimally_padded(drawn):
+    layout = MatrixTable([Matrix(p.rows, p.columns, p.rank) for p in drawn], torch.float32, CPU)
+    for factor, lengths in ((layout.p, [p.rows for p in drawn]), (layout.q, [p.columns for p in drawn])):
+        buffer = torch.arange(factor.numel)
+        views = factor.views(buffer)
+        assert [tuple(view.shape) for view in views] == [(p.rank, n) for p, n in zip(drawn, lengths, strict=True)]
+        end = 0
+        for view, offset in zip(views, factor.offsets, strict=True):
+            assert torch.equal(view.flatten(), torch.arange(offset, offset + view.numel())), "row after row"
+            assert end <= offset < end + 16
+            assert offset % 16 == 0
+            end = offset + view.numel()
+        assert end <= factor.numel < end + 16
+        assert factor.has_gaps == (factor.numel != sum(view.numel() for view in views))
+
+
+def test_views_share_memory_with_buffer():
+    factor = FactorLayout([2, 1], [3, 4])
+    buffer = torch.zeros(factor.numel)
+    first, second = factor.views(buffer)
+    first[1, 2], second[0, 1] = 5, 7
+    assert buffer.nonzero().flatten().tolist() == [5, 17]
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_compute_dtype_is_fp32_except_for_fp64(dtype):
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    assert table((2, 2, 1), dtype=dtype).compute == expected
+    assert table((2, 2, 1), dtype=dtype).scratch(0).dtype == expected
+
+
+def test_table_keeps_matrices_and_keys():
+    matrices = [Matrix(5, 7, 2, -(2**63)), Matrix(3, 3, 3), Matrix(1, 9, 1, 2**63 - 1)]
+    layout = MatrixTable(matrices, torch.bfloat16, CPU)
+    assert (layout.matrices, layout.dtype, layout.device, len(layout)) == (matrices, torch.bfloat16, CPU, 3)
+    assert layout.keys == [-(2**63), 0, 2**63 - 1]
+
+
+def test_table_is_independent_of_callers_list():
+    matrices = [Matrix(5, 7, 2)]
+    layout = MatrixTable(matrices, torch.float32, CPU)
+    matrices.append(Matrix(1, 1, 1))
+    assert len(layout) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1000, 3), (3, 300_001), (1, 2**19), (2**19, 1), (700, 600)])
+def test_scratch_holds_block_of_rows_of_each_matrix(shape):
+    layout = table((2, 3, 1), (*shape, 1))
+    scratch = layout.scratch(1)
+    assert 1 <= len(scratch) <= shape[0]
+    assert scratch.shape[1] == shape[1]
+    assert len(scratch) == 1 or scratch.numel() <= 2**18
+    assert len(scratch) == shape[0] or scratch.numel() > 2**17, "no smaller than it has to be"
+    assert layout.scratch(0).shape == (2, 3)
+
+
+def test_empty_table_raises():
+    with pytest.raises(ValueError, match=r"at least one matrix; got an empty list"):
+        MatrixTable([], torch.float32, CPU)
+
+
+@pytest.mark.parametrize("rows, columns, rank", [(4, 6, 5), (6, 4, 5), (4, 6, 0), (4, 6, -1), (0, 6, 1), (6, 0, 0)])
+def test_impossible_rank_raises(rows, columns, rank):
+    message = rf"Matrix 1 is {rows} x {columns} with rank {rank}; expected 1 to min\(rows, columns\)"
+    with pytest.raises(ValueError, match=message):
+        table((2, 2, 1), (rows, columns, rank))
+
+
+@pytest.mark.parametrize(
+    "buffer, shape",
+    [
+        (torch.empty(31), r"\(31,\)"),
+        (torch.empty(33), r"\(33,\)"),
+        (torch.empty(0), r"\(0,\)"),
+        (torch.empty(2, 16), r"\(2, 16\)"),
+        (torch.empty(64)[::2], r"\(32,\)"),
+    ],
+    ids=["short", "long", "empty", "2-D", "strided"],
+)
+def test_misfitting_buffer_raises(buffer, shape):
+    with pytest.raises(
+        ValueError, match=rf"^the wire has shape {shape}; expected a contiguous 1-D tensor of 32 elements"
+    ):
+        FactorLayout([2, 1], [8, 16]).check(buffer, "the wire")
+
+
+def test_fitting_buffer_is_accepted():
+    FactorLayout([2, 1], [8, 16]).check(torch.empty(34)[1:33], "the wire")
+
+
+def operands(layout, *, keep=False, has_error=True, **replaced):
+    def matrices(dtype):
+        return [torch.empty(m.rows, m.columns, dtype=dtype) for m in layout.matrices]
+
+    parts = {"source": matrices(layout.dtype), "target": matrices(layout.dtype)}
+    parts["error"] = matrices(layout.compute) if has_error else None
+    return Operands(layout, keep=keep, **{**parts, **replaced})
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_fitting_matrices_are_accepted(dtype):
+    layout = table((2, 3, 1), (4, 1, 1), dtype=dtype)
+    operands(layout).check()
+    operands(layout, has_error=False).check()
+    if dtype in (torch.float32, torch.float64):
+        operands(layout, keep=True).check()
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_keep_without_error_feedback_or_wide_target_raises(dtype):
+    layout = table((2, 3, 1), dtype=dtype)
+    message = rf"M can be kept only with error feedback and in {layout.compute}, not in {dtype}"
+    with pytest.raises(ValueError, match=message):
+        operands(layout, keep=True, has_error=False).check()
+    if dtype != layout.compute:
+        with pytest.raises(ValueError, match=message):
+            operands(layout, keep=True).check()
+
+
+@pytest.mark.parametrize("part", ["source", "target", "error"])
+def test_list_of_wrong_length_raises(part):
+    layout = table((2, 3, 1), (4, 1, 1))
+    for count in (0, 1, 3):
+        with pytest.raises(ValueError, match=rf"Got {count} matrices for a table of 2"):
+            operands(layout, **{part: [torch.empty(2, 3)] * count}).check()
+
+
+MISFITS = {
+    "transposed shape": (torch.empty(3, 2), r"torch\.float32 \(3, 2\) with strides \(2, 1\)"),
+    "flat": (torch.empty(6), r"torch\.float32 \(6,\) with strides \(1,\)"),
+    "strided": (torch.empty(3, 2).t(), r"torch\.float32 \(2, 3\) with strides \(1, 2\)"),
+    "padded rows": (torch.empty(2, 4)[:, :3], r"torch\.float32 \(2, 3\) with strides \(4, 1\)"),
+    "dtype": (torch.empty(2, 3, dtype=torch.int32), r"torch\.int32 \(2, 3\) with strides \(3, 1\)"),
+}
+
+
+@pytest.mark.parametrize("part", ["source", "target", "error"])
+@pytest.mark.parametrize("misfit, found", MISFITS.values(), ids=MISFITS)
+def test_matrix_of_wrong_layout_raises(misfit, found, part):
+    layout = table((4, 1, 1), (2, 3, 1))
+    with pytest.raises(ValueError, match=rf"Matrix 1 is {found}; expected a contiguous torch\.float32 \(2, 3\)"):
+        operands(layout, **{part: [torch.empty(4, 1), misfit]}).check()
+
+
+def test_error_memory_narrower_than_arithmetic_raises():
+    layout = table((2, 3, 1), dtype=torch.bfloat16)
+    narrow = [torch.empty(2, 3, dtype=torch.bfloat16)]
+    with pytest.raises(
+        ValueError, match=r"Matrix 0 is torch\.bfloat16 .* expected a contiguous torch\.float32 \(2, 3\)"
+    ):
+        operands(layout, error=narrow).check()
+    operands(layout, source=narrow, target=narrow).check()

@@ -1,0 +1,181 @@
+from itertools import product
+
+import pytest
+import torch
+from cases import PROPERTY, SOURCES, Layout, cases, name
+from exact import as_float64
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.kernels import Fitting, SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
+
+
+def tensors_of(*sizes, device="cpu", dtype=torch.float32):
+    return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)
+@PROPERTY
+@given(case=cases())
+def test_segments_are_packed_in_list_order(device, dtype, case):
+    tensors = case.views(case.sources(dtype, device))
+    table = SegmentTable(tensors)
+    pair = 2 if dtype.is_complex else 1
+    end = 0
+    for tensor, offset, length in zip(tensors, table.offsets, table.lengths, strict=True):
+        assert offset == end
+        assert length == tensor.numel() * pair
+        end += length
+    assert table.numel == end
+    assert len(table) == len(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)
+@PROPERTY
+@given(case=cases())
+def test_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
+    tensors = case.views(case.sources(dtype, device))
+    table = SegmentTable(tensors)
+    packed = table.packed(tensors)
+    assert packed.dtype == torch.int64 and packed.device.type == device.type
+    n = len(table)
+    pointers, lengths, offsets, chunk_segment, chunk_start = packed.split([n, n, n, table.n_chunks, table.n_chunks])
+    assert pointers.tolist() == [tensor.data_ptr() for tensor in tensors]
+    assert lengths.tolist() == table.lengths
+    assert offsets.tolist() == table.offsets
+    expected = [(i, start) for i, length in enumerate(table.lengths) for start in range(0, length, CHUNK_NUMEL)]
+    assert list(zip(chunk_segment.tolist(), chunk_start.tolist(), strict=True)) == expected
+
+
+@PROPERTY
+@given(case=cases(), block=st.sampled_from((2, 64, 1000)))
+def test_blocks_cover_the_wire_once_in_order(case, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
+        table = SegmentTable(case.views(case.sources(torch.float32, "cpu")))
+        end = 0
+        for piece in table.blocks:
+            assert piece.start == end
+            assert piece.stop - piece.start <= block
+            is_whole = table.offsets[piece.first] == piece.start
+            assert is_whole or piece.last == piece.first + 1
+            end = piece.stop
+        assert end == table.numel
+
+
+def test_addresses_are_uploaded_again_only_after_a_change(device, monkeypatch):
+    sizes = []
+    pinned = uploads.pinned
+    monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
+    first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
+    table = SegmentTable(first)
+
+    storage = table.packed(first).data_ptr()
+    assert sizes == [2 + 2 + 2 + 3 + 3]  # pointers, lengths, offsets, and two numbers for each of three chunks
+
+    table.packed(first)
+    assert len(sizes) == 1
+
+    packed = table.packed(second)
+    assert sizes[1:] == [2]
+    assert packed.data_ptr() == storage
+    assert packed[:2].tolist() == [tensor.data_ptr() for tensor in second]
+    assert packed[2:4].tolist() == [5000, 3]
+
+
+@given(
+    dimensions=st.lists(
+        st.tuples(st.sampled_from((0, 1, 1, 2, 3, 4)), st.sampled_from((0, 1, 2, 3, 4, 6, 8, 12))), max_size=4
+    )
+)
+@PROPERTY
+def test_dense_layout_uses_every_address_once(dimensions):
+    shape, strides = [d[0] for d in dimensions], [d[1] for d in dimensions]
+    addresses = [sum(i * s for i, s in zip(at, strides, strict=True)) for at in product(*map(range, shape))]
+    assert is_dense(shape, strides) == (sorted(addresses) == list(range(len(addresses))))
+
+
+def test_empty_slice_is_dense():
+    assert is_dense((0, 3), torch.empty(4, 6)[:0, ::2].stride())
+
+
+@pytest.mark.parametrize("dtype", SOURCES, ids=name)
+@PROPERTY
+@given(case=cases())
+def test_memory_order_sorts_elements_by_address(dtype, case):
+    guarded = case.sources(dtype, "cpu")
+    for one, tensor in zip(guarded, case.views(guarded), strict=True):
+        flat = memory_order(tensor)
+        assert flat.data_ptr() == tensor.data_ptr() and flat.is_contiguous()
+        assert as_float64(flat).tobytes() == as_float64(one.window).tobytes()
+
+
+REFUSED = {
+    "empty list": ([], "needs at least one tensor"),
+    "two dtypes": ([torch.ones(2), torch.ones(2).half()], r"Tensor 1 is torch\.float16 .* Use a table for each"),
+    "two devices": ([torch.ones(2), torch.ones(2, device="meta")], r"Tensor 1 .* on meta.* Use a table for each"),
+    "integers": ([torch.ones(2, dtype=torch.int32)], r"torch\.int32; expected a floating-point or complex"),
+    "sparse": ([torch.eye(3).to_sparse()], r"sparse_coo .* Pass tensor\.contiguous\(\)"),
+    "gaps": ([torch.ones(6)[::2]], r"gaps or overlaps in memory.* Pass tensor\.contiguous\(\)"),
+    "overlaps": ([torch.ones(1).expand(3)], "gaps or overlaps in memory"),
+    "lazy conjugate": ([torch.ones(3, dtype=torch.complex64).conj()], r"resolve_conj\(\)"),
+    "lazy negative": ([torch._neg_view(torch.ones(3))], r"resolve_neg\(\)"),
+}
+
+
+@pytest.mark.parametrize("tensors, message", REFUSED.values(), ids=REFUSED)
+def test_indescribable_list_raises(tensors, message):
+    with pytest.raises(ValueError, match=message):
+        SegmentTable(tensors)
+
+
+def other(*, shape=(4, 3), strides=(3, 1), dtype=torch.float32, device="cpu"):
+    layout = Layout(shape, strides)
+    return torch.zeros(layout.numel, dtype=dtype, device=device).as_strided(shape, strides)
+
+
+MISFITS = {
+    "count": ([other(), other()], "Got 2 tensors for a table of 1"),
+    "shape": (
+        [other(shape=(3, 4), strides=(4, 1))],
+        r"built for torch\.float32 \(4, 3\).* Build a new table",
+    ),
+    "dtype": ([other(dtype=torch.bfloat16)], r"Tensor 0 is torch\.bfloat16 .* Build a new table"),
+    "device": ([other(device="meta")], r"on meta; its table was built for .* on cpu"),
+    "strides": ([other(strides=(1, 4))], r"has strides \(1, 4\); its table was built for \(3, 1\)"),
+}
+
+
+@pytest.mark.parametrize("tensors, message", MISFITS.values(), ids=MISFITS)
+def test_misfitting_tensors_raise(tensors, message):
+    table = SegmentTable([other()])
+    with pytest.raises(ValueError, match=message):
+        table.check(tensors, torch.empty(12))
+
+
+def test_other_dtype_at_same_address_raises():
+    tensor = other()
+    table = SegmentTable([tensor])
+    table.check([tensor], torch.empty(12))
+    with pytest.raises(ValueError, match=r"Tensor 0 is torch\.int32"):
+        table.check([tensor.view(torch.int32)], torch.empty(12))
+
+
+def test_fitting_tensors_are_not_checked_again():
+    table, same = SegmentTable([other()]), SegmentTable([other()])
+    misfit = [other(strides=(1, 4))]
+    table.check(Fitting(misfit, table), torch.empty(12))
+    for tensors in (misfit, Fitting(misfit, same)):
+        with pytest.raises(ValueError, match="strides"):
+            table.check(tensors, torch.empty(12))
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [torch.empty(11), torch.empty(12, 1), torch.empty(24)[::2], torch.empty(12, device="meta")],
+    ids=["length", "dimensions", "stride", "device"],
+)
+def test_wire_misfitting_table_raises(wire):
+    with pytest.raises(ValueError, match="expected a contiguous 1-D tensor of 12 elements on cpu"):
+        SegmentTable([other()]).check([other()], wire)

@@ -1,0 +1,73 @@
+"""Integers on the device: uploads that a CUDA graph captures, at addresses that stay."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from gradwire.kernels import Matrix, MatrixTable, SegmentTable, uploads
+
+
+def tensors_of(*sizes, device):
+    return [torch.zeros(size, device=device) for size in sizes]
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """Weak references to the host tensors that are sent to the device."""
+    references = []
+    pinned = uploads.pinned
+
+    def watched(numbers, device):
+        source = pinned(numbers, device)
+        references.append(weakref.ref(source))
+        return source
+
+    monkeypatch.setattr(uploads, "pinned", watched)
+    return references
+
+
+def packed_table(tensors):
+    table = SegmentTable(tensors)
+    return table, table.packed
+
+
+def address_table(tensors):
+    table = MatrixTable([Matrix(*t.shape, 1) for t in tensors], tensors[0].dtype, tensors[0].device)
+    return table, lambda tensors: table.addresses(tensors, tensors, tensors)
+
+
+of_both_tables = pytest.mark.parametrize("make", [packed_table, address_table], ids=["segments", "matrices"])
+
+
+@of_both_tables
+def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, device, monkeypatch):
+    lists = [tensors_of((4, 5), (2, 3), device=device) for _ in range(4)]
+    table, upload = make(lists[0])
+    for tensors, is_captured in zip(lists, (True, True, False, False), strict=True):
+        monkeypatch.setattr(uploads, "is_capturing", lambda _, is_captured=is_captured: is_captured)
+        upload(tensors)
+    gc.collect()
+    assert [source() is not None for source in sources] == [True, True, False, False]
+    del table, upload
+    gc.collect()
+    assert not any(source() for source in sources)
+
+
+def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, monkeypatch):
+    table = MatrixTable([Matrix(4, 5, 1)], torch.float32, device)
+    monkeypatch.setattr(uploads, "is_capturing", lambda _: True)
+    table.packed()
+    gc.collect()
+    assert [source() is not None for source in sources] == [True]
+
+
+@of_both_tables
+def test_device_table_keeps_its_address_when_pointers_change(make, device):
+    first, second = tensors_of((4, 5), (2, 3), device=device), tensors_of((4, 5), (2, 3), device=device)
+    _, upload = make(first)
+    address = upload(first).data_ptr()
+    moved = upload(second)
+    assert moved.data_ptr() == address, "a captured graph would read freed memory"
+    assert moved[:2].tolist() == [tensor.data_ptr() for tensor in second]

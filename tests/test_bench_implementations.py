@@ -1,0 +1,160 @@
+"""The implementations that the benches time, with a small model, and the check that they must pass first."""
+
+import pytest
+import torch
+
+from gradwire.bench import implementations
+from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
+from gradwire.bench.hooks import DEFAULT_HOOKS
+from gradwire.bench.implementations import (
+    GRADWIRE,
+    GRADWIRE_ON_PYTORCH,
+    PYTORCH,
+    Implementation,
+    complaint_about_low_rank,
+    complaint_about_mean,
+    make_batch,
+)
+from gradwire.bench.network import DEFAULT_HOOKS as NETWORK_HOOKS
+
+CPU = torch.device("cpu")
+
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A model of two layers, 160 x 320 and back: small, and yet rank 32 is worth compressing."""
+    for name, value in {"LAYERS": 2, "NARROW": 160, "WIDE": 320}.items():
+        monkeypatch.setattr(implementations, name, value)
+
+
+def warm(implementation):
+    for step in range(implementations.WARM_UP):
+        implementation.step(make_batch(step, 0, CPU))
+    return implementation
+
+
+def build(hook, name):
+    return warm(Implementation(hook, name, CPU, one_bucket=name == PYTORCH and HOOKS[hook].pytorch.one_bucket))
+
+
+def check(implementation):
+    implementation.check(make_batch(implementations.WARM_UP, 0, CPU))
+
+
+def test_default_hooks_have_a_pytorch_hook_beside_them():
+    for hook in {*DEFAULT_HOOKS, *NETWORK_HOOKS}:
+        assert HOOKS[hook].pytorch is not None, hook
+    assert set(DEMO_HOOKS) <= set(HOOKS)
+
+
+def test_model_matches_its_description():
+    shapes = [tuple(weight.shape) for weight in implementations.make_model().parameters()]
+    assert shapes == [(2048, 512), (512, 2048)] * 6
+    assert "12 linear layers 512 x 2048 / 2048 x 512 without bias, batch 8" in implementations.MODEL
+    assert 4 * sum(n * m for n, m in shapes) < implementations.ONE_BUCKET_MB * 2**20
+
+
+def test_gradients_are_in_the_range_of_fp16():
+    """fp16 has 11 bits down to 6e-5."""
+    model = implementations.make_model()
+    (model(make_batch(0, 0, CPU)).square().sum() / implementations.BATCH).backward()
+    for weight in model.parameters():
+        typical = weight.grad.square().mean().sqrt().item()
+        assert 1e-3 < typical < 10
+
+
+def test_batches_differ_between_steps_and_ranks_only():
+    batches = [make_batch(*key, CPU) for key in ((0, 0), (1, 0), (0, 1))]
+    assert torch.equal(batches[0], make_batch(0, 0, CPU))
+    for batch in batches[1:]:
+        assert not torch.equal(batch, batches[0])
+
+
+@pytest.mark.parametrize("name", [GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_implementation_passes_its_check(small, hook, name):
+    check(build(hook, name))
+
+
+@pytest.mark.parametrize("hook", ["none", "noop", "fp16", "powersgd-r4"])
+@pytest.mark.parametrize("name", [GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH])
+def test_implementation_with_wrong_gradient_fails_its_check(small, hook, name):
+    implementation = build(hook, name)
+    gradients = implementation._gradients
+
+    def spoiled():
+        values = gradients()
+        if implementation._buckets is not None:  # in the step, not in the local backward
+            values[0][3, 5] += 0.01
+        return values
+
+    implementation._gradients = spoiled
+    with pytest.raises(RuntimeError, match=rf"^{hook}, .*; nothing is timed\.$"):
+        check(implementation)
+
+
+def test_two_buckets_where_one_is_needed_fail_the_check(small, monkeypatch):
+    monkeypatch.setattr(implementations, "ONE_BUCKET_MB", 0.1)  # MiB; a layer has 0.2
+    implementation = warm(Implementation("noop", PYTORCH, CPU, one_bucket=True))
+    with pytest.raises(RuntimeError, match="the model is 2 buckets, not one"):
+        check(implementation)
+
+
+@pytest.mark.parametrize(
+    ("wire", "ulps", "is_right"),
+    [
+        (torch.float32, 1, True),
+        (torch.float32, 4, False),
+        (torch.float16, 1, True),
+        (torch.float16, 4, False),
+        (torch.bfloat16, 1, True),
+        (torch.bfloat16, 4, False),
+    ],
+)
+def test_mean_is_accepted_within_roundings_of_the_wire_dtype(wire, ulps, is_right):
+    """On one rank, three roundings of half a unit, one of them spare: 1.5 units."""
+    gradient = torch.tensor([1.0, -1.0, 1024.0])
+    complaint = complaint_about_mean([gradient], [gradient * (1 + ulps * torch.finfo(wire).eps)], wire)
+    assert (complaint is None) is is_right
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nonfinite_mean_is_refused(value):
+    gradient = torch.ones(3)
+    assert complaint_about_mean([gradient], [torch.tensor([1.0, value, 1.0])], torch.float16) is not None
+
+
+def low_rank_step():
+    """A correct step: half of M is applied, half goes to the error; (gradient, old error, result, new error)."""
+    gradient, old = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    half = torch.cat([(gradient + old)[:, :4], torch.zeros(6, 4)], dim=1)
+    return gradient, old, half, gradient + old - half
+
+
+def complain(gradient, old, result, new):
+    return complaint_about_low_rank([gradient], [old], [result], [new])
+
+
+def test_low_rank_step_that_loses_nothing_is_accepted():
+    assert complain(*low_rank_step()) is None
+
+
+def test_low_rank_step_that_loses_an_element_is_refused():
+    gradient, old, result, new = low_rank_step()
+    new[2, 5] = 0
+    assert "lost" in complain(gradient, old, result, new)
+
+
+def test_low_rank_step_that_applies_nothing_is_refused():
+    gradient, old, result, _ = low_rank_step()
+    assert "approximation" in complain(gradient, old, torch.zeros_like(result), gradient + old)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_low_rank_step_with_nan_is_refused(index):
+    step = low_rank_step()
+    step[index][0, 0] = float("nan")
+    assert complain(*step) is not None

@@ -1,0 +1,143 @@
+"""Percentiles, background load, provenance, records in files, and workers that end together."""
+
+import itertools
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradwire.bench import record, timing
+from gradwire.bench.launch import HERE, LaunchError, launch
+from gradwire.bench.record import Measured, Record, load, percentiles_ms, provenance, replacing, save
+from gradwire.bench.timing import BackgroundLoad, in_turn
+
+
+def test_percentiles_are_milliseconds():
+    assert percentiles_ms([step / 1e3 for step in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
+    assert percentiles_ms([0.5]) == {"p20": 500.0, "p50": 500.0, "p80": 500.0}
+
+
+def test_implementations_take_turns_in_every_order():
+    orders = [in_turn("abcd", turn) for turn in range(60)]
+    assert all(sorted(order) == list("abcd") for order in orders)
+    assert {pair for order in orders for pair in itertools.pairwise(order)} == set(itertools.permutations("abcd", 2))
+    assert orders[7] == in_turn("abcd", 7), "as on the other ranks"
+
+
+def test_background_load_excludes_this_process(monkeypatch):
+    # 4 seconds, with 5 seconds of CPU time in all, 2 of them of this process.
+    readings = iter([(100.0, 10.0, 3.0), (104.0, 15.0, 5.0)])
+    monkeypatch.setattr(BackgroundLoad, "_read", staticmethod(lambda: next(readings)))
+    assert BackgroundLoad().busy_cpus() == 0.75
+
+
+def test_background_load_is_unknown_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "Path", lambda *_: tmp_path / "none")
+    assert BackgroundLoad().busy_cpus() is None
+
+
+def test_background_load_reads_seconds_of_all_processes_and_of_this_one_with_children(monkeypatch, tmp_path):
+    stat = tmp_path / "stat"  # columns: user, nice, system, idle, iowait, irq, softirq, steal, and both of guests
+    stat.write_text("cpu  1000 200 300 40000 500 600 700 80 9000 90\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    monkeypatch.setattr(timing, "Path", lambda *_: stat)
+    monkeypatch.setattr(timing.os, "sysconf", {"SC_CLK_TCK": 100}.get)
+    monkeypatch.setattr(timing.os, "times", lambda: (1.5, 0.25, 4.0, 0.5, 99.0))
+    _, total, own = BackgroundLoad._read()
+    assert (total, own) == (15.8, 6.25)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="reads /proc")  # noqa: PTH110 - one word
+def test_time_of_this_process_is_part_of_total_time():
+    """Both are in one unit: all processes together take what this one takes, or more."""
+    before, end = BackgroundLoad._read(), time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    elapsed, total, own = (b - a for a, b in zip(before, BackgroundLoad._read(), strict=True))
+    assert own > 0.2, "the counters have steps of hundredths"
+    assert own < 2 * total, "other processes only make the total larger"
+    assert elapsed > 0
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_of_process_is_in_bytes(monkeypatch, system, unit):
+    monkeypatch.setattr(timing.sys, "platform", system)
+    monkeypatch.setattr(timing.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=50_000))
+    assert timing.peak_memory(torch.device("cpu")) == 50_000 * unit
+
+
+def test_provenance_names_machine_versions_and_date():
+    facts = provenance(torch.device("cpu"), "gloo", 3)
+    assert facts["threads_per_process"] == 3
+    assert facts["backend"] == "gloo"
+    assert facts["gpu"] is None
+    assert facts["load_average_before"] >= 0
+    assert all(facts[key] for key in ("date", "gradwire", "torch", "python", "system", "cpu", "cpu_count"))
+    json.dumps(facts)
+
+
+def made_up(**numbers):
+    numbers = {"metric": "time (ms)", "p50": 1.5} | numbers
+    return Record(bench="hooks", case={"hook": "fp16"}, implementation="gradwire", ranks=2, **numbers)
+
+
+def test_records_survive_a_round_trip_through_a_file(tmp_path):
+    path = tmp_path / "records.jsonl"
+    records = [made_up(), made_up(p20=1.0, p80=2.0), made_up(p50=None, series=[3.0, 2.0])]
+    records = Measured({"steps": 3}, records).with_provenance({"cpu": "x"})
+    save(records, path)
+    assert load(path) == records
+    assert records[0].provenance == {"cpu": "x", "settings": {"steps": 3}}
+    assert len(path.read_text().splitlines()) == 1 + len(records), "a line of provenance, a line for each record"
+    with pytest.raises(TypeError):
+        save([made_up(p50=object())], path)
+    assert load(path) == records
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_record_names_keys_of_its_case_and_attributes():
+    assert (made_up()["hook"], made_up()["ranks"], made_up()["p20"]) == ("fp16", 2, None)
+
+
+def test_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
+        partial.write_text("ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_commit_outside_a_checkout_is_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    assert record._commit() is None
+
+
+def run_python(code):
+    """``code`` in each of two ranks; `timeit` because its arguments are statements."""
+    launch("timeit", ["-n1", "-r1", f"import os, sys, time\n{code}"], [HERE] * 2)
+
+
+def test_each_rank_gets_its_environment(tmp_path):
+    names = "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME', 'OMP_NUM_THREADS')"
+    run_python(f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(str([os.environ[k] for k in {names}]))")
+    for rank in "01":
+        written = (tmp_path / rank).read_text()
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", HERE.interface)
+        assert written == str([rank, rank, "2", "127.0.0.1", interface, threads])
+
+
+def test_failed_rank_ends_the_others(tmp_path):
+    """Rank 0 waits forever for standard input, which `exit_with_launcher` watches."""
+    path = tmp_path / "ended"
+    code = (
+        f"if os.environ['RANK'] == '1': sys.exit('rank 1 has failed')\nos.read(0, 1); open({str(path)!r}, 'w').close()"
+    )
+    with pytest.raises(LaunchError, match="exit code 1") as error:
+        run_python(code)
+    assert "rank 1 has failed" in error.value.log
+    assert path.exists()

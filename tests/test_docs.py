@@ -1,0 +1,189 @@
+"""README and docs against the repository: links, headings, commands, named tests, the picture of the packages."""
+
+import csv
+import itertools
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def page_id(path):
+    return str(path.relative_to(ROOT))
+
+
+def anchor_of(heading):
+    """The fragment that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors_of(path):
+    return {anchor_of(heading) for heading in re.findall(r"^#+ (.+)$", CODE.sub("", path.read_text()), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files_and_headings(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text())):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\(([^)\s#]+)", (ROOT / "README.md").read_text()))
+    assert {page_id(page) for page in PAGES} - {"README.md", "CHANGELOG.md"} <= linked
+
+
+def test_every_finding_of_the_log_is_in_its_index():
+    """A heading is a finding, unless others follow it at once."""
+    log = (ROOT / "docs" / "log.md").read_text()
+    index, _, _ = log.partition("\n## 20")
+    findings = re.findall(r"^#{2,3} (.+)\n\n(?!#)", log.removeprefix(index), re.MULTILINE)
+    assert len(findings) > 30
+    assert {anchor_of(heading) for heading in findings} == set(re.findall(r"\(#([^)]+)\)", index))
+
+
+def test_make_targets_in_the_docs_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name
+        for page in PAGES
+        if page.name != "log.md"
+        for name in re.findall(r"\bmake ([a-z][\w-]+)`", page.read_text())
+    }
+    assert {"check", "test", "wheel"} <= named
+    assert named - targets == set()
+
+
+def test_paths_named_in_the_docs_exist():
+    named = {
+        path
+        for page in PAGES
+        if page.name not in ("log.md", "CHANGELOG.md")
+        for path in re.findall(r"`((?:\w+/)+(?:\w[\w.-]*)?)`", CODE.sub("", page.read_text()))
+    }
+    assert "tests/distributed/training.py" in named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_tests_named_in_the_docs_exist():
+    """Names that end in ``*`` are prefixes. Tests of PyTorch's own are introduced by "PyTorch's"."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    files = {path.name for path in paths}
+    functions = {name for path in paths for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        if page.name in ("log.md", "CHANGELOG.md"):
+            continue
+        ours = re.sub(r"PyTorch's (five )?`test_\w+\*?`(, `test_\w+`)*", "", text)
+        for name in re.findall(r"`(test_\w+(?:\*|\.py)?)`", ours):
+            known = (
+                any(function.startswith(name[:-1]) for function in functions)
+                if name.endswith("*")
+                else name in files | functions
+            )
+            if not known:
+                missing.append(f"{page_id(page)}: {name}")
+    assert missing == []
+
+
+def test_files_that_a_law_names_have_its_tests():
+    """A cell reads "`test_lawN_*` in" and links to files, up to a semicolon."""
+    laws = re.findall(r"`(test_law\d_)\*` in ([^;|]+)", (ROOT / "docs" / "laws.md").read_text())
+    assert len(laws) == 6
+    for prefix, links in laws:
+        for path in re.findall(r"\]\(\.\./([^)]+)\)", links):
+            assert f"def {prefix}" in (ROOT / path).read_text(), f"{path} has no {prefix}*"
+
+
+def test_conformance_counts_are_those_of_the_newest_record():
+    newest = max((ROOT / "tests" / "conformance").glob("torch-*.csv"))
+    with newest.open() as record:
+        rows = list(csv.DictReader(record))
+    passed = [row for row in rows if "passed" == row["stock 2"] == row["stock 4"]]
+    both = [row for row in passed if "passed" == row["gradwire 2"] == row["gradwire 4"]]
+    assert f"passes {len(both)} of the {len(passed)} tests" in " ".join((ROOT / "docs" / "ddp.md").read_text().split())
+
+
+def test_readme_migration_is_the_example():
+    diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    after = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ") and line.strip()]
+    program = [line.strip() for line in (ROOT / "examples" / "train_ddp.py").read_text().splitlines()]
+    assert [line for line in program if line in after] == after
+
+
+def test_readme_lists_every_public_hook():
+    modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
+    public = {name for module in modules for name in module.__all__ if not name.endswith("State")}
+    table = (ROOT / "README.md").read_text().partition("## Hooks")[2].partition("## ")[0]
+    assert {name for name in public if f"{name}`" not in table} == set()
+
+
+def test_readme_states_the_gpu_status_on_its_first_screen():
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
+    assert "not yet run on a GPU" in first_screen
+    assert "pip install" in first_screen
+
+
+def test_readme_and_contributing_name_the_versions_that_the_package_requires():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    pytorch = next(each for each in project["dependencies"] if each.startswith("torch")).removeprefix("torch>=")
+    assert f"Python {python} and PyTorch {pytorch} or later" in (ROOT / "README.md").read_text()
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, pytorch.split(".")))
+
+
+def test_picture_of_the_packages_is_the_import_rule():
+    """An arrow from every package to each package of the next layer, and no other."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    levels = [[name.strip().removeprefix("gradwire.") for name in re.split("[|:]", layer)] for layer in layers]
+    expected = {pair for above, below in itertools.pairwise(levels) for pair in itertools.product(above, below)}
+    picture = re.search(r"```mermaid\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[1]
+    assert set(re.findall(r"^\s*(\w+) --> (\w+)$", picture, re.MULTILINE)) == expected
+
+
+def test_code_on_the_powersgd_page_runs(world_of_one, tmp_path):
+    """Blocks: register, options by name, save, resume, monitor."""
+    page = (ROOT / "docs" / "powersgd.md").read_text()
+    first, options, save, resume, monitor = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def new_model():
+        parts = {
+            "embedding": torch.nn.Embedding(10, 32),
+            "block": torch.nn.ModuleDict(),
+            "head": torch.nn.Linear(64, 64),
+        }
+        parts["block"]["qkv"] = torch.nn.Linear(32, 3 * 32)
+        return torch.nn.ModuleDict(parts)
+
+    names = {"model": new_model(), "dist": dist, "torch": torch, "path": tmp_path / "checkpoint.pt"}
+    exec(first, names)
+    saved = dict(names["model"].module.state_dict())
+    exec(save, names)
+    names["model"] = gradwire.DistributedDataParallel(new_model())
+    exec(options, names)
+    assert names["state"].ranks == {"*embedding.weight": 0, "head.*": 8}
+    names["state"] = names["PowerSGDState"](None, matrix_approximation_rank=4)
+    exec(resume, names)
+    exec(monitor, names)
+    assert (names["rate"], names["elements_before"], names["elements_after"]) == (0, 0, 0)
+    for name, tensor in names["model"].module.state_dict().items():
+        assert torch.equal(tensor, saved[name])

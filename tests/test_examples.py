@@ -1,0 +1,38 @@
+"""The programs in examples/ run as their docstrings say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+HANG_LIMIT = 600  # seconds; ends what hangs, also on a busy machine
+
+
+def output_of(*command):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=HANG_LIMIT, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_train_ddp_on_two_ranks_learns_with_fewer_elements_sent():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = output_of(*launcher, str(EXAMPLES / "train_ddp.py"))
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.5 * losses[0]
+    (rate,) = re.findall(r"elements instead of \S+: (\S+) times fewer", output)
+    assert float(rate) > 5
+
+
+def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
+    output = output_of(str(EXAMPLES / "compress_tensors.py"))
+    errors = [float(error) for error in re.findall(r"relative errors of the mean: (\S+),", output)]
+    assert len(errors) == 3
+    assert errors[-1] < 0.5 * errors[0]
+    ((sent, whole),) = re.findall(r"sent (\S+) bytes per step instead of (\S+)", output)
+    assert 10 * int(sent.replace(",", "")) < int(whole.replace(",", ""))
