@@ -70,7 +70,7 @@ class Outcome:
 
 
 class World:
-    """Processes of ranks 0 to ``size`` - 1, started at the first case, and anew after a case that failed."""
+    """Processes of ranks 0 to ``size`` - 1, started at the first case, and anew after one that failed or spent them."""
 
     def __init__(self, size, folder):
         self.size = size
@@ -91,8 +91,8 @@ class World:
         """
         answers = self._ask(case, limit, arguments)
         if all(answer is not None and answer[0] == "result" for answer in answers):
-            if any(has_failed for *_, has_failed in answers):
-                self._ask(worker.begin_anew, limit, {})
+            if any(is_spent for *_, is_spent in answers):
+                self.close()
             return [pickle.loads(value) for _, value, _ in answers]
         raise self._failure(case.__qualname__, answers)
 

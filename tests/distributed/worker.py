@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm.connections import connections_of
-from gradwire.reducer.resynchronization import begin_together
 
 ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
 # When the test process itself has gone, nobody ends a worker that hangs.
@@ -38,23 +38,27 @@ def load(path, name):
 def run(message):
     """Answer one message.
 
-    ("result", value, whether an exchange has failed on the default group) or ("error", exception or None, traceback,
-    type's name, text).
+    ("result", value, `is_spent`) or ("error", exception or None, traceback, type's name, text).
     """
     path, module, name, arguments = pickle.loads(message)
     try:
         torch.manual_seed(0)
         case = getattr(load(path, module), name)
         value = pickle.dumps(case(**pickle.loads(arguments)))
-        return pickle.dumps(("result", value, dist.is_initialized() and connections_of(None).has_failed))
+        return pickle.dumps(("result", value, is_spent()))
     except Exception as error:
         answer = "error", pickled(error), traceback.format_exc(), type(error).__name__, str(error)
         return pickle.dumps(answer)
 
 
-def begin_anew():
-    """A case: make the default group whole again, on which an exchange has failed in the case before."""
-    begin_together(connections_of(None))
+def is_spent():
+    """Whether later cases need new processes.
+
+    After a failed exchange on the default group. Also while a group of gradwire's own closes: ranks that wait for each
+    other keep it open until its timeout, and gloo's thread spins once data has come that no collective here takes.
+    """
+    closing = any(thread.name == "gradwire closes a group" for thread in threading.enumerate())
+    return closing or (dist.is_initialized() and connections_of(None).has_failed)
 
 
 def pickled(error):
