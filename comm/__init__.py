@@ -1,4 +1,7 @@
-"""How collectives are issued: transports, executors, wire buffers and process groups. Knows no kernels and no hooks."""
+"""How collectives are issued: transports, executors, wire buffers and process groups.
+
+This package imports neither kernels nor hooks.
+"""
 
 from gradwire.comm.collectives import (
     Collective,

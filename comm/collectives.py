@@ -1,7 +1,8 @@
-"""Collectives: what an algorithm awaits, and the transports that carry it out.
+"""Collectives that algorithms await, and the transports that run them.
 
-An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no process group, so one
-function runs on a GPU's side stream, in a CPU's worker thread, and in a notebook:
+An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no
+process group, so the same function runs on a GPU's side stream, in a CPU's worker thread, and in a
+notebook:
 
     run_algorithm(powersgd_all_reduce(bucket, ..., transport=LocalTransport(), ...), transport)
 """
@@ -18,13 +19,14 @@ from torch import Tensor
 from torch.futures import Future
 
 T = TypeVar("T")
-POLL_SECONDS = 0.5  # between two checks of whether a wait is still worthwhile
+POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
 
 
 class Collective(NamedTuple):
     """An in-place all-reduce of ``tensors`` over all ranks.
 
-    The tensors may differ in dtype. They are sent one right after another, so the algorithm waits once.
+    The tensors may differ in dtype. They are sent one after another, and the algorithm waits once
+    for all of them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -46,8 +48,8 @@ class Transport:
 
     Attributes:
         world_size: number of ranks.
-        payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n ranks puts
-            2 (n - 1) / n times as many on each link.
+        payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n
+            ranks sends 2 (n - 1) / n times as many bytes over each link.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -88,14 +90,14 @@ class GroupTransport(Transport):
 
     Args:
         group: the process group.
-        check: called every `POLL_SECONDS` while `wait` waits; raises to give up.
+        check: called every `POLL_SECONDS` while `wait` waits; raises to end the wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(group.size())
         self._check = check
         self._group: dist.ProcessGroup | None = group
-        self._sparse_done: Future[None] | None = None  # of the latest sparse all-reduce
+        self._sparse_done: Future[None] | None = None  # done when the latest sparse all-reduce is
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -113,20 +115,21 @@ class GroupTransport(Transport):
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its CUDA tensors, one tensor after another.
 
-        Not coalesced: the tensors may differ in dtype, and NCCL's coalesced all-reduce takes only one.
+        The all-reduces are not coalesced: the tensors may differ in dtype, and NCCL's coalesced
+        all-reduce takes tensors of one dtype only.
         """
         self._count(collective)
         for tensor in collective.tensors:
             dist.all_reduce(tensor, collective.op, group=self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective and return its works.
+        """Launch a collective and return one `dist.Work` per tensor.
 
         A sparse all-reduce is launched only once the previous one is done.
 
         Args:
-            collective: of CPU tensors.
-            group: another process group of the same ranks; by default the transport's own.
+            collective: the all-reduce to launch; its tensors are on the CPU.
+            group: the process group to use, of the same ranks; by default the transport's own.
         """
         self._count(collective)
         return [self._start(tensor, collective.op, group or self.group) for tensor in collective.tensors]
@@ -153,7 +156,7 @@ class GroupTransport(Transport):
         """Wait for a collective that was launched.
 
         Raises:
-            RuntimeError: it failed, or ``check`` raised.
+            RuntimeError: the collective failed, or ``check`` raised.
         """
         wait_for(work.get_future(), self._check)
 
@@ -161,7 +164,7 @@ class GroupTransport(Transport):
         """Drop the process group. If nobody else holds it, its connections close after its last collective.
 
         Args:
-            timeout: seconds to wait for that.
+            timeout: longest wait in seconds for the connections to close.
         """
         group, self._group = [self._group], None
         thread = threading.Thread(target=group.clear, name="gradwire closes a group", daemon=True)
@@ -174,7 +177,7 @@ def run_algorithm(steps: Steps[T], transport: Transport) -> T:
 
     Args:
         steps: the algorithm, a coroutine that nothing has awaited yet.
-        transport: carries its collectives; the one that the algorithm was given.
+        transport: runs its collectives; the same transport that was passed to the algorithm.
     """
     while True:
         try:

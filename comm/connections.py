@@ -5,8 +5,9 @@ closes gradwire's own connections. A peer that waits for this rank sees the clos
 within half a second. It raises with that reason and leaves too. From then on every gradient exchange raises, until all
 ranks have agreed to start again: `Connections.renew`.
 
-So a collective of one step is never matched with a collective of a later step on another rank. On NCCL there is nothing
-to close: peers wait on their devices until the process group's own timeout.
+So a collective of one step is never matched with a collective of a later step on another rank. On
+NCCL gradwire has no connections of its own to close: peers wait on their devices until the process
+group's own timeout.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ ADVICE = (
 class Connections:
     """gradwire's own groups and executors on one process group; see `connections_of`.
 
-    Each is created at its first use, which on CPUs is a collective call. All ranks create the same ones.
+    Groups and executors are created at their first use. On CPUs creating one is a collective call,
+    and all ranks create the same ones.
 
     Attributes:
         group: the process group.
         failure: why no exchange is possible; None while exchanges work.
-        generation: how many times the connections were created; equal on all ranks, and part of their store keys.
+        generation: how many times the connections were created, this time included; equal on all
+            ranks, and part of their store keys.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -83,7 +86,10 @@ class Connections:
         return self._executors[device]
 
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
-        """The transport of collectives outside the executors, one for each purpose; on gloo over a group of its own."""
+        """The transport of collectives outside the executors, one per purpose.
+
+        On gloo each transport has a group of its own.
+        """
         self.check()
         if purpose not in self._transports:
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
@@ -109,7 +115,7 @@ class Connections:
 
     def failure_elsewhere(self) -> str | None:
         """Why another rank has left since the ranks last agreed; None if none has."""
-        with suppress(RuntimeError):  # the store may have gone with rank 0
+        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
             if self._store.check([self._notice]):
                 return self._store.get(self._notice).decode()
         return None
@@ -133,7 +139,7 @@ class Connections:
         self._abandon()
 
     def _post(self, reason: str) -> None:
-        with suppress(RuntimeError):  # the store may have gone with rank 0
+        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
             if not self._store.check([self._notice]):
                 self._store.set(self._notice, reason)
 

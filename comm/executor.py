@@ -7,8 +7,9 @@ the same collectives in the same order, however long each of them takes.
 - `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight. It has process groups of its own: two
   threads that issue collectives on one gloo group take their order from thread timing.
 
-A task that raises is the last to issue collectives: later ones would be matched with those that the peers still issue
-for the failed task. Every later task fails with the same exception; see `gradwire.comm.connections` for what follows.
+After a task has raised, no later task issues collectives: they would be matched with those that the
+peers still issue for the failed task. Every later task fails with the same exception; see
+`gradwire.comm.connections` for what follows.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Executor:
         raise NotImplementedError
 
     def submit(self, task: Task) -> Future[Any]:
-        """Run ``task`` in its turn; the future holds its result or its exception. Futures complete in order."""
+        """Queue ``task``; its future gets the result or the exception. Futures complete in order."""
         raise NotImplementedError
 
     def close(self, timeout: float) -> None:
-        """Accept no more tasks, and end when all submitted ones are done.
+        """Accept no more tasks, and wait until all submitted ones are done.
 
         Args:
-            timeout: seconds to wait for that end.
+            timeout: longest wait in seconds; the executor ends later if it is not enough.
         """
 
     def abandon(self) -> None:
@@ -58,7 +59,10 @@ class Executor:
 
 
 def let_go_of_locals(error: BaseException | None) -> None:
-    """Clear the local variables in the traceback of ``error``: a work among them keeps gloo's connections open."""
+    """Clear the local variables in the traceback of ``error``.
+
+    A `dist.Work` among them would keep gloo's connections open.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

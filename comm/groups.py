@@ -1,4 +1,4 @@
-"""Process groups of gradwire's own: gloo groups of the same ranks as a given one."""
+"""gradwire's own process groups: gloo groups with the ranks of a given group."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
-    """Make a gloo group of the same ranks and timeout. A collective call of these ranks only.
+    """Make a gloo group with the ranks and the timeout of ``group``. A collective call of them only.
 
-    Not ``dist.new_group``: that names a group by how many the process has made, which may differ between its ranks.
+    ``dist.new_group`` does not serve: it names a group by the number of groups that the process has
+    made, which may differ between the ranks.
 
     Args:
         group: the group to duplicate; it must have gloo for CPU tensors.
         store: where the ranks find each other.
         key: names the new group in ``store``; equal on all ranks, never used before.
-        check: called while waiting for the other ranks; raises to give up.
+        check: called while waiting for the other ranks; raises to end the wait.
 
     Raises:
         NotImplementedError: ``group`` has no gloo.
-        RuntimeError: some ranks did not call within the group's timeout.
+        RuntimeError: some ranks did not make this call within the group's timeout.
     """
     if not is_gloo_on_cpu(group):
         raise NotImplementedError(
@@ -39,7 +40,7 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
             'for CPU tensors. Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
         )
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    # Creating a gloo group blocks without a way to give up, so the ranks meet first.
+    # Creating a gloo group blocks and cannot be interrupted, so the ranks meet in the store first.
     keys = [f"{key}/{rank} is here" for rank in range(group.size())]
     store.set(keys[group.rank()], "")
     if missing := wait_for_ranks(group, store, keys, timeout, check):

@@ -1,4 +1,4 @@
-"""Barriers and gathers through the process group's key-value store, outside of every collective.
+"""Barriers and gathers through the process group's key-value store instead of its collectives.
 
 They work while collectives are stuck, and a rank that waits knows which ranks are missing.
 """
@@ -17,7 +17,7 @@ from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, s
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
-MAX_SHOWN = 12  # differences between ranks that an error lists
+MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RanksMissing(RuntimeError):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", or "ranks 0, 2"."""
+    """Format rank numbers: ``rank 1``, or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -66,9 +66,9 @@ def store_all_gather(
     Args:
         group: the ranks that take part.
         purpose: names the call, in keys and in the error message.
-        value: of this rank, some kilobytes at most.
+        value: this rank's value, a few kilobytes at most.
         timeout: how long to wait for the other ranks.
-        check: called every `POLL_SECONDS` while waiting; raises to give up.
+        check: called every `POLL_SECONDS` while waiting; raises to end the wait.
 
     Raises:
         RanksMissing: some ranks did not call within ``timeout``; names them.
@@ -129,7 +129,7 @@ def wait_for_ranks(
 
 
 def named_barrier(group: dist.ProcessGroup, purpose: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Return once every rank has called it for the same purpose as often as this one; see `store_all_gather`."""
+    """Barrier: return once every rank has made the matching call; see `store_all_gather`."""
     store_all_gather(group, purpose, "here", timeout)
 
 

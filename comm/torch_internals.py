@@ -1,4 +1,4 @@
-"""PyTorch's private names that `gradwire.comm` uses, so that a new PyTorch can break one file only."""
+"""PyTorch's private names that `gradwire.comm` uses: a new release can break only this file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def is_initialized_group(group: dist.ProcessGroup) -> bool:
 
 
 def lifetime_token(group: dist.ProcessGroup) -> object:
-    """An object that lives until the group is destroyed: its store, which PyTorch drops then, giving no other sign."""
+    """The group's store, which PyTorch drops when the group is destroyed.
+
+    PyTorch gives no other sign that a group was destroyed.
+    """
     return _world.pg_map[group][1]
 
 

@@ -38,7 +38,7 @@ class WorkerExecutor(Executor):
         self._worker = _Worker(transport, later, self.workspaces)
         self._thread = threading.Thread(target=self._worker.work, name="gradwire", daemon=True)
         self._thread.start()
-        # Also when the interpreter exits: a thread that returns from C++ later than that aborts it.
+        # Runs at interpreter exit too: a thread that returns from C++ after that aborts the process.
         weakref.finalize(self, _end, self._worker.events, self._thread, EXIT_TIMEOUT_SECONDS)
 
     @property
@@ -67,7 +67,7 @@ class _Run:
 
     Attributes:
         steps: the task's coroutine; None before it starts.
-        works: of the collective that it awaits.
+        works: handles of the collective that it awaits, one per tensor.
         complete: completes the future; set once the task has ended.
         precedes_error: whether a later task has failed, which does not stop this one.
     """
@@ -96,17 +96,17 @@ _Events = queue.SimpleQueue[_Run | _Event]
 
 
 class _Worker:
-    """The worker thread's event loop: a task is submitted, a collective is done.
+    """The worker thread's event loop; an event is a submitted task (`_Run`) or an `_Event`.
 
-    The first collective of each task is issued in task order on one process group. Later collectives are issued for the
-    oldest task only, on the other group. So on each group every rank issues one order, which depends on nothing but the
-    order of the tasks.
+    The first collective of each task is issued in task order on one process group. Later
+    collectives are issued for the oldest task only, on the other group. So on each group all ranks
+    issue collectives in the same order, which only the order of the tasks decides.
 
     Once a task has failed, earlier tasks still finish, later ones issue no more collectives, and the worker drops its
     groups. That closes their connections, so a peer that waits for this rank gets an error at once.
 
     Attributes:
-        events: what the loop takes its next step from.
+        events: the queue that the loop reads.
         error: the first failure.
         is_idle: set when the loop has ended.
     """
@@ -160,7 +160,8 @@ class _Worker:
     def _advance(self) -> bool:
         """Start a task, or advance the oldest one. Returns whether there was anything to do."""
         if self._waiting and self._free:
-            run, place = self._waiting.popleft(), min(self._free)  # usually the same in each step, so cached views fit
+            # A bucket usually gets the same workspace in each step, so cached views fit.
+            run, place = self._waiting.popleft(), min(self._free)
             self._free.remove(place)
             self._in_flight.append((run, place))
             self._step(run, self._workspaces[place])

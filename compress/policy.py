@@ -29,16 +29,18 @@ class MatrixShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankPolicy:
-    """The choice of what PowerSGD compresses.
+    """Which parameters PowerSGD compresses, as which matrices and to which rank.
 
-    A parameter o x i x k ... is a matrix of o rows and i k ... columns; a complex element is two real ones. PowerSGD's
-    result does not depend on the order of columns, so they stay in memory order and nothing is copied.
+    A parameter of shape o x i x k x ... becomes a matrix with o rows and i k ... columns; a complex
+    element counts as two real ones. PowerSGD's result does not depend on the order of columns, so
+    they stay in memory order and nothing is copied.
 
     Attributes:
-        rank: r, clamped to min(n, m). Start with 1 to 4 and double it until accuracy suffices; bytes grow with it.
+        rank: r, clamped to min(n, m). Start with 1 to 4 and double it until accuracy suffices; the
+            payload is proportional to r.
         start_iteration: the first compressed step. Choose one after the learning rate's warm-up.
-        min_compression_rate: a matrix is compressed if (n + m) r times this is below n m, and never if it would not
-            shrink. A higher rate exempts matrices that gain little. Finite.
+        min_compression_rate: a matrix is compressed if min_compression_rate (n + m) r < n m, and
+            never if it would not shrink. A higher rate exempts matrices that gain little. Finite.
         ranks: other ranks by name pattern, as in `fnmatch`; the first match counts, and 0 exempts.
         stacks: number of matrices along the first dimension, by name pattern: 3 for a fused query-key-value
             weight, the number of experts for experts x n x m.

@@ -7,7 +7,8 @@ For each matrix M of n x m, with Q (m x r) from the step before:
     Q = all-reduce(M' P)
     G = P Q',             E = M - G
 
-It sends r (n + m) elements instead of n m. Gradients that are not compressed travel with P.
+Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent
+together with P.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -46,7 +47,7 @@ async def powersgd_all_reduce(
         iteration: number of the step, equal on all ranks.
         transport: the two all-reduces over the ranks.
         workspace: provides the wire buffers.
-        warm_start: whether to start from Q of the last step; else from a random one.
+        warm_start: whether to start from Q of the last step; otherwise from a random Q.
 
     Example: without a process group, on a list of tensors. The same gradient is compressed in 20 steps; error feedback
     sends in later steps what earlier ones left out, so the mean of the results is closer to it than any one of them::
@@ -91,12 +92,12 @@ async def alternating_all_reduce(
     transport: Transport,
     workspace: Workspace,
 ) -> None:
-    """`powersgd_all_reduce` of one side per step: one all-reduce and about half the bytes.
+    """PowerSGD that sends one factor per step, P or Q: one all-reduce and about half the bytes.
 
         even steps:  Q = orthogonalise(Q of the last step),  P = all-reduce(M Q),   G = P Q',  E = M - G
         odd steps:   P = orthogonalise(P of the last step),  Q = all-reduce(M' P),  G = P Q',  E = M - G
 
-    The other side is one step old, so each approximation is slightly worse.
+    The other factor is one step old, so each approximation is slightly worse.
 
     Source: Zhang, Zhang, Shi, Chu, Li, "Evaluation and Optimization of Gradient Compression for Distributed Deep
     Learning" (ACP-SGD), ICDCS 2023, algorithm 2.

@@ -71,10 +71,10 @@ class LowRankBucket:
         names: of the parameters, keys of ``memory`` and of the random columns; by default "0", "1", ...
         memory: of earlier buckets, by parameter name. Not modified.
         error_feedback: whether to add what compression leaves out to the next gradient.
-        factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16 gradients: factors have
-            the range of gradients, which fp16 has not.
+        factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16
+            gradients: an element of P sums over a row of M and may exceed the range of fp16.
         seed: of the random columns, equal on all ranks.
-        iteration: the step at hand, for the random columns of new factors.
+        iteration: number of the current step, for the random columns of new factors.
         alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
 
     Attributes:
@@ -83,7 +83,7 @@ class LowRankBucket:
         memory: of the compressed parameters, by name.
         q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
         p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
-        counter: int64 [1], in device memory: the step, for the random columns.
+        counter: int64 [1], in device memory: number of the current step, for the random columns.
         finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
     """
 
@@ -159,8 +159,9 @@ class LowRankBucket:
         Args:
             source: the gradients, real.
             target: where the result goes; may be ``source``.
-            iteration: the number of the step. Ignored while a CUDA graph is captured, because every replay would set
-                the same number: there ``counter`` has counted on from the step before.
+            iteration: the number of the step. Ignored while a CUDA graph is captured, because every
+                replay would set the same number; there the step itself increments ``counter``, as
+                always.
             workspace: provides the buffers.
             scale: multiplier of the gradients on the wire: 1 / world size for the mean.
             sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
@@ -170,13 +171,13 @@ class LowRankBucket:
         if not is_capturing(self.counter.device):
             self.counter.fill_(iteration)
         gradients, results = (self._matrices([tensors[i] for i, _ in self._compressed]) for tensors in (source, target))
-        reads_twice = answer is not None  # M, which `project` then leaves in the target
+        reads_twice = answer is not None  # the step reads M twice: `project` may leave it in the target
         keep = reads_twice and self._errors is not None and can_keep(self.table)
         matrices = Operands(self.table, gradients, results, self._errors, keep)
 
         dtype, compute, on_wire = self.table.dtype, self.table.compute, self._factor_dtype
         sizes = [(basis.numel, compute), (answer.numel if answer is not None else 0, on_wire)]
-        if on_wire == dtype:  # then one tensor takes both
+        if on_wire == dtype:  # then one tensor holds both parts
             message, *buffers = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
             first, others = message.split([sent.numel, self._others_numel])
             messages = [message]
@@ -209,9 +210,10 @@ class LowRankBucket:
         ]
 
     def _packed(self, factors: FactorLayout, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """One buffer with P or Q of all matrices, and the view of each parameter: as ``known``, or else random.
+        """One buffer with P or Q of all matrices, and the view of each parameter.
 
-        Factors of another rank r do not fit: they start anew when r changes in training.
+        A view holds the factors in ``known`` if they have its shape, and random columns otherwise,
+        as when r has changed.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
         draw(factors, self.table.keys, self.counter, buffer)

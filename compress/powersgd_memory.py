@@ -15,13 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PowerSGDMemory:
-    """What PowerSGD keeps of one parameter from step to step. Its tensors are updated in place.
+    """PowerSGD's state of one parameter, kept from step to step. Its tensors are updated in place.
 
     Attributes:
         error: E, the residual of this rank: in the shape and strides of the gradient, in fp32, or fp64 for fp64
             gradients. None without error feedback.
-        p: unit columns of P, stored as matrices x r x n; equal on all ranks. Only `alternating_all_reduce` needs it.
-        q: unit columns of Q, stored as matrices x r x m; equal on all ranks.
+        p: unit columns of P, in shape [matrices, r, n]; equal on all ranks. Only
+            `alternating_all_reduce` needs it.
+        q: unit columns of Q, in shape [matrices, r, m]; equal on all ranks.
     """
 
     error: Tensor | None = None

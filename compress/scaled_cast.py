@@ -29,14 +29,15 @@ from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling:
-    """How the scale of a bucket follows its gradients. Distances are in binades, that is, powers of two.
+    """Options of delayed scaling. Distances are in binades, that is, powers of two.
 
     Attributes:
         dtype: wire dtype, torch.float16 or torch.bfloat16.
-        margin: headroom between the largest reduced magnitude and half the saturation limit, 1 to 12. With the
-            default, 4, a gradient may grow 16-fold from one step to the next before it saturates. Raise the margin if
-            elements saturate in many steps, as they also do where large gradients of ranks cancel; lower it to keep
-            more of the smallest values, one binade each.
+        margin: headroom between the largest reduced magnitude and half the saturation limit, 1 to
+            12. With the default, 4, a gradient may grow 16-fold from one step to the next before it
+            saturates. Raise the margin if elements saturate in many steps; they also do where large
+            gradients of different ranks cancel. Each binade less keeps one more binade of small
+            values.
         growth: how far the scale may rise per step. Raise it if gradients shrink by more than half from step to step.
         backoff: how far the scale falls below its target after a step in which a rank may have saturated. A larger one
             ends a series of saturations sooner.
@@ -66,9 +67,10 @@ class BucketScale:
     """The scale of one bucket, on its device.
 
     Attributes:
-        exponent: int32 [2]: the exponent of the scale, and 1 once it was derived from a gradient.
+        exponent: int32 [2]: the exponent of the scale, and a flag: 1 once a gradient has determined
+            it.
         scales: fp32 [2]: 2^exponent / world size to send, 2^-exponent to receive.
-        absmax: fp32 [1]: the largest magnitude of the step at hand.
+        absmax: fp32 [1]: the largest magnitude of the current step.
         is_agreed: whether all ranks have this scale.
     """
 
@@ -96,8 +98,9 @@ async def scaled_cast_all_reduce(
         target: the result: ``source`` itself, other tensors like it, or one flat tensor of as many elements.
         scaling: options.
         scale: of the bucket. Modified.
-        counters: int64 [4]: non-finite elements of this rank, saturated elements of this rank, steps with a non-finite
-            result, and a flag of the step at hand. Modified.
+        counters: int64 [4]: non-finite elements of this rank, saturated elements of this rank,
+            steps with a non-finite result, and whether the current step has had one so far.
+            Modified.
         is_last: whether this is the last bucket of the step.
         transport: the all-reduce over the ranks.
         workspace: provides the wire buffer.

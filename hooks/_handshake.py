@@ -77,7 +77,7 @@ class HookSettings:
         return ()
 
     def expect_handshake(self) -> None:
-        """Make the next bucket shake hands: the state has been loaded."""
+        """Request a handshake at the next bucket; call it after the state was loaded."""
         self._is_loaded_anew = True
         for group in list(self._agreed):
             self._agreed[group] = None

@@ -1,4 +1,4 @@
-"""Parameter names for the states of hooks: they survive bucket rebuilds and restarts, bucket indices do not."""
+"""Parameter names for hook states: unlike bucket indices, they survive rebuilds and restarts."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ _WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 
 def is_number(name: str) -> bool:
-    """Whether ``name`` is a parameter's number in the order of first appearance."""
+    """Whether ``name`` numbers a parameter in the order of first appearance (``parameter.0``)."""
     return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
 
 
@@ -172,7 +172,7 @@ class ParameterNames:
                 self.bind(module)
 
     def require(self, needed_by: str) -> None:
-        """Raise RuntimeError if parameters are numbered; ``needed_by`` needs their names."""
+        """Raise RuntimeError, with ``needed_by`` as its subject, if parameters are numbered."""
         if self.are_numbers:
             raise self._unknown(needed_by)
 

@@ -45,8 +45,8 @@ def memory_of(entries: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PowerSGD
 def averaged_entries(memory: Memory, process_group: dist.ProcessGroup | None, parameters: Sequence[Tensor]) -> Entries:
     """Copies of the entries on the CPU, with the mean of each error over the ranks. A collective call.
 
-    PowerSGD is linear in M, so its results depend only on the mean error: any number of ranks that start from the mean
-    continue like the ranks that had one error each.
+    The all-reduced M Q and M' P are linear in M, so the results depend only on the mean error: any
+    number of ranks that start from the mean continue like the ranks that had one error each.
 
     Args:
         memory: of this rank.
@@ -118,7 +118,7 @@ def initial_memory(
 
 
 def check_can_be_saved(names: ParameterNames, has_begun: bool) -> None:
-    """Raise RuntimeError if a checkpoint would have numbers for names, or no entries.
+    """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries.
 
     Args:
         names: of the parameters. Their model is searched for if it is unknown.

@@ -34,7 +34,7 @@ class PowerSGDState(OptionAttributes, NamedState):
         start_powerSGD_iter: steps of plain all-reduce before the first compressed step. Early
             gradients change fast and are harmed most by compression. Use at least the warm-up of
             the learning rate; PyTorch suggests 10 % of all steps as a first try.
-        min_compression_rate: a matrix of n x m is compressed if this times r (n + m) is below
+        min_compression_rate: a matrix of n x m is compressed if min_compression_rate r (n + m) <
             n m, and never if it would not shrink. Finite. A higher rate exempts matrices that gain
             little.
         use_error_feedback: whether to add the residual of compression to the next gradient. Keep it
@@ -168,7 +168,7 @@ class PowerSGDState(OptionAttributes, NamedState):
             logger.info("PowerSGD starts after %s steps.", self.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(Rate, elements before compression, elements after) of all compressed steps."""
+        """Return (rate, elements before compression, elements after) over all compressed steps."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
@@ -218,9 +218,9 @@ class PowerSGDState(OptionAttributes, NamedState):
     def state_dict(self) -> dict[str, Any]:
         """Step count, errors and factors as plain CPU tensors, for ``torch.load(weights_only=True)``.
 
-        A collective call, equal on all ranks: every rank must make it, between two steps. Only
-        directly after `prepare_checkpoint` it returns that copy instead, without other ranks; then
-        two calls share tensors.
+        A collective call, equal on all ranks: every rank must make it, between two steps. Between
+        `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
+        other ranks; two such calls share tensors.
 
         Errors are averaged over the ranks. PowerSGD depends only on their mean, so any world size
         can resume from it, like the uninterrupted run up to rounding.

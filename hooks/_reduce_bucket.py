@@ -58,7 +58,7 @@ class ZeroCopyBucket(Protocol):
         """The gradients."""
 
     def target(self) -> Gradients:
-        """The tensors that get their mean."""
+        """The tensors that receive the mean of the gradients."""
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in order."""
@@ -108,7 +108,7 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
 
     Args:
         bucket: of either DDP.
-        tables: of flat buckets, to look up and extend.
+        tables: layouts of flat buckets; a missing one is added.
     """
     if is_zero_copy_bucket(bucket) and bucket.zero_copy:
         target = bucket.target()

@@ -135,8 +135,8 @@ def _check_tensor(
         or value.layout != torch.strided
         or value.is_nested
         or value.is_meta
-        or value.dtype not in dtypes  # no quantised one is
-        or type(value.detach()) is not Tensor  # a subclass, such as DTensor; Parameter gives a plain one
+        or value.dtype not in dtypes  # excludes quantised tensors
+        or type(value.detach()) is not Tensor  # excludes subclasses such as DTensor; a Parameter passes
         or (shape is not None and value.shape != shape)
     ):
         raise _wrong(entry, value, expected)

@@ -1,8 +1,9 @@
 """PowerSGD: the names of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
 
-Differences from PyTorch's hook: the matrices of a bucket are batched, not looped over. A bucket takes two all-reduces
-instead of three, and no synchronisation with the host. Memory is keyed by parameter name instead of bucket index, so a
-checkpoint resumes with any world size.
+Differences from PyTorch's hook: the matrices of a bucket are processed in batched kernels, not one
+by one. A bucket takes two all-reduces instead of three, and no synchronisation with the host.
+Memory is keyed by parameter name instead of bucket index, so a checkpoint resumes with any world
+size.
 """
 
 import warnings
@@ -55,9 +56,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """`powerSGD_hook` on the flat bucket as one nearly square matrix.
 
-    It sends O(sqrt N) of N elements. Rows and columns of that matrix are arbitrary, so expect lower accuracy than with
-    `powerSGD_hook`, which also batches its matrices. ``ranks``, ``stacks`` and ``min_compression_rate`` do not apply.
-    When the buckets change, the warm start begins anew; errors are kept.
+    It sends O(sqrt N) of N elements. Rows and columns of that matrix are arbitrary, so expect lower
+    accuracy than with `powerSGD_hook`. "Batched" is PyTorch's name; `powerSGD_hook` batches its
+    matrices too. ``ranks``, ``stacks`` and ``min_compression_rate`` do not apply. When the buckets
+    change, the warm start begins anew; errors are kept.
 
     Args:
         state: options, errors and factors. Modified.
@@ -72,7 +74,7 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
     state._prepared = None
     agree(state, state.process_group, bucket)
     if state._settings_of_buckets != (settings := state.settings()):
-        state.options = replace(state.options)  # checks them: ranks and stacks may have changed in place
+        state.options = replace(state.options)  # validates: the user may have modified ranks and stacks in place
         state._settings_of_buckets, state._buckets, state._patterns_match = settings, {}, False
     names, iteration, options = state.parameter_names(bucket), state.iter, state.options
     state._names.note(names, bucket)
@@ -118,7 +120,7 @@ def _low_rank_bucket(state: PowerSGDState, names: tuple[str, ...], bucket: GradB
         made = LowRankBucket(layouts, shapes, names=names, memory=state._memory, **options)
     if made is not None:
         state._memory.update(made.memory)
-    members = set(names)  # an earlier bucket with one of them is gone
+    members = set(names)  # a bucket that shared a parameter with this one no longer exists
     state._buckets = {key: each for key, each in state._buckets.items() if members.isdisjoint(key)}
     state._buckets[names] = made
     return made

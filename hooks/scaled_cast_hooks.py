@@ -169,9 +169,10 @@ class ScaledCastState(NamedState):
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bit, scaled by a power of two chosen one step earlier.
 
-    The scale follows the largest reduced magnitude, which is bitwise equal on all ranks: after the first step of a
-    bucket it takes no message, and no synchronisation with the host. Finite elements that do not fit saturate and are
-    counted in the state. inf and NaN pass through, do not change the scale, and count as a skipped step.
+    The scale follows the largest reduced magnitude, which is bitwise equal on all ranks. So after
+    the first step of a bucket the ranks need no message to agree on the scale. The hook never
+    synchronises with the host. Finite elements that do not fit saturate and are counted in the
+    state. inf and NaN pass through, do not change the scale, and count as a skipped step.
 
     Args:
         state: options, scales and counters. Modified.

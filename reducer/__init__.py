@@ -1,4 +1,4 @@
-"""The bundled reducer: PyTorch's DistributedDataParallel with gradwire's buckets behind it."""
+"""The bundled reducer: a subclass of PyTorch's DistributedDataParallel with gradwire's buckets."""
 
 from gradwire.reducer.distributed import DistributedDataParallel
 

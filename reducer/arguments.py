@@ -20,7 +20,7 @@ __all__ = ["check_bucket_sizes", "check_comm_hook", "check_ranks"]
 def check_ranks(process_group: object, device_mesh: object) -> None:
     """Raise ValueError or TypeError unless ``process_group`` is a process group that this rank is in, or None."""
     if device_mesh is not None:
-        return  # PyTorch's class refuses both at once
+        return  # PyTorch's class raises if both are given
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "process_group is GroupMember.NON_GROUP_MEMBER, which torch.distributed.new_group returns on ranks outside "
@@ -49,7 +49,7 @@ def _check_bucket_size(name: str, size: object) -> None:
     expectation = "expected a number of MiB, 0 or larger (0: a bucket for every parameter), or None for the default"
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"{name} is {size!r}; {expectation}.")
-    if not 0 <= float(size) * 2**20 < sys.maxsize:  # nor NaN
+    if not 0 <= float(size) * 2**20 < sys.maxsize:  # False for NaN too
         raise ValueError(f"{name} is {size!r}; {expectation}.")
 
 

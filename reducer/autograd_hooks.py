@@ -1,4 +1,4 @@
-"""`AutogradHooks`: which gradients autograd has completed, and in which order."""
+"""`AutogradHooks`: records which gradients autograd has completed, and in which order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["AutogradHooks"]
 class AutogradHooks:
     """Hooks on the autograd nodes of the parameters, which call back only where a gradient can complete a bucket.
 
-    A Python hook is the largest cost of a small parameter in a backward, and most gradients change nothing: a bucket
-    waits for its last one. So the hook of a *deferred* parameter only records its index. The next hook that is not
-    deferred calls ``notify``, which takes all recorded indices. A hook is deferred once; its second call notifies.
+    A call from autograd into Python is the largest cost of a small parameter in a backward, and
+    most calls launch nothing: a bucket waits for its last gradient. So the hook of a *deferred*
+    parameter only records its index. The next hook that is not deferred calls ``notify``, which
+    takes all recorded indices. A hook is deferred once; its second call notifies.
 
     Args:
         parameters: by index. None of their hooks is deferred.
@@ -40,12 +41,12 @@ class AutogradHooks:
         weakref.finalize(self, _remove_all, self._handles)
 
     def reset(self) -> None:
-        """Drop what is recorded. No hook is deferred."""
+        """Drop the recorded indices, and defer no hook any longer."""
         self._recorded.clear()
         self._deferred[:] = bytes(len(self._deferred))
 
     def record(self, index: int) -> None:
-        """Call the hook of a parameter whose gradient came through another autograd node."""
+        """Act as the hook of a parameter whose gradient came through another autograd node."""
         self._hooks[index](None, None)
 
     def defer(self, mask: bytes | bytearray) -> None:
@@ -63,7 +64,8 @@ class AutogradHooks:
         """Stop deferring one of these parameters; returns it. None if none of them is deferred.
 
         Args:
-            indices: of parameters that have not been taken from `recorded`. One that is recorded already will be.
+            indices: of parameters that have not been taken from `recorded`. An index that is
+                recorded already will be taken by the next call of ``notify``.
         """
         for index in indices:
             if self._deferred[index]:

@@ -17,10 +17,11 @@ __all__ = ["Backward", "ForwardResults", "Phase"]
 
 @dataclass
 class ForwardResults:
-    """What forwards have left for the next reduction.
+    """Handles and futures that forwards have set for the next reduction.
 
     Attributes:
-        live_ranks: in `join`, sums up the ranks that still have inputs; None to divide by the number of all ranks.
+        live_ranks: in `join`, the all-reduce that counts the ranks with inputs left; None to divide
+            by the world size.
         futures: to wait for at the end of the backward.
     """
 
@@ -29,7 +30,7 @@ class ForwardResults:
     _divisor: int | None = None
 
     def divisor(self, world_size: int) -> int:
-        """What sums over the ranks are divided by: their number, or in `join` the number of those with inputs left."""
+        """The divisor of sums over ranks: the world size; in `join`, the ranks with inputs left."""
         if self._divisor is None:
             self._divisor = world_size
             if self.live_ranks is not None:
@@ -39,7 +40,7 @@ class ForwardResults:
 
 
 class Phase(Enum):
-    """How far a backward has come."""
+    """The progress of a backward."""
 
     PREPARED = "no gradient is ready yet"
     REDUCING = "gradients are ready, and buckets are launched once they are complete"
@@ -60,7 +61,8 @@ class Backward:
     Attributes:
         phase: how far the backward has come.
         ready: 1 for each parameter whose gradient is ready.
-        ready_order: the parameters whose gradients autograd has completed, in that order; without unused ones.
+        ready_order: the parameters whose gradients autograd has completed, in that order; unused
+            parameters are not listed.
         calls: with a static graph, how often each parameter's autograd hook was called.
         n_launched: number of launched buckets.
         futures: for each bucket the result of its reduction; None before its launch, and if it is not reduced.
@@ -79,7 +81,7 @@ class Backward:
         self._expected_last: list[int | None] = [None] * len(buckets)  # per bucket: the parameter whose hook notifies
 
     def mark_ready(self, index: int) -> None:
-        """Count a gradient as ready; it was not before."""
+        """Count a gradient as ready. Call it once per gradient."""
         self.ready[index] = 1
         self._n_pending[self._bucket_of[index]] -= 1
 
@@ -102,8 +104,8 @@ class Backward:
     def deferrable(self, first: int, unused: Sequence[int], expected_calls: Sequence[int] | None) -> bytearray:
         """The mask of parameters whose autograd hooks need only record: see `AutogradHooks`.
 
-        Per bucket, one hook notifies: that of the gradient expected last. So do those of gradients that are added up
-        from several calls, or that never come.
+        In each bucket the hook of the gradient expected last is not deferred. Nor are the hooks of
+        gradients that several calls add up, or that never come.
 
         Args:
             first: the parameter whose gradient has just come.

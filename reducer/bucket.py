@@ -40,12 +40,13 @@ class BucketSpec:
 
 
 class BucketBase:
-    """What dense and sparse buckets have in common.
+    """The base class of dense and sparse buckets.
 
     Attributes:
         members: indices of the parameters in the model.
         device: of the gradients.
-        divisor: what a sum over ranks is divided by: the number of ranks, or of those that still have inputs.
+        divisor: divisor of a sum over ranks: the world size, or in `join` the number of ranks with
+            inputs left.
         stand_ins: positions in the bucket of the parameters that this rank has no gradient for in this backward.
     """
 
@@ -95,7 +96,7 @@ class DenseBucket(BucketBase):
     zero_copy: bool
     _grads: Sequence[Tensor]
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
-    _replaced: Tensor | None  # what a hook gave to `set_buffer`
+    _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
 
     def __init__(self, spec: BucketSpec, as_view: bool) -> None:
         super().__init__(spec)
@@ -140,7 +141,7 @@ class DenseBucket(BucketBase):
         self.zero_copy = False
 
     def source(self) -> Gradients:
-        """The gradients in the memory that they are in."""
+        """The gradients, where they are in memory (zero-copy)."""
         if self.as_view and not self._unaliased():
             return self._flat()
         return Gradients(self._grads, self._table)
@@ -256,7 +257,7 @@ class DenseBucket(BucketBase):
         self.release()
 
     def _apply_stand_in(self, i: int) -> None:
-        """Make the result the gradient: some rank has one."""
+        """Make the result the gradient of a stand-in: some rank has a gradient for it."""
         parameter = self._parameters[i]
         if self.as_view:
             assert self._buffer is not None
@@ -267,7 +268,7 @@ class DenseBucket(BucketBase):
             parameter.grad = self._grads[i]
 
     def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
-        """Leave the gradient as it was: no rank has one."""
+        """Leave ``.grad`` of a stand-in as it was: no rank has a gradient for it."""
         before, result = self._parameters[i].grad, self._grads[i]
         if self.as_view:
             assert self._buffer is not None
@@ -279,7 +280,7 @@ class DenseBucket(BucketBase):
             result.copy_(self._kept[i])
 
     def give_back(self, take_back: TakeBack) -> None:
-        """Call ``take_back`` with every finite result: the hook has written it into `target`, nobody will apply it."""
+        """Call ``take_back`` with every finite result in `target`: the step will not be applied."""
         target = self.target()
         results = self._views(target.tensors[0]) if target.flat is not None else target.tensors
         for name, result in zip(self._names, results, strict=True):

@@ -22,10 +22,10 @@ Assignment = Sequence[Sequence[int]]  # the parameters of each bucket, by index 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOptions:
-    """What the buckets of a model depend on.
+    """Options that determine the buckets of a model.
 
     Attributes:
-        parameters: those to reduce; each requires a gradient and is listed once.
+        parameters: the parameters to reduce; each requires a gradient and is listed once.
         names: of the parameters, as in ``module.named_parameters()``.
         sparse: whether each parameter's gradient is sparse.
         first_limits: sizes in bytes of the first buckets, from the last parameter to the first; the last one repeats.
@@ -47,7 +47,7 @@ def assign_first_buckets(options: BucketOptions) -> Assignment:
 
 
 def rebuild_buckets(options: BucketOptions, order: Sequence[int], transport: GroupTransport) -> Assignment:
-    """Rank 0's assignment of the parameters in ``order``, that of its ready gradients. A collective call.
+    """Rank 0's assignment of the parameters, in its order of ready gradients. A collective call.
 
     Args:
         options: equal on all ranks.
@@ -77,7 +77,7 @@ def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: 
     Args:
         options: of the model.
         assignment: in the order of launch.
-        upcast_stream: with mixed precision, on which PyTorch's hook casts gradients.
+        upcast_stream: with mixed precision, the stream on which PyTorch's hook casts gradients.
     """
     buckets: list[Bucket] = []
     for index, members in enumerate(assignment):

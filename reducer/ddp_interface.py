@@ -1,4 +1,4 @@
-"""`DDPReducer`: the rest of the interface through which PyTorch's DistributedDataParallel uses its reducer."""
+"""`DDPReducer`: the reducer with the methods that PyTorch's DistributedDataParallel calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DDPReducer"]
 class DDPReducer(Reducer):
     """A reducer with static graphs, mixed precision, `join` and changing sets of ranks.
 
-    The names are PyTorch's: its class calls them.
+    The method names are PyTorch's, because PyTorch's DistributedDataParallel calls them.
     """
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -50,7 +50,9 @@ class DDPReducer(Reducer):
         return self._static_calls is not None
 
     def _set_static_graph(self) -> None:
-        """Rely on every backward to use the parameters that the first one uses, as often.
+        """Declare the graph static.
+
+        Every backward must use the same parameters as the first one, equally often.
 
         Raises:
             RuntimeError: there was a synchronised forward already.
@@ -109,7 +111,7 @@ class DDPReducer(Reducer):
     # `join`: a rank without inputs takes part in the collectives of the others.
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
-        """Divide by the number of ranks that ``work`` sums up, or with ``use_static_world_size`` by that of all."""
+        """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
         self._forward_results.live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
@@ -122,12 +124,12 @@ class DDPReducer(Reducer):
         return self.transport.start_all_reduce(bucket.buffer())
 
     def match_used_map(self) -> None:
-        """Take part in the exchange of used parameters with none."""
+        """Take part in the exchange of used parameters, on a rank that used none."""
         self._used.exchange(self.transport)
         self._used.clear()
 
     def _push_all_rebuilt_params(self) -> None:
-        """Take part in the rebuild of the buckets, whose order is rank 0's."""
+        """Take part in the rebuild of the buckets, in rank 0's order."""
         if not self._backward.ready_order:
             self._backward.ready_order = list(range(len(self.parameters)))
 
@@ -143,10 +145,10 @@ class DDPReducer(Reducer):
         self.has_rebuilt_buckets = False
 
     def restart(self) -> None:
-        """Begin as after construction, with the first buckets, which are equal on all ranks."""
+        """Return to the state after construction, with the first buckets, equal on all ranks."""
         self._reset_state()
         self._set_buckets(assign_first_buckets(self.options))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Average over other ranks from now on. The process group of a hook's state is its owner's to update."""
+        """Average over other ranks from now on. A hook's state keeps its process group."""
         self.process_group = process_group

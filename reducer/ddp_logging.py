@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Logger", "StepTimes"]
 
-TIMED_ITERATIONS = 10  # the first iterations, each of which is timed
+TIMED_ITERATIONS = 10  # so many first iterations are all timed
 
 # Environment variables that decide how ranks meet.
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
@@ -129,9 +129,9 @@ class StepTimes:
     is a step of which any part is captured in a CUDA graph.
 
     Attributes:
-        sample_rate: iterations from one that is timed to the next.
+        sample_rate: number of iterations from one timed iteration to the next.
         iterations: synchronised forwards so far.
-        reported: number of iterations before the last timed one, which is the number that PyTorch reports.
+        reported: index of the last timed iteration from 0, which PyTorch reports as the iteration.
         unused_bytes: size of the parameters that the last backward left out on this rank.
         n_reduced: number of buckets that the last backward reduced.
     """

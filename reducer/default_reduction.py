@@ -20,11 +20,12 @@ __all__ = ["default_reduction"]
 def default_reduction(bucket: Bucket, process_group: dist.ProcessGroup, transport: GroupTransport) -> Future[Tensor]:
     """Start to average a bucket's gradients over the ranks; the future holds the result.
 
-    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's own threads, which work on
-    several buckets at once. All others run in the executor of the process group.
+    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's own
+    threads, which work on several buckets at once. All other gradients are reduced in the executor
+    of the process group.
 
     Args:
-        bucket: whose gradients have been collected, and whose ``divisor`` is set.
+        bucket: the bucket; its gradients are collected and its ``divisor`` is set.
         process_group: the ranks.
         transport: carries the sums of dense gradients on a CPU.
     """

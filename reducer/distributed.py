@@ -1,4 +1,4 @@
-"""gradwire's DistributedDataParallel: PyTorch's class, with gradwire's reducer behind it."""
+"""gradwire's DistributedDataParallel: PyTorch's class with gradwire's reducer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
             parameters without the costs of ``find_unused_parameters``, and activation checkpoints of shared parameters.
         delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets: their gradients are summed
             in one flat fp32 buffer.
-        param_to_hook_all_reduce: the parameter whose gradient starts the sum of those.
+        param_to_hook_all_reduce: the parameter whose gradient starts the all-reduce of these
+            gradients.
         mixed_precision: PyTorch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: compute with copies of
             the parameters in one dtype, sum their gradients in another, and keep parameters and gradients in their own
             for the optimizer. Needs an accelerator. Excludes communication hooks, `join` and copies of the wrapped
@@ -133,7 +134,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
             device_ids,
             output_device,
             dim,
-            init_sync=False,  # `_ddp_init_helper`, which PyTorch's class calls right after it, does that
+            init_sync=False,  # `_ddp_init_helper` synchronises the models; PyTorch's class calls it right after
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
@@ -209,7 +210,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # PyTorch's class forgets the hook here; a copy that trains without compression is not a copy.
+        # PyTorch's class drops the hook when unpickling; a copy must keep it to train as the original does.
         for hook, hook_state in self._comm_hooks:
             self._install_comm_hook(hook_state, hook)
 
@@ -224,8 +225,9 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
         Args:
             state: passed to every call of the hook.
-            hook: one of gradwire's, PyTorch's, or your own: takes a bucket and returns a ``torch.futures.Future`` of
-                the reduced flat tensor. bf16 hooks run on every backend.
+            hook: gradwire's, PyTorch's or your own; it takes the state and a bucket and returns a
+                ``torch.futures.Future`` of the reduced flat tensor. bf16 hooks run on every
+                backend.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -269,7 +271,10 @@ class DistributedDataParallel(MixedPrecisionDDP):
         return self.logger._get_ddp_logging_data()
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Let the reducer step the optimizers of ``apply_optimizer_in_backward``: their own hooks run too early."""
+        """Let the reducer step the optimizers of ``apply_optimizer_in_backward``.
+
+        Their own hooks would run before the gradients are reduced.
+        """
         if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             return
         handles = torch_internals.optimizer_hooks()
@@ -292,7 +297,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """Broadcast buffers before a forward, on a transport of its own."""
+        """Broadcast buffers before a forward, on a transport used for nothing else."""
         with self.reducer.leaving("the broadcast of buffers"):
             transport = self.reducer.connections.transport("forward", self.reducer.device)
             broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank)
@@ -325,7 +330,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
         if self.static_graph and not self.reducer.has_counted_calls:
             self._static_graph_delay_allreduce_enqueued = False
-            for tensor in torch_internals.tensors_in(output):  # PyTorch's finds none in a dataclass
+            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._delay_reduction)
         return super()._post_forward(output)  # type: ignore[no-untyped-call]

@@ -21,11 +21,12 @@ class Exchange:
     """The exchange of gradients on a process group.
 
     After an error the rank *leaves* the exchange (`leaving`, `_fail`), whether its forward, its backward, a hook or
-    the end of its backward raised: its connections are closed with a notice to its peers, which raise and leave too,
-    and this step is discarded (`_discard_step`). `Reducer.prepare_for_forward` raises from then on, until
-    `resynchronize` has brought all ranks together and `DDPReducer.restart` begins as after construction. A backward
-    that raised is found unfinished by the next forward. One that raised before the first gradient was ready
-    has exchanged nothing, and the next batch takes its place. See `gradwire.comm.connections` and
+    the end of its backward raised: its connections are closed with a notice to its peers, which
+    raise and leave too, and this step is discarded (`_discard_step`). `Reducer.prepare_for_forward`
+    raises from then on, until `resynchronize` has brought all ranks together and
+    `DDPReducer.restart` has restored the state after construction. If a backward raised, the next
+    forward finds it unfinished. If it raised before its first gradient was ready, it has exchanged
+    nothing, and training continues with the next batch. See `gradwire.comm.connections` and
     docs/fault-handling.md.
 
     Args:
@@ -36,7 +37,7 @@ class Exchange:
         process_group: as given; `_update_process_group` replaces it.
         device: as given.
         error: the last error, for the logging data.
-        times: of the steps, and their number.
+        times: durations and number of the steps.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:

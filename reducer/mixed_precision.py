@@ -1,8 +1,8 @@
 """DDP's native mixed precision: low-precision copies of parameters, and gradients reduced in a dtype of their own.
 
-PyTorch's class does most of it. Before a forward it points each parameter at a copy in ``param_dtype``. It registers a
-hook that sums a bucket in ``reduce_dtype`` and points the parameters back at their own values. `LowPrecisionBucket` is
-the reducer's part.
+PyTorch's class does most of the work. Before a forward it points each parameter at a copy in
+``param_dtype``. It registers a hook that sums a bucket in ``reduce_dtype`` and points the
+parameters back at their own values. `LowPrecisionBucket` is the reducer's part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LowPrecisionBucket(DenseBucket):
 
     Args:
         spec: of parameters that have a low-precision copy, ``_mp_param``, which PyTorch's class has made.
-        stream: on which PyTorch's hook casts gradients.
+        stream: the stream on which PyTorch's hook casts gradients.
     """
 
     _absent: list[int]  # positions of the stand-ins that have no gradient at all
@@ -116,7 +116,7 @@ class MixedPrecisionDDP(TorchDDP):
             event.wait(stream=torch.accelerator.current_stream())
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """The hook for `torch.distributed.algorithms.Join`; not with mixed precision."""
+        """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
         if self.mixed_precision is not None:
             raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
         return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]

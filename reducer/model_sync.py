@@ -15,7 +15,7 @@ from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
 
 __all__ = ["broadcast_coalesced", "verify_model"]
 
-MAX_BROADCASTS_IN_FLIGHT = 2  # one is sent while the next is packed
+MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed
 
 
 def verify_model(
@@ -31,10 +31,11 @@ def verify_model(
     to name the differences.
 
     Args:
-        parameters: those that are reduced, by name. Number, shapes, strides and dtypes must agree.
+        parameters: the parameters to reduce, by name. Number, shapes, strides and dtypes must
+            agree.
         states: frozen parameters and buffers that are broadcast, by the name to show in an error. Number, shapes,
             dtypes and device types must agree.
-        options: that decide which collectives are issued, and in which order.
+        options: the options that decide which collectives are issued, and in which order.
         group: the ranks.
         device: of the all-gather.
 
@@ -112,7 +113,7 @@ def _unpack(transport: GroupTransport, work: dist.Work, flat: Tensor, chunk: Seq
 
 
 def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one dtype and device, of at most ``limit`` bytes, or of one larger tensor."""
+    """Consecutive tensors of one dtype and device, up to ``limit`` bytes; a larger one alone."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,7 +1,8 @@
 """Nested DDP wrappers: allowed unless two of them average the gradient of one parameter.
 
-Averaging twice gives the same mean for twice the traffic: a warning, because PyTorch's own tests do it. If the inner
-wrapper has a communication hook, it is an error: the outer wrapper sends the same gradients without the hook.
+Averaging twice gives the same mean for twice the traffic. It only warns, because PyTorch's own
+tests nest wrappers. If the inner wrapper has a communication hook, it raises: the outer wrapper
+sends the same gradients without the hook.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ class Reducer(Exchange):
 
     One backward goes through these phases, which the methods below follow in order:
 
-    1. `prepare_for_backward`, after a forward that will be synchronised, creates a `Backward`: every bucket waits for
-       all its gradients. With ``find_unused_parameters``, a walk of the graph finds those that will not come.
+    1. `prepare_for_backward`, after a forward that will be synchronised, creates a `Backward`:
+       every bucket waits for all its gradients. With ``find_unused_parameters``, a walk of the
+       graph finds the gradients that will not come.
     2. `_on_gradients`, called by `AutogradHooks` when autograd has completed gradients, marks them ready.
     3. `_launch`, once a bucket is complete and all buckets before it are launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; its work runs in the executor's
@@ -52,8 +53,9 @@ class Reducer(Exchange):
     4. `_finalize`, queued by the last launch and called by autograd at the end of the backward: waits for each
        bucket in order and writes its result into the gradients.
 
-    With a static graph, the first backward only counts how often each parameter's autograd hook is called, and all
-    buckets are reduced at its end; from then on, a gradient is ready after as many calls.
+    With a static graph, the first backward only counts how often each parameter's autograd hook is
+    called, and all buckets are reduced at its end; in later backwards a gradient is ready once its
+    hook was called equally often.
 
     A step that fails is discarded; `Exchange` explains how the ranks learn of it and go on.
 
@@ -66,7 +68,8 @@ class Reducer(Exchange):
         process_group: the ranks to average over.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank
             has a gradient for keeps its ``.grad``.
-        skip_unused: whether a bucket of which this rank uses no parameter is not reduced. Ranks must agree on that.
+        skip_unused: whether a bucket of which this rank uses no parameter is not reduced. All ranks
+            must use the same parameters.
     """
 
     def __init__(
@@ -86,12 +89,12 @@ class Reducer(Exchange):
         self.hook_state: Any = None
         self._hook: CommHook | None = None
         self._hook_is_zero_copy = False
-        self._runs_optimizers = False  # those of apply_optimizer_in_backward
+        self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
         self._forward_is_running = False
         self._forward_results = ForwardResults()
-        self._static_calls: list[int] | None = None  # of each autograd hook in the first backward of a static graph
+        self._static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._graph_seems_static = True  # whether `_unused` has never changed
         self._used = UsedParameters(len(self.parameters), self.device)
@@ -114,7 +117,7 @@ class Reducer(Exchange):
         self._autograd_hooks.reset()
         self._backward = Backward(self.buckets, self._bucket_of, phase)
 
-    # Phase 1: a forward, and what its backward depends on.
+    # Phase 1: a forward, and the preparation of its backward.
 
     def prepare_for_forward(self) -> None:
         """Count an iteration: the forward of a synchronised backward begins.
@@ -135,8 +138,8 @@ class Reducer(Exchange):
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets in rank 0's order of ready gradients; returns whether that was done.
 
-        Done once, after the first synchronised backward: a collective call. Never if backwards may leave out different
-        parameters: ranks would not agree on when.
+        A collective call, made once, after the first synchronised backward. Buckets are never
+        rebuilt if backwards may leave out different parameters: ranks could not agree on when.
 
         Raises:
             RuntimeError: the previous backward left buckets incomplete.
@@ -153,7 +156,7 @@ class Reducer(Exchange):
         return True
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Prepare for the backward from ``outputs``, which matter with ``find_unused_parameters`` only.
+        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them.
 
         Raises:
             RuntimeError: the previous backward left buckets incomplete.
@@ -238,11 +241,11 @@ class Reducer(Exchange):
 
     def _raise_graph_changed(self, index: int, calls: int) -> NoReturn:
         message = errors.graph_changed(self.options.names[index], index, calls)
-        self._fail(f"{message}\n{self._unfinished()}")  # PyTorch's next forward raises the latter
+        self._fail(f"{message}\n{self._unfinished()}")  # in PyTorch the next forward raises it
         raise RuntimeError(f"{message}\n{ADVICE}")
 
     def _begin_reduction(self, first: int) -> None:
-        """The first gradient is ready. Unused ones count as ready too."""
+        """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._backward.phase = Phase.REDUCING
         self.times.record("backward_compute_time_start")
         self._autograd_hooks.defer(self._backward.deferrable(first, self._unused, self._static_calls))
@@ -289,7 +292,7 @@ class Reducer(Exchange):
         return default_reduction(bucket, self.process_group, self.transport)
 
     def _is_zero_copy(self, bucket: Bucket) -> bool:
-        """Whether the reduction writes into the gradients; if not, its result is that of the future."""
+        """Whether the reduction writes into the gradients; if not, its future holds the result."""
         if isinstance(bucket, SparseBucket):
             return False
         return self._hook_is_zero_copy if self._hook is not None else bucket.device.type != "cpu"

@@ -31,8 +31,8 @@ def resynchronize(
 ) -> None:
     """Replace the connections, restart the reducer, and share one rank's state. A collective call.
 
-    All checks come before any change, and all ranks decide them from the same facts. These are exchanged through the
-    store, because collectives may be stuck.
+    All checks come before any change, and all ranks base them on the same facts. The facts are
+    exchanged through the store, because collectives may be stuck.
 
     Args:
         reducer: of this rank. Restarted.

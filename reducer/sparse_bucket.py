@@ -28,7 +28,7 @@ class SparseBucket(BucketBase):
         return self._gradient
 
     def gradients(self) -> list[Tensor]:
-        """A list of `buffer` alone."""
+        """A list whose only element is `buffer`."""
         return [self.buffer()]
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -36,7 +36,7 @@ class SparseBucket(BucketBase):
         self._gradient = buffer
 
     def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
-        """Copy the gradient; an undefined gradient becomes one without entries.
+        """Copy the gradient; an undefined gradient becomes a sparse tensor without entries.
 
         Raises:
             RuntimeError: the gradient is dense.

@@ -1,4 +1,4 @@
-"""PyTorch's private names that `gradwire.reducer` uses, so that a new PyTorch can break one file only."""
+"""PyTorch's private names that `gradwire.reducer` uses: a new release can break only this file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
-GLOO_THREADS = 2  # of a process group, as PyTorch makes it
+GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 
 def gradient_node(tensor: Tensor) -> Node:

@@ -22,7 +22,7 @@ def find_unused(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list
     """The indices of the gradient accumulators that a backward from ``outputs`` cannot reach."""
     with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):  # PyTorch's name in a profile
         stack = [torch_internals.gradient_node(output) for output in outputs if output.requires_grad]
-        seen = set(stack)  # keeps the nodes alive: the address of a freed node may be reused
+        seen = set(stack)  # keeps the nodes alive: a new node may get the address of a freed one
         while stack:
             for node, _ in stack.pop().next_functions:
                 if node is not None and node not in seen:
@@ -55,8 +55,8 @@ class UsedParameters:
         self.local = bytearray(n_parameters)
         self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
         self._device = device
-        self._wait: Callable[[], None] | None = None  # for the exchange in flight
-        self._counts_on_host: list[int] | None = None  # once waited for
+        self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
+        self._counts_on_host: list[int] | None = None  # `counts`, once the exchange is done
 
     def exchange(self, transport: GroupTransport) -> None:
         """Start to sum `local` over the ranks. A collective call; `used_anywhere` waits for it."""
