@@ -1,4 +1,4 @@
-# Every target installs first; the second time that costs a second.
+# Every target installs first. An up-to-date install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := api reducer hooks compress comm kernels bench
@@ -9,8 +9,8 @@ export PYTHONSAFEPATH := 1
 
 install: .venv/.installed
 
-# A strict editable install links files one by one, so a new file (which touches its folder) asks for a reinstall.
-# The folders have a dot behind them, because `bench` is a target too.
+# A strict editable install links files one by one, so a new file (which touches its folder) needs a reinstall.
+# The folders are named `bench/.` and so on, because `bench` is a target too.
 .venv/.installed: pyproject.toml constraints.txt $(PACKAGES:=/.)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77"
@@ -27,8 +27,9 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Twice, because a kernel is bound to Triton's compiler or to its interpreter when it is imported. A pytest worker on each core
-# takes a run of consecutive tests, which share worlds of ranks, and computes with one thread.
+# The kernel tests run twice, because importing a kernel binds it to Triton's compiler or to its
+# interpreter. One pytest worker per core takes consecutive tests, which share their processes of
+# ranks, and computes with one thread.
 test test-slow: export OMP_NUM_THREADS := 1
 
 test: install
@@ -39,21 +40,21 @@ test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m slow
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
 
-# The kernels with the oldest Triton that is supported, which GPU builds of PyTorch 2.11 bring along.
+# Kernel tests with the oldest supported Triton, a dependency of PyTorch 2.11's GPU builds.
 test-triton36: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton36 triton==3.6.0
 	PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
 	PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
-# PyTorch's own DDP tests, against its class and gradwire's, on 2 and 4 ranks: a table of the outcomes.
+# PyTorch's own DDP tests against its class and gradwire's, on 2 and 4 ranks; prints a table of the outcomes.
 conformance: install
 	$(BIN)/python tests/conformance --all
 
-# Kernels and hooks on this machine's GPU; a run that was interrupted goes on where it stopped.
+# Kernels and hooks on this machine's GPU. An interrupted run resumes where it stopped.
 gpu: install
 	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks --output build/gpu_lane.jsonl
 
-# The same cases with the CPU in the part of the GPU.
+# The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
 	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks --rehearse --output build/gpu_rehearsal.jsonl
 
@@ -69,15 +70,16 @@ bench-reducer: install
 bench-hooks: install
 	$(BIN)/gradwire bench hooks
 
-# Two network namespaces: needs root and iproute2.
+# Step times between two network namespaces: needs root and iproute2.
 bench-network: install
 	$(BIN)/gradwire bench network
 
-# Likewise.
+# Time to a target loss between two network namespaces: needs root and iproute2.
 bench-converge: install
 	$(BIN)/gradwire bench converge
 
-# All of them, whose results are kept, and the pages that are made from these. An hour and a half on a quiet machine.
+# Runs the demo and all benchmarks, keeps their results, and regenerates the tables and plots. Takes an hour and a half on
+# a quiet machine.
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl

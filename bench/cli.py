@@ -1,4 +1,4 @@
-"""Entry point of the ``gradwire`` command. Imports nothing but the library, so that it can name missing extras."""
+"""Entry point of the ``gradwire`` command. It names optional packages that are missing."""
 
 import importlib.util
 import sys

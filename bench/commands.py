@@ -98,7 +98,7 @@ def demo(
     output: Annotated[
         Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
     ] = Path("demo"),
-    processes: Annotated[int, typer.Option(min=1, max=16, help="World size, on this machine.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes (ranks) on this machine.")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the data.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
@@ -126,7 +126,7 @@ def demo(
 @bench.command("kernels")
 def bench_kernels(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models that give the parameter lists, separated by commas.")] = _MODELS,
+    models: Annotated[str, typer.Option(help="Models whose parameter lists are used, separated by commas.")] = _MODELS,
     sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, separated by commas.")] = _SIZES,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each implementation over the buckets.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
@@ -135,7 +135,7 @@ def bench_kernels(
 ) -> None:
     """Time every kernel on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
 
-    On a GPU, the Triton kernels; without one, gradwire's CPU code, which takes 15 minutes.
+    On a GPU this times the Triton kernels; without one, gradwire's CPU code, in 15 minutes.
     """
     if quick:
         refuse_beside(context, "--quick", "models", "sizes", "rounds")
@@ -204,8 +204,7 @@ def bench_network(
         bool,
         typer.Option(
             "--emulated",
-            help="Model the link, and let one GPU stand for all hosts. "
-            f"Default rates: {', '.join(network.EMULATED_RATES)}.",
+            help=f"Emulate the link; one GPU stands for all hosts. Default rates: {', '.join(network.EMULATED_RATES)}.",
         ),
     ] = False,
     quick: Annotated[
@@ -244,7 +243,7 @@ def bench_converge(
     hosts: HostsOption = 2,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit.")] = "100mbit",
     task: Annotated[str, typer.Option(help=f"Training task: {' or '.join(TASKS)}.")] = "text",
-    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings with each hook.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; each hook trains once with each.")] = 3,
     hooks: HooksOption = _TRAINED_HOOKS,
     quick: Annotated[bool, typer.Option("--quick", help="Only one seed of none and powersgd-r4, on digits.")] = False,
     loopback: LoopbackOption = False,
@@ -282,8 +281,8 @@ def bench_compare(
 ) -> None:
     """Compare results before and after a change; fail if gradwire got slower relative to PyTorch.
 
-    Differences within the noise of repeated runs do not count.
-    Also fails if a result is missing after the change, as of a training that no longer reaches its target.
+    Differences within the noise of repeated runs do not count. Also fails if a result is missing
+    after the change, such as the time of a training that no longer reaches its target.
     """
     try:
         states = [[compare.load_ratios(path) for path in paths] for paths in (before, after)]
@@ -318,7 +317,7 @@ def bench_report(
 def _measure_over_network(
     command: str, needs_no_namespaces: bool, measure: Callable[[], Measured], device: torch.device
 ) -> list[Record]:
-    """`_measure`; refuses where namespaces are needed and cannot be made."""
+    """Run `_measure`; exit with an error if namespaces are needed and cannot be made."""
     obstacle = None if needs_no_namespaces else namespaces.obstacle()
     if obstacle is not None:
         _refuse_network(command, obstacle)
@@ -338,7 +337,7 @@ def _refuse_network(command: str, reason: str) -> NoReturn:
 
 
 def _measure(command: str, measure: Callable[[], Measured], device: torch.device, threads: int = 1) -> list[Record]:
-    """Records of a bench with their provenance; exits in good order if it is interrupted or fails."""
+    """Records of a bench with their provenance; exits cleanly if it is interrupted or fails."""
     facts = provenance(device, backend_of(device), threads) | {"command": shlex.join(["gradwire", *sys.argv[1:]])}
     load = BackgroundLoad()
     with _stoppable(command, Console()):
@@ -354,7 +353,7 @@ def _report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list
 
 @contextmanager
 def _stoppable(command: str, console: Console) -> Iterator[None]:
-    """Ends the command in good order if it is interrupted or terminated, or if a worker fails."""
+    """End the command cleanly if it is interrupted or terminated, or if a worker fails."""
     for end in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
         signal.signal(end, _terminate)
     try:

@@ -1,7 +1,8 @@
 """Regressions between two states of the code, from the results of benches.
 
-Absolute times of two runs are not comparable: a machine's speed varies from hour to hour. In every bench, gradwire and
-PyTorch take turns; this compares the ratios of their times. Repeated runs of a state show the noise of a ratio.
+Absolute times of two runs are not comparable: a machine's speed varies from hour to hour. In every
+bench, gradwire and PyTorch take turns; this module compares the ratios of their times. Repeated
+runs of a state show the noise of a ratio.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gradwire.bench.tables import Table, find, groups_of
 
 Ratios = dict[str, float]  # gradwire's median in units of another implementation's, by bench, case and implementations
 
-# Noise cannot be told from a change that is smaller, however well repeated runs agree.
+# A smaller change counts as noise, however well repeated runs agree.
 LEAST_BAND = 0.05
 # The assumed noise of a ratio where a state was measured once.
 UNREPEATED_BAND = 0.15
@@ -31,7 +32,7 @@ class Change:
     """The change of a ratio.
 
     Attributes:
-        what: bench, case and implementations.
+        what: name of the ratio: bench, case and implementations.
         before: the ratios of the runs of one state.
         after: the ratios of the runs of the other state.
         band: the noise, as a fraction.

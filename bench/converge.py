@@ -70,7 +70,10 @@ class Training:
 
     @classmethod
     def make(cls, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> Training:
-        """The same weights for each; a process group for each, as hooks of one group share their wire memory."""
+        """A training with the weights of ``seed`` and its own process group.
+
+        Hooks of one process group would share their wire memory.
+        """
         torch.manual_seed(seed)
         group = dist.new_group()
         entry = TRAINED_HOOKS[hook]
@@ -169,7 +172,7 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """One rank."""
+    """Run all trainings as one rank; returns their records."""
     task = TASKS[settings["task"]]()
     rate, seeds = link_named(settings["rate"]), settings["seeds"]
     if rate != LOOPBACK:
@@ -244,7 +247,7 @@ def _step_ms(group: Group) -> str:
 
 
 def _speed_up(records: Sequence[Record]) -> Cell:
-    """Over PyTorch's DDP without a hook."""
+    """A cell with the speed-up of the time to target over PyTorch's DDP without a hook."""
     baseline = [record for record in records if (record["hook"], record.implementation) == ("none", PYTORCH)]
     seconds = to_target(baseline, TARGET_S)
 

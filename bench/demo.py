@@ -72,7 +72,7 @@ def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
 
 
 def batch_size(ranks: int) -> int:
-    """Images of a step over all ranks."""
+    """Number of images in a step, over all ranks."""
     return GLOBAL_BATCH // ranks * ranks
 
 
@@ -203,7 +203,7 @@ def make_progress() -> Progress:
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Element by element. Raises RuntimeError if one is not finite."""
+    """The mean of each element over the ranks. Raises RuntimeError if one is not finite."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     if not total.isfinite().all():

@@ -42,7 +42,7 @@ HookCase = Callable[[torch.device], None]
 
 
 def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
-    """Compressing from the third step on, matrices of every size."""
+    """A PowerSGD hook that compresses matrices of every size from the third step on."""
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
 
 

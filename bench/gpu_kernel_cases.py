@@ -67,7 +67,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offs
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int) -> Tensor:
-    """NaN, ``offset`` elements past an aligned address."""
+    """A tensor of NaN, ``offset`` elements past an aligned address."""
     numel = int(torch.Size(shape).numel())
     return torch.full((offset + numel,), torch.nan, dtype=dtype, device=device)[offset:].view(shape)
 
@@ -145,7 +145,7 @@ def _product_bound(left: Tensor, right: Tensor, compute: torch.dtype) -> Tensor:
 
 
 def _matrices(rank: int, offset: int) -> list[Matrix]:
-    """Of one tile, of several, and of more than one strip; multiples of 16 without ``offset``, else odd."""
+    """Matrices of one tile, of several, and of more than one strip; multiples of 16 without ``offset``, else odd."""
     odd = 1 if offset else 0
     sizes = ((64, 64), (128, 96 + odd), (576 + odd, 80), (80, 1056 + odd))
     return [Matrix(rows, columns, rank) for rows, columns in sizes]

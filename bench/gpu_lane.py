@@ -40,7 +40,7 @@ IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "reh
 
 
 def cases_of(stage: str) -> dict[str, Case]:
-    """A stage's cases by name; the one with two dtypes on the wire comes first."""
+    """A stage's cases by name; the case with two dtypes on the wire comes first."""
     if stage == "ranks":
         return HOOK_CASES
     first = next(iter(HOOK_CASES))

@@ -85,7 +85,7 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """One rank."""
+    """Measure all hooks as one rank; returns the records."""
     if "memory_of" in settings:
         hook, name = settings["memory_of"]
         return [measure_memory(hook, name, device)]

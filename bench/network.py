@@ -112,7 +112,7 @@ def link_named(name: str) -> Rate:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """One rank."""
+    """Time all hooks at all rates as one rank; returns the records."""
     rates = [link_named(name) for name in settings["rates"]]
     implementations = make_implementations(settings["hooks"], device)
     return time_steps(implementations, rates, settings["steps"], settings["hosts"], settings["emulated"])
@@ -163,7 +163,10 @@ def _record(case: dict[str, Any], implementation: str, hosts: int, metric: str, 
 
 
 def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Implementation]:
-    """PyTorch's and gradwire's of each hook, and among them noop_hook on every DDP with the same buckets."""
+    """PyTorch's and gradwire's implementation of each hook.
+
+    Among them is noop_hook, on every DDP with the same buckets.
+    """
     made = []
     for hook in unique((REFERENCE, *hooks)):
         made.append(Implementation(hook, PYTORCH, device, one_bucket=needs_one_bucket(hook, device)))

@@ -41,12 +41,12 @@ OutputOption = Annotated[
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """The parts between commas, each once."""
+    """Split ``text`` at commas; repeated parts count once."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
-    """The parts between commas, each one of ``choices``."""
+    """Parse a comma-separated list of ``choices``."""
     names = parse_list(text)
     unknown = [name for name in names if name not in choices]
     if unknown:
@@ -57,7 +57,7 @@ def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str
 
 
 def parse_choice(text: str, choices: Collection[str], option: str) -> str:
-    """A single one of ``choices``."""
+    """Parse a single choice among ``choices``."""
     names = parse_choices(text, choices, option)
     if len(names) > 1:
         raise typer.BadParameter(
@@ -67,12 +67,12 @@ def parse_choice(text: str, choices: Collection[str], option: str) -> str:
 
 
 def parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
-    """Names of hooks."""
+    """Parse names of hooks."""
     return parse_choices(text, choices, "--hooks")
 
 
 def parse_ranks(text: str | None, device: torch.device) -> list[int]:
-    """World sizes, by default one and two; on GPUs at most one rank each."""
+    """Parse world sizes: by default 1 and 2; on GPUs at most one rank per GPU."""
     most = torch.cuda.device_count() if device.type == "cuda" else 16
     choices = [str(count) for count in range(1, most + 1)]
     asked = text if text is not None else ",".join(choices[:2])
@@ -80,7 +80,7 @@ def parse_ranks(text: str | None, device: torch.device) -> list[int]:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Sizes in MiB."""
+    """Parse sizes in MiB."""
     sizes = parse_list(text)
     wrong = [size for size in sizes if not size.isdecimal() or int(size) == 0]
     if wrong:
@@ -89,7 +89,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_rate(text: str, option: str) -> Rate:
-    """The rate of a link."""
+    """Parse the rate of a link."""
     try:
         return Rate.parse(text)
     except ValueError as error:

@@ -18,7 +18,7 @@ PAGES = ("README.md", "docs/benchmarks.md")
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
 
-# By name: that of the file of results, up to the first hyphen.
+# By the name of the results file. A page may name a table NAME-SUFFIX: the results are those of NAME.
 TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     "demo": demo.tables,
     "network": network.tables,

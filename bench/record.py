@@ -135,7 +135,7 @@ def unique(values: Iterable[Any]) -> list[Any]:
 
 
 def provenance(device: torch.device, backend: str, threads: int) -> dict[str, Any]:
-    """Machine, versions, date, commit. Call it before the measurement: the load average is to be that of others."""
+    """Machine, versions, date, commit. Call it before the measurement, which would raise the load average."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gradwire": gradwire.__version__,

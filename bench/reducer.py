@@ -71,7 +71,7 @@ class Case:
 
     @classmethod
     def make(cls, model: str, hook: str, implementation: str, device: torch.device) -> Case:
-        """The same initial weights on all ranks, and a batch for this one."""
+        """A case with equal initial weights on all ranks, and this rank's batch."""
         torch.manual_seed(0)
         module: nn.Module = MODELS[model].build().to(device)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -119,7 +119,7 @@ def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """One rank."""
+    """Measure all reducers as one rank; returns the records."""
     if "memory_of" in settings:
         hook, implementation = settings["memory_of"]
         return [measure_memory(MEMORY_MODEL, hook, implementation, device)]

@@ -75,10 +75,10 @@ class NcclRules(dist.ProcessGroup):
         return self._description
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to do: `allreduce_coalesced` follows and checks."""
+        """Do nothing: `allreduce_coalesced` follows and checks."""
 
     def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]
-        """Nothing to do."""
+        """Do nothing: `allreduce_coalesced` has checked and launched the collective."""
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:  # type: ignore[override]
         """Check, then all-reduce."""
@@ -163,14 +163,14 @@ class _NoStream:
         pass
 
     def wait_stream(self, _: object) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no work is in flight on a CPU."""
 
 
 class _NoGraph:
     """Stands in for a captured CUDA graph: its work ran once, during the capture."""
 
     def replay(self) -> None:
-        """Nothing to do."""
+        """Do nothing: the work ran during the capture."""
 
     reset = replay
 

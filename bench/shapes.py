@@ -93,7 +93,7 @@ def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 
 
     Args:
         shapes: of the parameters.
-        nbytes: that size.
+        nbytes: the size in bytes at which a bucket is closed.
         itemsize: bytes of an element.
     """
     ends, filled = [0], 0

@@ -183,7 +183,7 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 
 def format_value(metric: str, number: float | None) -> str:
-    """A number by the unit in the metric's parentheses."""
+    """Format a number by the unit in the metric's parentheses."""
     if number is None:
         return ""
     if metric.endswith("(B)"):
@@ -194,7 +194,7 @@ def format_value(metric: str, number: float | None) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, three digits: 1.23 MB."""
+    """Format a number of bytes in decimal units with three digits: 1.23 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -203,12 +203,12 @@ def format_bytes(count: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Three digits, or a whole number if that is more."""
+    """Format a number with three digits, or as a whole number if it has more."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def format_rate(name: str) -> str:
-    """A link rate with its unit: 100 Mb/s for 100mbit."""
+    """Format a link rate with its unit: 100 Mb/s for 100mbit."""
     return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", name)
 
 

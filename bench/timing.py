@@ -53,12 +53,15 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def in_turn(implementations: Sequence[T], turn: int) -> list[T]:
-    """The implementations in an order drawn for this turn, the same on all ranks: none always follows the same one."""
+    """The implementations in an order drawn for this turn, the same on all ranks.
+
+    So no implementation always runs after the same other one.
+    """
     return random.Random(turn).sample(implementations, len(implementations))
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Element by element, the maximum over the ranks. A collective call."""
+    """The maximum of each element over the ranks. A collective call."""
     largest = torch.tensor(
         seconds, dtype=torch.float64, device=bench_device() if dist.get_backend() == "nccl" else None
     )

@@ -1,4 +1,4 @@
-"""Kernels: the fused device work of gradient compression. Nothing here communicates.
+"""Kernels: the fused device work of gradient compression. The package issues no collectives.
 
 Each family has a reference in plain PyTorch, Triton kernels, and CPU paths where these are faster than the reference:
 

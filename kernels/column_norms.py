@@ -1,11 +1,11 @@
-"""Column norms: the factors that the next step projects onto, from those of this step, with unit columns.
+"""Column norms: the factors of this step, scaled to unit columns for the next step.
 
     next_c = q_c / |q_c|              so that the columns of the next P have the magnitude of the gradient, whatever Q's
     next_c = a random unit vector     where q_c is zero: otherwise that column would stay zero
 
-Random columns come from a counter-based generator. Its counters are the key of the matrix, the step and the place in
-the factor, so all ranks draw the same. A factor that is not finite leaves the next one unchanged and clears the flag of
-its matrix.
+Random columns come from a counter-based generator. Its counters are the key of the matrix, the step
+and the place in the factor, so all ranks draw the same. A factor that is not finite leaves the next
+step's factor unchanged and clears the flag of its matrix.
 
 Factors are stored transposed (`matrix_table`): column c is row c of an r x m block of memory.
 
@@ -125,7 +125,7 @@ def _renew_kernel(
     rows_ptr,  # [5, rows] int64: `_rows`
     norms_ptr,  # [2, rows] fp32: as `_norms_kernel` leaves it
     finite_ptr,  # [matrices] int32
-    step_ptr,  # [1] int64: no argument, whose value a CUDA graph would repeat at each replay
+    step_ptr,  # [1] int64: in memory, because a CUDA graph repeats the values of arguments
     following_ptr,  # packed factors, fp32
     n_rows,
     BLOCK: tl.constexpr,

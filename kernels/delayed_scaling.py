@@ -6,7 +6,7 @@ which the contribution of one rank saturates:
     target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
     exponent' = target                                  in the first step
               = min(target, exponent + growth)          in later steps
-              = min(that, exponent) - backoff           if absmax 2^exponent >= limit / 2: a rank may have saturated
+              = min(target, exponent) - backoff         if absmax 2^exponent >= limit / 2: a rank may have saturated
               = exponent                                if absmax is inf or NaN
               = min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
 
@@ -73,7 +73,7 @@ def _update_scale_kernel(
     exponent_ptr,  # [2] int32: the exponent, and 1 once it was derived from a gradient
     scales_ptr,  # [2] fp32: to send with, to receive with
     absmax_ptr,  # [1] fp32
-    counters_ptr,  # [4] int64: -, -, steps that were not finite, whether this step is not
+    counters_ptr,  # [4] int64: unused, unused, non-finite steps, whether this step is non-finite
     top,
     margin,
     growth,

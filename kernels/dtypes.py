@@ -11,7 +11,7 @@ WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic between these dtypes: fp64 if one of them is, else fp32."""
+    """The dtype of the arithmetic between these dtypes: fp64 if one of them is fp64, else fp32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -34,7 +34,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float, counters: Tensor | None) -> None:
-    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN stay what they are.
+    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through.
 
     Args:
         x: in the dtype of the arithmetic.

@@ -4,8 +4,9 @@
     unflatten    g_i[j] = cast(wire[offsets[i] + j] * scale)
                  absmax = max(absmax, max_ij |g_i[j]|)                   optional; NaN if an element is NaN
 
-Each is one launch for the whole bucket. Arithmetic is in fp32, or in fp64 if the gradients are fp64 (for `unflatten`:
-if the gradients or the wire are). fp64 is rounded to fp32 on its way to 16 bits, as in PyTorch.
+Each operation is one launch for the whole bucket. Arithmetic is in fp32, or in fp64 if the
+gradients are fp64 (for `unflatten`: if the gradients or the wire are). fp64 is rounded to fp32 on
+its way to 16 bits, as in PyTorch.
 
 A finite element saturates at ``limit``, by default the largest finite value of the wire dtype; inf and NaN pass
 through. The maximum needs no float atomics: the bits of non-negative fp32 numbers, read as integers, sort like the
@@ -89,7 +90,10 @@ def _saturating_cast(
     COMPUTE: tl.constexpr,
     WIRE: tl.constexpr,
 ):
-    """Scale, saturate and cast. Also a mark per element: 1 if it is not finite, 2^16 if it saturated, else 0."""
+    """Scale, saturate and cast.
+
+    Also return a mark per element: 1 if it is not finite, 2^16 if it saturated, else 0.
+    """
     x = x.to(COMPUTE)
     scaled = x * scale
     finite = tl.abs(x) < float("inf")

@@ -90,7 +90,8 @@ def can_use_triton(table: MatrixTable) -> bool:
 def can_keep(table: MatrixTable) -> bool:
     """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
 
-    It saves none on a CPU, whose paths copy M into their scratch in any case and add there at no cost.
+    On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at
+    no cost.
     """
     return can_use_triton(table) and table.dtype == table.compute
 

@@ -1,4 +1,4 @@
-"""Low-rank passes in Triton: one kernel for both products, one that adds up their partial sums, one for the rest.
+"""Low-rank passes in Triton: a kernel for both products, one to sum their parts, one to reconstruct.
 
 A program of a product works through a strip of M, 32 x 512 for P or 512 x 32 for Q, and stores a partial sum. A strip
 keeps the number of programs high for matrices of few rows or columns; partial sums that are added in a fixed order
@@ -81,8 +81,8 @@ def _multiply_strip(
         target_ptr = tl.multiple_of(target_ptr, 16)
         error_ptr = tl.multiple_of(error_ptr, 16)
         columns = columns // 8 * 8  # the same number, but now the compiler knows that it is a multiple of 8
-    along = rows if TO_P else columns  # what the result extends over
-    across = columns if TO_P else rows  # what is summed over
+    along = rows if TO_P else columns  # the side that the result keeps
+    across = columns if TO_P else rows  # the side that is summed over
     offs_r = tl.arange(0, RANK)
     mask_r = offs_r < rank
     mask_along = offs_along < along
@@ -280,7 +280,7 @@ def _addresses(operands: Operands) -> Tensor:
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
-    """``scale`` M Q into ``out`` from Q, or ``scale`` M^T P from P: the partial sums, then their sum."""
+    """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
     table = operands.table
     device, cache = table.device, table.on_device
     of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p, BLOCK, STRIP))

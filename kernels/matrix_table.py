@@ -45,10 +45,11 @@ def load_factor(layout_ptr, n_factors, factor):
 
 @jit
 def reload_factor_size(layout_ptr, n_factors, factor):
-    """Rank and length once more, for a store after a long loop.
+    """Load rank and length again, for a store after a long loop.
 
-    The loads are volatile, so the compiler cannot merge them with those before the loop: the sizes, and the masks made
-    of them, occupy no registers in the loop. Only what is needed, because every volatile load stays.
+    The loads are volatile, so the compiler cannot merge them with those before the loop: the sizes,
+    and the masks made of them, occupy no registers in the loop. Only fields that the store needs
+    are loaded, because the compiler keeps every volatile load.
     """
     rank = tl.load(layout_ptr + factor, volatile=True)
     length = tl.load(layout_ptr + n_factors + factor, volatile=True)
@@ -70,7 +71,7 @@ def load_sizes(layout_ptr, n_matrices, matrix):
 
 @jit
 def reload_rows_and_rank(layout_ptr, n_matrices, matrix):
-    """Rows and rank once more, for a store after a long loop: volatile as in `reload_factor_size`."""
+    """Load rows and rank again, for a store after a long loop: see `reload_factor_size`."""
     rows = tl.load(layout_ptr + matrix, volatile=True)
     rank = tl.load(layout_ptr + 2 * n_matrices + matrix, volatile=True)
     return rows, rank
@@ -113,8 +114,9 @@ class Matrix(NamedTuple):
 class FactorLayout:
     """Where the factors of one side of a bucket lie: every P, or every Q, packed in one flat buffer.
 
-    Each factor begins at a multiple of `ALIGN_NUMEL` elements. BLAS may round by the alignment of its operands, so
-    without it the bits of a matrix's result would depend on the neighbours of the matrix in the bucket.
+    Each factor begins at a multiple of `ALIGN_NUMEL` elements. BLAS may round by the alignment of
+    its operands, so without this alignment the bits of a matrix's result would depend on the
+    neighbours of the matrix in the bucket.
 
     Args:
         ranks: the rank of each matrix.

@@ -45,9 +45,8 @@ GROWTH_EPS = 0.1  # |L^-1|^2, in 1 / eps. Cholesky QR on GPUs: a second round ca
 # Small factors on GPUs: one program holds one in registers. Numbers of elements, padded to powers of two
 SMALL_NUMEL = 1 << 14  # the most that spill on no target with 16 warps
 SMALL_NUMEL_HIGH_RANK = 1 << 13  # above rank 16, where a thread also holds a product with each column
-SHORTENING = (
-    8  # a kernel for the longest, one for 1/8 of it: one for each 2^k costs more compilations than it saves time
-)
+# A second kernel serves factors of up to 1/8 of the longest; more kernels cost more compilation than they save.
+SHORTENING = 8
 SMALL_NUM_WARPS = 16  # with 8, up to 255 registers, and 108 spills at rank 64
 SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 #

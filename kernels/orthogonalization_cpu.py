@@ -1,4 +1,4 @@
-"""Orthogonalise on CPUs: Cholesky QR in fp64, and Gram-Schmidt for the factors that it cannot do.
+"""Orthogonalise on CPUs: Cholesky QR in fp64, and Gram-Schmidt for factors on which it fails.
 
     G = P^T P = L L^T,   P <- P L^-T          again if the first result is too inaccurate: G is ill-conditioned
 
@@ -70,7 +70,7 @@ def orthogonalize_cpu(
 def _unit_gram(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Gram matrices of the rows scaled to unit norm, k x r x r, and the scales, k x r. A zero row has scale 1.
 
-    One product at a time: those of a batch may round by the size of the batch.
+    The products are computed one at a time: a batched product may round by the size of the batch.
     """
     rank = factors[0].shape[0]
     gram = torch.empty(len(factors), rank, rank, dtype=torch.float64)

@@ -42,7 +42,7 @@ def _store_rows(
     rank,
     length,
 ):
-    """Store a block of a factor; what lies beyond its ends is not stored."""
+    """Store a block of a factor, without the elements beyond the factor's ends."""
     mask = (offs_r < rank)[:, None] & (offs_n < length)[None, :]
     tl.store(ptr + offs_r[:, None] * length + offs_n[None, :], x, mask=mask)
 
