@@ -251,8 +251,9 @@ def bench_converge(
 ) -> None:
     """Train to a target loss or accuracy over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux, root and iproute2.
-    At 100mbit, the task digits takes a few minutes, text 45 minutes.
+    The hosts are network namespaces of this machine, joined by links with a rate limit.
+    Needs Linux, root and iproute2.
+    At 100mbit, the task digits takes a few minutes, the task text 45 minutes.
     """
     if quick:
         refuse_beside(context, "--quick", "task", "seeds", "hooks")
@@ -281,8 +282,8 @@ def bench_compare(
 ) -> None:
     """Compare results before and after a change; fail if gradwire got slower relative to PyTorch.
 
-    Differences within the noise of repeated runs do not count. Also fails if a result is missing
-    after the change, such as the time of a training that no longer reaches its target.
+    Differences within the noise of repeated runs do not count.
+    Also fails if a result is missing after the change, such as that of a missed target.
     """
     try:
         states = [[compare.load_ratios(path) for path in paths] for paths in (before, after)]

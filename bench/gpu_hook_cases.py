@@ -64,11 +64,11 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "powersgd, batched": _powersgd(batched_powerSGD_hook),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
-# Before a capture: PyTorch requires 11, so that nothing is allocated or timed for the first time in it.
+# Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
 WARM_UP_STEPS = 11
-# Not the alternating form: consecutive steps differ.
+# Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
 CAPTURED = ("allreduce", "fp16", "scaled fp16", "powersgd")
-# With two dtypes on the wire where a bucket also holds uncompressed gradients.
+# Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 
 

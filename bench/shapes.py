@@ -89,11 +89,11 @@ PARAMETERS = {
 
 
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:
-    """DDP's buckets: from the last parameter to the first, each closed once it reaches a size.
+    """DDP's buckets: from the last parameter to the first, each closed once it reaches ``nbytes``.
 
     Args:
         shapes: of the parameters.
-        nbytes: the size in bytes at which a bucket is closed.
+        nbytes: size in bytes.
         itemsize: bytes of an element.
     """
     ends, filled = [0], 0

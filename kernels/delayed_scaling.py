@@ -73,7 +73,7 @@ def _update_scale_kernel(
     exponent_ptr,  # [2] int32: the exponent, and 1 once it was derived from a gradient
     scales_ptr,  # [2] fp32: to send with, to receive with
     absmax_ptr,  # [1] fp32
-    counters_ptr,  # [4] int64: unused, unused, non-finite steps, whether this step is non-finite
+    counters_ptr,  # [4] int64; [2]: non-finite steps, [3]: whether this step is non-finite
     top,
     margin,
     growth,

@@ -153,8 +153,10 @@ class DenseBucket(BucketBase):
     def scale_into_buffer(self) -> Tensor:
         """Write the gradients, divided by `divisor`, into the buffer; returns the buffer.
 
-        Bitwise equal to PyTorch: gradients that are views of the buffer are divided, all others are multiplied by
-        1 / divisor. The two round differently unless the divisor is a power of two, and so does complex division.
+        Bitwise equal to PyTorch: gradients that are views of the buffer are divided, all others are
+        multiplied by 1 / divisor. Division and multiplication round differently unless the divisor
+        is a power of two. Complex gradients are divided as complex numbers, which rounds
+        differently again.
         """
         buffer = self._allocate()
         outside = self._outside() if self.as_view else range(len(self._grads))

@@ -20,7 +20,7 @@ __all__ = ["default_reduction"]
 def default_reduction(bucket: Bucket, process_group: dist.ProcessGroup, transport: GroupTransport) -> Future[Tensor]:
     """Start to average a bucket's gradients over the ranks; the future holds the result.
 
-    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's own
+    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's
     threads, which work on several buckets at once. All other gradients are reduced in the executor
     of the process group.
 

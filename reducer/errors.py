@@ -1,6 +1,7 @@
 """The reducer's error messages and warnings: PyTorch's sentences verbatim, followed by gradwire's additions.
 
-Scripts search logs for PyTorch's sentences, and PyTorch's tests match them.
+Scripts search logs for PyTorch's sentences, and PyTorch's tests match them. The docstring of each
+function states the condition that its message reports.
 """
 
 from __future__ import annotations
