@@ -78,8 +78,8 @@ bench-network: install
 bench-converge: install
 	$(BIN)/gradwire bench converge
 
-# Runs the demo and all benchmarks, keeps their results, and regenerates the tables and plots. Takes an hour and a half on
-# a quiet machine.
+# Runs the demo and all benchmarks, keeps their results, and regenerates the tables and plots.
+# Takes an hour and a half on a quiet machine.
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl

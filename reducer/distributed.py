@@ -55,8 +55,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
             parameters without the costs of ``find_unused_parameters``, and activation checkpoints of shared parameters.
         delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets: their gradients are summed
             in one flat fp32 buffer.
-        param_to_hook_all_reduce: the parameter whose gradient starts the all-reduce of these
-            gradients.
+        param_to_hook_all_reduce: the parameter whose gradient starts their all-reduce.
         mixed_precision: PyTorch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: compute with copies of
             the parameters in one dtype, sum their gradients in another, and keep parameters and gradients in their own
             for the optimizer. Needs an accelerator. Excludes communication hooks, `join` and copies of the wrapped
@@ -225,9 +224,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
         Args:
             state: passed to every call of the hook.
-            hook: gradwire's, PyTorch's or your own; it takes the state and a bucket and returns a
-                ``torch.futures.Future`` of the reduced flat tensor. bf16 hooks run on every
-                backend.
+            hook: gradwire's, PyTorch's or your own; takes the state and a bucket and returns a
+                ``torch.futures.Future`` of the reduced flat tensor. bf16 hooks run on any backend.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -271,10 +269,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         return self.logger._get_ddp_logging_data()
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Let the reducer step the optimizers of ``apply_optimizer_in_backward``.
-
-        Their own hooks would run before the gradients are reduced.
-        """
+        """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
         if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             return
         handles = torch_internals.optimizer_hooks()

@@ -54,8 +54,7 @@ class Reducer(Exchange):
        bucket in order and writes its result into the gradients.
 
     With a static graph, the first backward only counts how often each parameter's autograd hook is
-    called, and all buckets are reduced at its end; in later backwards a gradient is ready once its
-    hook was called equally often.
+    called, and all buckets are reduced at its end; later, a gradient is ready after as many calls.
 
     A step that fails is discarded; `Exchange` explains how the ranks learn of it and go on.
 
@@ -68,8 +67,7 @@ class Reducer(Exchange):
         process_group: the ranks to average over.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank
             has a gradient for keeps its ``.grad``.
-        skip_unused: whether a bucket of which this rank uses no parameter is not reduced. All ranks
-            must use the same parameters.
+        skip_unused: whether to skip buckets without any used parameter. All ranks must agree on it.
     """
 
     def __init__(
