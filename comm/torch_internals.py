@@ -51,8 +51,7 @@ def store_of_group(group: dist.ProcessGroup) -> Store:
     return _get_process_group_store(group)
 
 
-def device_timeouts(group: dist.ProcessGroup) -> list[timedelta]:
-    """The collective timeout of each of the group's backends that has one."""
+def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> list[timedelta]:
+    """The collective timeout of each of the group's backends; ``default`` for one that does not tell."""
     backends = [group._get_backend(device) for device in group._device_types]
-    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
-    return [timeout for timeout in timeouts if timeout is not None]
+    return [getattr(getattr(backend, "options", None), "_timeout", default) for backend in backends]

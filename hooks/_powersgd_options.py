@@ -137,7 +137,10 @@ _replicated = attrgetter(*_REPLICATED)
 
 
 class OptionAttributes:
-    """Options as attributes of a state, as in PyTorch. Assigning one replaces ``options``, which validates it."""
+    """Options as attributes of a state, as in PyTorch.
+
+    Assigning one replaces ``options``, which validates it together with all others.
+    """
 
     options: PowerSGDOptions
 
@@ -148,6 +151,10 @@ class OptionAttributes:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OPTION_NAMES:
+            if "options" not in vars(self):
+                raise AttributeError(
+                    f"{name} is an option: pass it to super().__init__(), or assign it after that call."
+                )
             self.options = replace(self.options, **{name: value})
         else:
             super().__setattr__(name, value)

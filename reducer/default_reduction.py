@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import GroupTransport, Transport, Workspace
+from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.reducer.bucket import DenseBucket
 from gradwire.reducer.bucketing import Bucket
+from gradwire.reducer.exchange import Exchange
 
 __all__ = ["default_reduction"]
 
 
-def default_reduction(bucket: Bucket, process_group: dist.ProcessGroup, transport: GroupTransport) -> Future[Tensor]:
+def default_reduction(bucket: Bucket, exchange: Exchange) -> Future[Tensor]:
     """Start to average a bucket's gradients over the ranks; the future holds the result.
 
     Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's
@@ -26,11 +26,10 @@ def default_reduction(bucket: Bucket, process_group: dist.ProcessGroup, transpor
 
     Args:
         bucket: the bucket; its gradients are collected and its ``divisor`` is set.
-        process_group: the ranks.
-        transport: carries the sums of dense gradients on a CPU.
+        exchange: its transport carries the sums of dense gradients on a CPU, which alone create it.
     """
     if isinstance(bucket, DenseBucket) and bucket.device.type == "cpu":
-        return transport.start_all_reduce(bucket.scale_into_buffer())
+        return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         assert isinstance(bucket, DenseBucket)
@@ -39,4 +38,4 @@ def default_reduction(bucket: Bucket, process_group: dist.ProcessGroup, transpor
         else:
             await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
-    return reduce_bucket(process_group, cast("Any", bucket), algorithm, bucket.divisor)
+    return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, bucket.divisor)

@@ -287,7 +287,7 @@ class Reducer(Exchange):
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
         if self._hook is not None:
             return self._hook(self.hook_state, bucket)
-        return default_reduction(bucket, self.process_group, self.transport)
+        return default_reduction(bucket, self)
 
     def _is_zero_copy(self, bucket: Bucket) -> bool:
         """Whether the reduction writes into the gradients; if not, its future holds the result."""

@@ -194,3 +194,14 @@ def test_statistics_of_alternating_count_side_sent(worlds):
         raw = sum(shape[0] for shape in shapes if len(shape) == 1)
         rows, columns = (sum(shape[side] for shape in shapes if len(shape) == 2) for side in (0, 1))
         assert sent == [raw + rows, raw + columns] * 2
+
+
+class AssignsTooEarly(PowerSGDState):
+    def __init__(self):
+        self.ranks = {}
+        super().__init__(None)
+
+
+def test_option_assigned_before_the_constructor_raises_and_says_what_to_do():
+    with pytest.raises(AttributeError, match=r"^ranks is an option: pass it to super\(\).__init__\(\)"):
+        AssignsTooEarly()
