@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import CaseFailed
-from worker import join_group
+from worker import join_group, leave_group
 
 
 def sum_of_ranks(offset):
@@ -75,20 +75,23 @@ def test_rank_without_an_answer_fails_the_case(worlds, case):
     assert world.run(sum_of_ranks, offset=0) == [1, 1]
 
 
-def join_again_and_again(cycles):
+def join_again_and_again(cycles, signals):
+    together = dist.FileStore(signals, int(os.environ["WORLD_SIZE"]))
     sums = []
     for cycle in range(cycles):
         join_group()
         sums.append(sum_of_ranks(offset=cycle))
-        dist.destroy_process_group()
+        leave_group(together, cycle)
     return os.getpid(), sums
 
 
-def test_fresh_case_joins_a_group_several_times(world):
-    first, second = (world.run_fresh(join_again_and_again, cycles=3) for _ in range(2))
+def test_fresh_case_joins_a_group_several_times(world, tmp_path):
+    first, second = (
+        world.run_fresh(join_again_and_again, cycles=3, signals=str(tmp_path / run)) for run in ("first", "second")
+    )
     total, size = sum(range(world.size)), world.size
     for outcome in first + second:
-        assert outcome.how == "returned"
+        assert outcome.how == "returned", outcome
         assert outcome.value[1] == [total, total + size, total + 2 * size]
     assert len({outcome.value[0] for outcome in first + second}) == 2 * size, "processes of their own"
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
 from training import HOOKS, SMALL, build, gradients, register
+from worker import leave_group
 
 import gradwire
 
@@ -36,8 +37,7 @@ def train(hook):
 def train_in_groups(hook, rendezvous, signals):
     """The gradients of a training in each of several default groups, and the handles that are left of all of them.
 
-    Ranks wait for each other behind every group, by a store in the file ``signals``: a rank that initialises a group
-    while rank 0 still serves the store of the last one would join that one.
+    Ranks wait for each other behind every group, by a store in the file ``signals``.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     together = dist.FileStore(signals, size)
@@ -53,21 +53,16 @@ def train_in_groups(hook, rendezvous, signals):
             store = dist.PrefixStore(str(cycle), reused)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
-    def end(cycle):
-        dist.destroy_process_group()
-        together.set(f"{cycle}/{rank}", "")
-        together.wait([f"{cycle}/{other}" for other in range(size)])
-
     begin("without gradwire")
     dist.barrier()
-    end("without gradwire")
+    leave_group(together, "without gradwire")
     before = open_handles()
     results = []
     for cycle in range(N_CYCLES):
         begin(cycle)
         results.append(gradients(train(hook)))
         gc.collect()  # a wrapped model is a cycle, and holds its group, whose store is on the port of the next one
-        end(cycle)
+        leave_group(together, cycle)
     return results, before, open_handles()
 
 

@@ -121,3 +121,18 @@ def join_group(timeout=None):
     dist.init_process_group("gloo")
     if timeout is not None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+
+
+def leave_group(together, cycle):
+    """Destroy the default group, and wait until every rank has done so.
+
+    A rank that joins the next group while rank 0 still serves the store of the last one would connect to that store.
+
+    Args:
+        together: a store of all ranks that outlives the group.
+        cycle: a name for this group, one that was not used before.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    together.set(f"{cycle}/{rank}", "")
+    together.wait([f"{cycle}/{other}" for other in range(size)])
