@@ -3,8 +3,10 @@
 This package imports neither kernels nor hooks.
 """
 
-from gradwire.comm.collectives import (
-    Collective,
+from gradwire.comm.collectives import Collective
+from gradwire.comm.connections import Connections, connections_of, executor_for
+from gradwire.comm.executor import Executor
+from gradwire.comm.transport import (
     GroupTransport,
     LocalTransport,
     Steps,
@@ -12,8 +14,6 @@ from gradwire.comm.collectives import (
     run_algorithm,
     wait_for,
 )
-from gradwire.comm.connections import Connections, connections_of, executor_for
-from gradwire.comm.executor import Executor
 from gradwire.comm.workspace import Workspace
 
 __all__ = [

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm.collectives import GroupTransport, wait_for
 from gradwire.comm.executor import Executor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import default_group, is_initialized_group, lifetime_token
+from gradwire.comm.transport import GroupTransport, wait_for
 from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
 T = TypeVar("T")

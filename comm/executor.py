@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from gradwire.comm.collectives import GroupTransport, Steps
+from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
 Task = Callable[[Workspace], Steps[Any]]

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwire.comm.collectives import POLL_SECONDS
 from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, store_of_group
+from gradwire.comm.transport import POLL_SECONDS
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing

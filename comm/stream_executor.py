@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from gradwire.comm.collectives import GroupTransport, run_algorithm
 from gradwire.comm.executor import Executor, Task
+from gradwire.comm.transport import GroupTransport, run_algorithm
 from gradwire.comm.workspace import Workspace
 
 

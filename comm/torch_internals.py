@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
     PrefixStore,
     Store,
     _get_default_group,
@@ -16,6 +20,8 @@ from torch.distributed.distributed_c10d import (
 __all__ = [
     "PrefixStore",
     "Store",
+    "all_gather",
+    "all_to_all",
     "default_group",
     "device_timeouts",
     "is_initialized_group",
@@ -55,3 +61,41 @@ def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> list[timede
     """The collective timeout of each of the group's backends; ``default`` for one that does not tell."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [getattr(getattr(backend, "options", None), "_timeout", default) for backend in backends]
+
+
+# The names below exist in every release from 2.11 on. torch.distributed's own functions do not serve: they take no
+# unregistered groups, and PyTorch 2.13 warns of `all_gather_into_tensor`.
+
+
+def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
+    """Launch the exchange of the first dimension's parts: part i of ``sent`` goes to rank i.
+
+    Args:
+        received: contiguous, of the shape of ``sent``; part i comes from rank i.
+        sent: contiguous; the group's size divides its first dimension.
+        group: registered with PyTorch or not.
+        is_async: whether NCCL may use a stream of its own instead of the current one.
+
+    Returns:
+        The handle; None if the collective is enqueued on the current stream.
+    """
+    options: Any = AllToAllOptions()
+    options.asyncOp = is_async
+    return group.alltoall_base(received, sent, [], [], options)
+
+
+def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
+    """Launch the concatenation of the tensors of all ranks in rank order.
+
+    Args:
+        gathered: 1-D, contiguous; as many elements as all ranks' ``own`` together.
+        own: 1-D, contiguous, of one size on all ranks.
+        group: registered with PyTorch or not.
+        is_async: whether NCCL may use a stream of its own instead of the current one.
+
+    Returns:
+        The handle; None if the collective is enqueued on the current stream.
+    """
+    options: Any = AllgatherOptions()
+    options.asyncOp = is_async
+    return group._allgather_base(gathered, own, options)

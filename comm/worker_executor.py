@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm.collectives import GroupTransport, Steps
 from gradwire.comm.executor import Executor, Task, let_go_of_locals
+from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
 MAX_TASKS_IN_FLIGHT = 2  # gloo works on two collectives of a group at a time

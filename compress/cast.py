@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.comm.collectives import Transport
+from gradwire.comm.transport import Transport
 from gradwire.comm.workspace import Workspace
 from gradwire.compress.gradients import Gradients
 from gradwire.kernels import flatten, unflatten

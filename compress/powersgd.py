@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradwire.comm.collectives import Transport
+from gradwire.comm.transport import Transport
 from gradwire.comm.workspace import Workspace
 from gradwire.compress.powersgd_bucket import LowRankBucket
 from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct, renew

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.comm.collectives import Transport
+from gradwire.comm.transport import Transport
 from gradwire.comm.workspace import Workspace
 from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
