@@ -43,6 +43,7 @@ class NcclRules(dist.ProcessGroup):
 
     - Tensors are dense and contiguous, with a dtype that NCCL sums as numbers.
     - Tensors of one call have one dtype and one device, and there is at least one.
+    - The parts that an all-to-all or an all-gather exchanges are equally large, and the output has room for them.
     - All ranks call the same collectives in the same order, with the same dtypes and sizes.
 
     NCCL is more lenient in two cases: PyTorch passes it complex tensors as real pairs, and a sum of bools is their
@@ -98,6 +99,24 @@ class NcclRules(dist.ProcessGroup):
         """Check, then gather."""
         self._check("allgather", inputs)
         return self._gloo.allgather(outputs, inputs, *options)
+
+    def alltoall_base(  # type: ignore[override]
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], *options: Any
+    ) -> Any:
+        """Check, then exchange equal parts of the first dimension; other splits are not checked."""
+        if input.dim() == 0 or input.size(0) % self.size() != 0:
+            raise ValueError("Tensor's dim 0 does not divide equally across group size")
+        if output.numel() != input.numel():
+            raise ValueError("output tensor size must be equal to input tensor size")
+        self._check("alltoall_base", [output, input])
+        return self._gloo.alltoall_base(output, input, output_splits, input_splits, *options)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, *options: Any) -> Any:  # type: ignore[override]
+        """Check, then gather into one tensor."""
+        if output.numel() != self.size() * input.numel():
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        self._check("_allgather_base", [output, input])
+        return self._gloo._allgather_base(output, input, *options)
 
     def broadcast(self, tensors: Sequence[Tensor], *options: Any) -> Any:  # type: ignore[override]
         """Check, then broadcast."""

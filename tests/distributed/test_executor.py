@@ -1,6 +1,7 @@
 """`WorkerExecutor`: several tasks in flight, futures in order, one order of collectives on all ranks."""
 
 import itertools
+import threading
 import weakref
 from datetime import timedelta
 
@@ -83,22 +84,47 @@ def test_failed_task_lets_earlier_tasks_finish_and_fails_later_ones(world):
     assert world.run(fail_while_another_waits) == [(True, world.size, ["expected"] * 3)] * world.size
 
 
-def fail_on_one_rank(at):
+async def all_reduce_twice(transport, interrupt):
+    value = torch.ones(3)
+    interrupt(0)
+    await transport.all_reduce(value)
+    interrupt(1)
+    await transport.all_reduce(value)
+    interrupt(2)
+    return value[0].item()
+
+
+async def two_shots(transport, interrupt):
+    """A sum of two ones and a square; the messages are longer than what a connection holds on its way."""
+    sent = torch.ones(3, transport.world_size, 1 << 20, dtype=torch.uint8)
+    received, gathered = torch.zeros_like(sent), torch.zeros_like(sent)
+    interrupt(0)
+    await transport.all_to_all(received, sent)
+    own = received.sum(1, dtype=torch.uint8)
+    interrupt(1)
+    await transport.all_gather(gathered, own * own)
+    interrupt(2)
+    assert (gathered == gathered[0, 0, 0]).all()
+    return gathered[0, 0, 0].item()
+
+
+EXCHANGES = {"all-reduces": all_reduce_twice, "shots": two_shots}
+
+
+def fail_on_one_rank(exchange, at):
     """A task that raises on the last rank only, before, between or after its two collectives, among healthy ones."""
     worker = new_executor()
     fails = dist.get_rank() == dist.get_world_size() - 1
 
-    async def task(k):
-        value = torch.ones(3)
-        for stage in range(3):
+    def submit(k):
+        def interrupt(stage):
             if fails and k == 1 and stage == at:
                 raise ValueError("expected")
-            if stage < 2:
-                await worker.transport.all_reduce(value)
-        return value[0].item()
+
+        return worker.submit(lambda _: EXCHANGES[exchange](worker.transport, interrupt))
 
     outcomes = []
-    for future in [worker.submit(lambda _, k=k: task(k)) for k in range(4)]:
+    for future in [submit(k) for k in range(4)]:
         try:
             outcomes.append(future.wait())
         except (ValueError, RuntimeError) as error:
@@ -107,8 +133,9 @@ def fail_on_one_rank(at):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_task_failure_on_one_rank_raises_on_all_others(world, at):
-    *others, failing = world.run(fail_on_one_rank, at=at)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_task_failure_on_one_rank_raises_on_all_others(world, exchange, at):
+    *others, failing = world.run(fail_on_one_rank, exchange=exchange, at=at)
     whole = world.size**2
     assert failing == [whole] + ["ValueError"] * 3
     for outcomes in others:
@@ -118,7 +145,7 @@ def test_task_failure_on_one_rank_raises_on_all_others(world, at):
         assert outcomes[2:] == ["RuntimeError"] * 2
 
 
-def lose_a_peer():
+def lose_a_peer(exchange):
     """The outcome of a collective whose peers close their executors without a notice."""
     worker = new_executor()
     dist.barrier()  # a peer that closes while this rank still connects would fail the constructor instead
@@ -126,13 +153,42 @@ def lose_a_peer():
         worker.close(60)
         return None
     try:
-        return sums_of(worker, 1).wait()
+        return worker.submit(lambda _: EXCHANGES[exchange](worker.transport, lambda stage: None)).wait()
     except RuntimeError:
         return "error"
 
 
-def test_collective_raises_when_a_peer_is_lost(world):
-    assert world.run(lose_a_peer) == ["error"] + [None] * (world.size - 1)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_collective_raises_when_a_peer_is_lost(world, exchange):
+    assert world.run(lose_a_peer, exchange=exchange) == ["error"] + [None] * (world.size - 1)
+
+
+def lose_a_peer_between_shots():
+    """The outcome of both shots where the peers end after the first one, and how many groups are left."""
+    others, worker = set(threading.enumerate()), new_executor()
+    groups = [weakref.ref(worker.transport.group), weakref.ref(worker._worker._later)]
+    dist.barrier()
+
+    async def first_shot(_):
+        sent = torch.ones(3, worker.transport.world_size, 1 << 20, dtype=torch.uint8)
+        await worker.transport.all_to_all(torch.zeros_like(sent), sent)
+
+    if dist.get_rank() != 0:
+        worker.submit(first_shot).wait()
+        worker.close(60)
+        return None
+    future = worker.submit(lambda _: two_shots(worker.transport, lambda stage: None))
+    try:
+        return future.wait()
+    except RuntimeError:
+        worker.close(60)
+        for thread in set(threading.enumerate()) - others:  # the worker, and the one in which the groups close
+            thread.join(60)
+    return "error", sum(group() is not None for group in groups)
+
+
+def test_peer_lost_between_shots_raises_and_closes_the_groups(world):
+    assert world.run(lose_a_peer_between_shots) == [("error", 0)] + [None] * (world.size - 1)
 
 
 def drop_while_waiting():

@@ -12,7 +12,7 @@ from torch import nn
 from training import HOOKS, SMALL, train
 
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
-from gradwire.comm import GroupTransport
+from gradwire.comm import GroupTransport, torch_internals
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
@@ -122,6 +122,14 @@ def all_reduce(*tensors, op=dist.ReduceOp.SUM):
     return call if len(tensors) > 1 else single
 
 
+def all_to_all(received, sent):
+    return lambda group: torch_internals.all_to_all(received, sent, group, is_async=False)
+
+
+def all_gather(gathered, own):
+    return lambda group: torch_internals.all_gather(gathered, own, group, is_async=False)
+
+
 # What breaks a rule, and the message.
 BROKEN = {
     "two dtypes in one call": (
@@ -141,6 +149,42 @@ BROKEN = {
     "a sum of bools": (lambda rank: all_reduce(torch.ones(2).bool()), "A sum of bools over NCCL"),
     "other sizes": (lambda rank: all_reduce(torch.ones(2 + rank)), "differs between ranks"),
     "other dtypes": (lambda rank: all_reduce(torch.ones(2, dtype=(torch.half, torch.int)[rank])), "differs between"),
+    "an all-to-all of unequal parts": (
+        lambda rank: all_to_all(torch.ones(3), torch.ones(3)),
+        "Tensor's dim 0 does not divide equally across group size",
+    ),
+    "an all-to-all without room": (
+        lambda rank: all_to_all(torch.ones(2), torch.ones(4)),
+        "output tensor size must be equal to input tensor size",
+    ),
+    "a strided all-to-all": (
+        lambda rank: all_to_all(torch.ones(4), torch.ones(8)[::2]),
+        "Tensors must be contiguous",
+    ),
+    "an all-to-all of two dtypes": (
+        lambda rank: all_to_all(torch.ones(4), torch.ones(4).half()),
+        "Tensors must have identical type",
+    ),
+    "an all-gather without room": (
+        lambda rank: all_gather(torch.ones(3), torch.ones(2)),
+        "output tensor size must be equal to world_size times input tensor size",
+    ),
+    "a strided all-gather": (
+        lambda rank: all_gather(torch.ones(8)[::2], torch.ones(2)),
+        "Tensors must be contiguous",
+    ),
+    "an all-gather of two dtypes": (
+        lambda rank: all_gather(torch.ones(4), torch.ones(2).half()),
+        "Tensors must have identical type",
+    ),
+    "an all-gather of other sizes": (
+        lambda rank: all_gather(torch.ones(2 * (1 + rank)), torch.ones(1 + rank)),
+        "differs between ranks",
+    ),
+    "an all-gather against an all-to-all": (
+        lambda rank: all_gather(torch.ones(4), torch.ones(2)) if rank else all_to_all(torch.ones(4), torch.ones(4)),
+        "differs between ranks",
+    ),
     "another collective": (
         lambda rank: (lambda group: dist.barrier(group)) if rank else all_reduce(torch.ones(2)),
         "differs between ranks",
@@ -168,3 +212,34 @@ def test_nccl_double_refuses_on_every_rank_what_nccl_refuses(worlds):
         assert tensor.tolist() == [4.0] * 3
         for name, (_, expected) in BROKEN.items():
             assert re.search(re.escape(expected), messages[name]), (name, messages[name])
+
+
+def shots_behind_double(pieces):
+    """Both shots of two buckets on the path of a GPU: this rank's results, and the calls that the double saw."""
+    group = dist.new_group(backend=register_backend())
+    rank, n = dist.get_rank(), dist.get_world_size()
+
+    async def two_shots(transport, value):
+        sent = torch.full((pieces, n, 48), value + rank, dtype=torch.uint8)
+        received, gathered = torch.empty_like(sent), torch.empty_like(sent)
+        await transport.all_to_all(received, sent)
+        await transport.all_gather(gathered, received.sum(1, dtype=torch.uint8))
+        return gathered
+
+    with gpu_on_cpu():
+        executor = executor_for(group, torch.device("cpu"))
+        assert executor.transport.pieces(1 << 30) == 1
+        futures = [executor.submit(lambda _, k=k: two_shots(executor.transport, k)) for k in (1, 2)]
+        results = [future.wait() for future in futures]
+    calls = [name for name, *_ in group.calls]
+    dist.destroy_process_group(group)
+    return results, calls
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_two_shots_obey_nccl_rules(world, pieces):
+    n = world.size
+    for results, calls in world.run(shots_behind_double, pieces=pieces):
+        assert calls == (["alltoall_base"] * pieces + ["_allgather_base"] * pieces) * 2
+        for k, gathered in zip((1, 2), results, strict=True):
+            assert (gathered == n * k + n * (n - 1) // 2).all()

@@ -13,7 +13,7 @@ from training import HOOKS, SMALLEST, register
 from zoo import Probe
 
 import gradwire
-from gradwire.comm import GroupTransport
+from gradwire.comm import GroupTransport, executor_for
 from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 
@@ -28,16 +28,36 @@ def nap(draw):
         time.sleep(draw.random() * 0.005)
 
 
-def sums_and_squares(draw):
-    """A hook of two collectives a bucket: the sum, and the sum of squares that travels on its own."""
+async def all_reduced(wire, transport):
+    """The sum of a wire over all ranks, in place."""
+    await transport.all_reduce(wire)
+    return wire
+
+
+async def summed_in_two_shots(wire, transport):
+    """The sum of a wire over all ranks, which each rank computes for its cells."""
+    pieces, n, numel = 2, transport.world_size, wire.numel()
+    sent = torch.zeros(pieces, n, -(-numel // (pieces * n)))
+    sent.view(-1)[:numel] = wire
+    received, gathered = torch.empty_like(sent), torch.empty_like(sent)
+    await transport.all_to_all(received.view(torch.uint8), sent.view(torch.uint8))
+    await transport.all_gather(gathered.view(torch.uint8), received.sum(1).view(torch.uint8))
+    return gathered.view(-1)[:numel]
+
+
+SUMS = {"all-reduces": all_reduced, "shots": summed_in_two_shots}
+
+
+def sums_and_squares(draw, sum_of=all_reduced):
+    """A hook of several collectives a bucket: the sum, and the sum of squares that travels on its own."""
 
     async def algorithm(source, target, transport, workspace):
         nap(draw)
         wire = flatten(source.tensors, workspace.wire(source.table.numel, source.table.dtype), table=source.table)
         squares = wire * wire
-        await transport.all_reduce(wire)
+        wire = await sum_of(wire, transport)
         nap(draw)
-        await transport.all_reduce(squares)
+        squares = await sum_of(squares, transport)
         unflatten(wire + WEIGHT_OF_SQUARES * squares, target.tensors, table=target.table)
 
     def hook(state, bucket):
@@ -77,29 +97,41 @@ WRAPPERS = {
 }
 
 
-def train_with_delays(wrapper):
-    """Steps whose gradients were wrong, and all gradients of the last one."""
+def train_with_delays(wrapper, exchange):
+    """Steps whose gradients were wrong, all gradients of the last one, and the collectives of each group in order."""
     rank = dist.get_rank()
     module = Straggler(*SHAPES, draw=random.Random(rank))
     ddp = WRAPPERS[wrapper](module)
-    register(ddp, (None, sums_and_squares(random.Random(100 + rank))))
-    wrong, seen = [], []
-    for step in range(STEPS):
-        ddp.zero_grad()
-        module.is_late = step % dist.get_world_size() == rank
-        ddp(*inputs(rank, step)).backward()
-        gradients = [weight.grad.clone() for weight in module.weights]
-        seen.append(gradients)
-        if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
-            wrong.append(step)
-    return wrong, seen
+    register(ddp, (None, sums_and_squares(random.Random(100 + rank), SUMS[exchange])))
+    wrong, seen, issued = [], [], ([], [])
+    transport = executor_for(None, torch.device("cpu")).transport
+    start = transport.start
+
+    def recorded_start(collective, *group):
+        issued[len(group)].append((type(collective).__name__, collective.payload_bytes))
+        return start(collective, *group)
+
+    with mock.patch.object(transport, "start", recorded_start):
+        for step in range(STEPS):
+            ddp.zero_grad()
+            module.is_late = step % dist.get_world_size() == rank
+            ddp(*inputs(rank, step)).backward()
+            gradients = [weight.grad.clone() for weight in module.weights]
+            seen.append(gradients)
+            if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
+                wrong.append(step)
+    return wrong, seen, issued
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_two_collectives_per_bucket_keep_their_order_under_delays(world, wrapper):
-    results = world.run(train_with_delays, wrapper=wrapper)
-    assert [wrong for wrong, _ in results] == [[]] * world.size
-    assert_same_on_all_ranks([seen for _, seen in results])
+@pytest.mark.parametrize("exchange", SUMS)
+def test_collectives_of_buckets_keep_their_order_under_delays(world, exchange, wrapper):
+    results = world.run(train_with_delays, wrapper=wrapper, exchange=exchange)
+    assert [wrong for wrong, *_ in results] == [[]] * world.size
+    assert_same_on_all_ranks([seen for _, seen, _ in results])
+    assert_same_on_all_ranks([issued for *_, issued in results])
+    kinds = [{name for name, _ in of_group} for of_group in results[0][2]]
+    assert kinds == ([{"AllToAll"}, {"AllToAll", "AllGather"}] if exchange == "shots" else [{"AllReduce"}] * 2)
 
 
 def train_two_models():

@@ -1,13 +1,24 @@
-"""The two shots of an all-reduce: all-to-all and all-gather, on gloo groups and in a single process."""
+"""The two shots of an all-reduce, all-to-all and all-gather: on gloo groups, in an executor, in a single process."""
+
+import itertools
+import warnings
+import weakref
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import GroupTransport, LocalTransport, run_algorithm
+from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
+from gradwire.comm.executor import let_go_of_locals
+from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES
 
 CPU = torch.device("cpu")
+LIMIT = timedelta(minutes=1)
+names = itertools.count()
 SHAPES = [(1, 16), (3, 48), (8, 1), (2, 70_000), (4, 0), (0, 16)]  # pieces, bytes per cell
 
 
@@ -58,14 +69,17 @@ WAYS = {"default group": through_default_group, "own group": through_own_group, 
 def shots_of(way, shapes):
     """Both shots of a message of each shape."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return [WAYS[way](message(rank, pieces, world_size, nbytes)) for pieces, nbytes in shapes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [WAYS[way](message(rank, pieces, world_size, nbytes)) for pieces, nbytes in shapes]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_both_shots_deliver_every_cell(world, way):
-    for rank, results in enumerate(world.run(shots_of, way=way, shapes=SHAPES)):
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_both_shots_deliver_every_cell(worlds, size, way):
+    for rank, results in enumerate(worlds(size).run(shots_of, way=way, shapes=SHAPES)):
         for shape, shots in zip(SHAPES, results, strict=True):
-            for actual, expected in zip(shots, expected_shots(rank, world.size, shape), strict=True):
+            for actual, expected in zip(shots, expected_shots(rank, size, shape), strict=True):
                 assert torch.equal(actual, expected), (rank, shape)
 
 
@@ -76,3 +90,158 @@ def test_shots_of_a_single_process_copy(shape):
     for actual, expected in zip(shots, expected_shots(0, 1, shape), strict=True):
         assert torch.equal(actual, expected)
     assert transport.payload_bytes == shape[0] * shape[1]
+
+
+def shots_of_strided_pieces():
+    """Both shots of pieces that lie apart, in one buffer of bytes that neither may change; the second one in place."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    transport = GroupTransport(dist.group.WORLD)
+    pieces, nbytes = 3, 32
+    sent, received, gathered = (poisoned(pieces, n + 1, nbytes) for _ in range(3))
+    sent[:, :n] = message(rank, pieces, n, nbytes)
+    transport.run(transport.all_to_all(received[:, :n], sent[:, :n]))
+    own = gathered[:, rank]
+    own.copy_(received[:, :n].sum(1, dtype=torch.uint8))
+    transport.run(transport.all_gather(gathered[:, :n], own))
+    return (received[:, :n], gathered[:, :n]), (received[:, n], gathered[:, n])
+
+
+def test_pieces_may_lie_apart_and_own_cells_in_the_result(world):
+    for rank, (shots, rest) in enumerate(world.run(shots_of_strided_pieces)):
+        for actual, expected in zip(shots, expected_shots(rank, world.size, (3, 32)), strict=True):
+            assert torch.equal(actual, expected)
+        assert all((gap == 255).all() for gap in rest)
+
+
+@pytest.mark.parametrize("way", ["run", "start"])
+@pytest.mark.parametrize("nbytes", [0, 16, 7])
+def test_both_shots_together_count_the_message_once(way, nbytes):
+    done = SimpleNamespace(wait=lambda: None)
+    group = SimpleNamespace(size=lambda: 3, alltoall_base=lambda *_: done, _allgather_base=lambda *_: done)
+    transport, sent = GroupTransport(group), message(0, 5, 3, nbytes)
+    getattr(transport, way)(transport.all_to_all(torch.empty_like(sent), sent))
+    assert transport.payload_bytes == sent.nbytes // 2
+    getattr(transport, way)(transport.all_gather(sent, sent[:, 0]))
+    assert transport.payload_bytes == sent.nbytes
+
+
+def test_every_piece_is_in_flight_before_any_is_awaited():
+    log = []
+
+    def launch(*_):
+        log.append("launched")
+        return SimpleNamespace(wait=lambda: log.append("awaited"))
+
+    transport = GroupTransport(SimpleNamespace(size=lambda: 2, alltoall_base=launch, _allgather_base=launch))
+    sent = message(0, 4, 2, 16)
+    for collective in (transport.all_to_all(torch.empty_like(sent), sent), transport.all_gather(sent, sent[:, 0])):
+        log.clear()
+        transport.run(collective)
+        assert log == ["launched"] * 4 + ["awaited"] * 4
+        log.clear()
+        assert len(transport.start(collective)) == 4
+        assert log == ["launched"] * 4
+
+
+class Work:
+    """A piece in flight; the third one fails."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def wait(self):
+        if self.number == 2:
+            raise RuntimeError("Connection closed by peer")
+
+
+def test_failed_shot_keeps_no_work():
+    made = []
+
+    def launch(*_):
+        work = Work(len(made))
+        made.append(weakref.ref(work))
+        return work
+
+    transport = GroupTransport(SimpleNamespace(size=lambda: 2, alltoall_base=launch))
+    sent = message(0, 5, 2, 16)
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as failure:
+        transport.run(transport.all_to_all(torch.empty_like(sent), sent))
+    let_go_of_locals(failure.value)
+    assert [work() for work in made] == [None] * 5
+
+
+def pieces_of(sizes):
+    own = connections_of(None).transport("two shots", CPU)
+    return [[transport.pieces(size) for size in sizes] for transport in (own, GroupTransport(dist.group.WORLD))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_number_of_pieces_follows_the_size_of_the_message(worlds, size):
+    cells = size * MIN_CELL_BYTES
+    sizes = [0, 1, cells, 2 * cells - 1, 2 * cells, MAX_PIECES * cells, 1 << 40]
+    expected = [1, 1, 1, 1, 2, MAX_PIECES, MAX_PIECES] if size > 1 else [1] * len(sizes)
+    for of_rank in worlds(size).run(pieces_of, sizes=sizes):
+        assert of_rank == [expected, expected]
+
+
+def test_single_process_cuts_no_message():
+    assert LocalTransport().pieces(1 << 40) == 1
+
+
+CELLS = torch.zeros(2, 3, 16, dtype=torch.uint8)
+WRONG = {
+    "two dimensions": (lambda t: t.all_to_all(CELLS, CELLS[0]), "sent is torch.uint8 of shape [3, 16]"),
+    "another dtype": (lambda t: t.all_to_all(CELLS, CELLS.float()), "sent is torch.float32 of shape [2, 3, 16]"),
+    "cells of two ranks": (lambda t: t.all_to_all(CELLS, CELLS[:, :2]), "expected torch.uint8 of shape [any, 3, any]"),
+    "room for one piece": (lambda t: t.all_to_all(CELLS[:1], CELLS), "received is torch.uint8 of shape [1, 3, 16]"),
+    "strided cells": (lambda t: t.all_to_all(CELLS[..., :8], CELLS[..., :8]), "A piece of sent has strides (16, 1)"),
+    "own cells of all ranks": (lambda t: t.all_gather(CELLS, CELLS), "own is torch.uint8 of shape [2, 3, 16]"),
+    "no cells": (lambda t: t.all_gather(CELLS, torch.tensor(3, dtype=torch.uint8)), "own is torch.uint8 of shape []"),
+    "room for one rank": (
+        lambda t: t.all_gather(CELLS[:, :1], CELLS[:, 0]),
+        "gathered is torch.uint8 of shape [2, 1, 16]; expected torch.uint8 of shape [2, 3, 16]",
+    ),
+    "strided own cells": (lambda t: t.all_gather(CELLS[:, :, :8], CELLS[:, 0, ::2]), "A piece of own has strides (2,)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_shot_of_wrong_tensors_raises(case):
+    make, message_part = WRONG[case]
+    with pytest.raises(ValueError) as error:
+        make(Transport(3))
+    assert message_part in str(error.value)
+
+
+def signals():
+    """A store of this run's own, whose keys ranks set and wait for."""
+    return dist.PrefixStore(f"test_two_shot/{next(names)}", dist.distributed_c10d._get_default_store())
+
+
+def gather_while_the_next_exchange_is_in_flight():
+    """Two buckets; no other rank begins the second before rank 0 has begun the all-gather of the first."""
+    store, worker = signals(), executor_for(None, CPU)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    start = worker.transport.start
+
+    def start_and_tell(collective, *group):
+        works = start(collective, *group)
+        if rank == 0 and group:
+            store.set("gathering", "")
+        return works
+
+    async def task(k):
+        if rank != 0 and k == 1:
+            store.wait(["gathering"], LIMIT)
+        return await two_shots(worker.transport, message(rank + 10 * k, 2, n, 100))
+
+    with mock.patch.object(worker.transport, "start", start_and_tell):
+        futures = [worker.submit(lambda _, k=k: task(k)) for k in range(2)]
+        return [future.wait()[1] for future in futures]
+
+
+def test_all_gather_of_a_bucket_overlaps_all_to_all_of_the_next(world):
+    n = world.size
+    expected = [torch.stack([message(i + 10 * k, 2, n, 100) for i in range(n)]).sum(0) % 256 for k in range(2)]
+    for results in world.run(gather_while_the_next_exchange_is_in_flight):
+        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
