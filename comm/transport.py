@@ -38,16 +38,19 @@ class Transport:
 
     Args:
         world_size: number of ranks.
+        rank: of this process among them.
 
     Attributes:
         world_size: number of ranks.
+        rank: of this process among them.
         payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n
             ranks sends 2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot
             counts half of the message, of which it sends (n - 1) / n.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, rank: int) -> None:
         self.world_size = world_size
+        self.rank = rank
         self.payload_bytes = 0
         self._turn = SparseTurn()
 
@@ -107,7 +110,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self) -> None:
-        super().__init__(world_size=1)
+        super().__init__(world_size=1, rank=0)
 
     def run(self, collective: Collective) -> None:  # noqa: D102
         self.payload_bytes += collective.payload_bytes
@@ -123,7 +126,7 @@ class GroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
-        super().__init__(group.size())
+        super().__init__(group.size(), group.rank())
         self._check = check
         self._group: dist.ProcessGroup | None = group
 

@@ -10,7 +10,10 @@ from gradwire.compress.policy import LowRankPolicy
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.compress.powersgd_bucket import LowRankBucket, flat_low_rank_bucket
 from gradwire.compress.powersgd_memory import PowerSGDMemory
+from gradwire.compress.quantization import quantized_all_reduce
+from gradwire.compress.quantized_bucket import Quantization, QuantizedBucket
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
+from gradwire.compress.wire_policy import WirePolicy
 
 __all__ = [
     "BucketScale",
@@ -19,10 +22,14 @@ __all__ = [
     "LowRankBucket",
     "LowRankPolicy",
     "PowerSGDMemory",
+    "Quantization",
+    "QuantizedBucket",
+    "WirePolicy",
     "alternating_all_reduce",
     "cast_all_reduce",
     "flat_low_rank_bucket",
     "powersgd_all_reduce",
+    "quantized_all_reduce",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",
 ]

@@ -53,18 +53,18 @@ def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
     """Decorate a hook to raise TypeError for a wrong state or bucket before it does anything."""
 
     def decorate(hook: Hook) -> Hook:
-        first = next(iter(inspect.signature(hook).parameters))
+        names = list(inspect.signature(hook).parameters)
 
         @functools.wraps(hook)
         def checked(*arguments: Any, **named: Any) -> Any:
             bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
-            if len(arguments) > 2 or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
+            if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
                 raise TypeError(
                     f"{checked.__name__} was called with {described(bucket)} in place of a bucket of gradients. It is "
                     "a communication hook for DistributedDataParallel, of PyTorch or of gradwire; neither "
                     "FullyShardedDataParallel nor compiled autograd's Python reducer can call it."
                 )
-            check_state(checked.__name__, arguments[0] if arguments else named.get(first))
+            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
             return hook(*arguments, **named)
 
         return cast("Hook", checked)

@@ -1,27 +1,21 @@
 """Checkpoints of PowerSGD's memory: functions between `PowerSGDMemory` and the entries of a state_dict."""
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Transport, executor_for
-from gradwire.comm.store_collectives import named_barrier
 from gradwire.compress import LowRankBucket, PowerSGDMemory
 from gradwire.compress.policy import LowRankPolicy
-from gradwire.hooks._parameter_names import ParameterNames, is_number, parameter_names
+from gradwire.hooks._error_feedback_state import sum_errors
+from gradwire.hooks._parameter_names import ParameterNames, parameter_names
 from gradwire.hooks._powersgd_options import PowerSGDOptions
 from gradwire.hooks._state_validation import Expected
-from gradwire.kernels import as_real, compute_dtype, gradient_layout, memory_order
+from gradwire.kernels import as_real, compute_dtype, gradient_layout
 
 Memory = Mapping[str, PowerSGDMemory]  # by parameter name
 Entries = dict[str, dict[str, Tensor]]
-
-# How long a rank waits for the others. Short for `state_dict`: a rank that waits is probably the only one to call it.
-STATE_DICT_TIMEOUT = timedelta(seconds=10)
-PREPARE_TIMEOUT = timedelta(minutes=2)
 
 
 def entries_of(memory: Memory) -> Entries:
@@ -54,46 +48,9 @@ def averaged_entries(memory: Memory, process_group: dist.ProcessGroup | None, pa
         parameters: of the model, if it is known. The collectives run on their device.
     """
     entries = entries_of(memory)
-    errors = entries["errors"]
-    if errors:
-        device = next(iter([*parameters, *errors.values()])).device
-        executor = executor_for(process_group, device)
-        errors = executor.submit(lambda _: _averaged(errors, executor.transport, device)).wait()
+    errors = sum_errors(entries["errors"], process_group, parameters, dist.get_world_size(process_group))
     factors = {side: {name: each.to("cpu", copy=True) for name, each in entries[side].items()} for side in ("q", "p")}
     return {"errors": errors, **factors}
-
-
-async def _averaged(errors: Mapping[str, Tensor], transport: Transport, device: torch.device) -> dict[str, Tensor]:
-    means = {}
-    for name in sorted(errors):
-        mean = errors[name].to(device) / transport.world_size
-        await transport.all_reduce(memory_order(mean))
-        means[name] = mean.contiguous().cpu()
-    return means
-
-
-def wait_for_state_dict(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks in `PowerSGDState.state_dict`.
-
-    Raises:
-        RuntimeError: some ranks have not called it within `STATE_DICT_TIMEOUT`.
-    """
-    try:
-        named_barrier(group, "PowerSGDState.state_dict()", timeout=STATE_DICT_TIMEOUT)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
-            "state.state_dict() where you save."
-        ) from error
-
-
-def wait_for_prepare_checkpoint(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks in `PowerSGDState.prepare_checkpoint`.
-
-    Raises:
-        RuntimeError: some ranks have not called it within `PREPARE_TIMEOUT`.
-    """
-    named_barrier(group, "PowerSGDState.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
 
 
 def initial_memory(
@@ -115,34 +72,6 @@ def initial_memory(
             of = options.of_buckets(iteration)
             made |= LowRankBucket([as_real(layout)], [shape], names=[name], memory=memory, **of).memory
     return made
-
-
-def check_can_be_saved(names: ParameterNames, has_begun: bool) -> None:
-    """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries.
-
-    Args:
-        names: of the parameters. Their model is searched for if it is unknown.
-        has_begun: whether the state has made a step or was loaded.
-    """
-    names.search()
-    names.require("A checkpoint of a PowerSGDState")
-    if names.module is None and not has_begun:
-        raise RuntimeError(
-            "This PowerSGDState belongs to no model yet, so the entries of its checkpoint are not known. Register "
-            "it with model.register_comm_hook(state, powerSGD_hook), or call state.bind(model), before it is saved "
-            "or loaded."
-        )
-
-
-def check_loaded_names(loaded: Memory, names: Sequence[str]) -> None:
-    """Raise ValueError if a loaded memory has names and a bucket has numbers, or vice versa."""
-    if loaded and set(loaded).isdisjoint(names):
-        numbered = [all(is_number(name) for name in some) for some in (loaded, names)]
-        if numbered[0] != numbered[1]:
-            raise ValueError(
-                f"The loaded state remembers {min(loaded)!r}, this bucket has {names[0]!r}: the names of parameters "
-                "were known in one of the runs only. Call state.bind(model) before the first step, in both."
-            )
 
 
 def expected_of(parameters: ParameterNames, policy: LowRankPolicy) -> dict[str, Expected]:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.torch_internals import default_group
 from gradwire.compress import LowRankBucket, LowRankPolicy, PowerSGDMemory
 from gradwire.hooks import _powersgd_checkpoint as checkpoint
+from gradwire.hooks._error_feedback_state import ErrorFeedbackState
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import NamedState, plain_name
+from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
 from gradwire.hooks._state_validation import check_powersgd_state
 from gradwire.hooks._types import GradBucket
@@ -20,7 +20,7 @@ from gradwire.kernels import as_real
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
 
-class PowerSGDState(OptionAttributes, NamedState):
+class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     """Options and memory of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
 
     The arguments up to ``batch_tensors_with_same_shape`` are PyTorch's, with PyTorch's defaults.
@@ -98,9 +98,8 @@ class PowerSGDState(OptionAttributes, NamedState):
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
         options = locals()
         self.options = PowerSGDOptions(**{name: options[name] for name in OPTION_NAMES})
-        super().__init__()
+        super().__init__("powerSGD_hook")
         self.process_group = process_group
-        self.iter = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
@@ -109,11 +108,9 @@ class PowerSGDState(OptionAttributes, NamedState):
         self._buckets: dict[tuple[str, ...], LowRankBucket | None] = {}
         self._settings_of_buckets: dict[str, object] | None = None
         self._is_batched = False  # whether the hook of the latest step is batched_powerSGD_hook
-        self._is_loaded = False  # whether the memory is from a checkpoint
         self._fits_parameters = True  # whether the loaded memory was compared with every parameter
         self._patterns_match = False  # whether every pattern in ranks and stacks is known to match a parameter
         self._has_compressed = False  # whether a compressed step is over
-        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTION_NAMES)
@@ -160,11 +157,8 @@ class PowerSGDState(OptionAttributes, NamedState):
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step if ``bucket`` is its last."""
-        if not bucket.is_last():
-            return
-        self.iter += 1
-        self._names.close()
-        if self.iter == self.options.start_powerSGD_iter:
+        super().maybe_increase_iter(bucket)
+        if bucket.is_last() and self.iter == self.options.start_powerSGD_iter:
             logger.info("PowerSGD starts after %s steps.", self.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -194,27 +188,6 @@ class PowerSGDState(OptionAttributes, NamedState):
         if memory is not None and memory.error is not None:
             memory.error.add_(as_real(gradient))
 
-    def prepare_checkpoint(self) -> None:
-        """Average the errors over the ranks, and keep the copy for `state_dict` until the next step.
-
-        A collective call: every rank must make it, between two steps. Afterwards any rank may call
-        `state_dict` alone, for trainers that save on rank 0::
-
-            >>> state.prepare_checkpoint()
-            >>> if dist.get_rank() == 0:
-            >>>     torch.save({"model": model.state_dict(), "powersgd": state.state_dict()}, path)
-
-        On every rank the copy takes CPU memory of the size of `state_dict`.
-
-        Raises:
-            RuntimeError: the parameter names are not known, or a rank has not called it within two
-                minutes.
-        """
-        self._prepared = None
-        checkpoint.check_can_be_saved(self._names, has_begun=self.iter > 0 or self._is_loaded)
-        checkpoint.wait_for_prepare_checkpoint(self.process_group or default_group())
-        self._prepared = self._averaged()
-
     def state_dict(self) -> dict[str, Any]:
         """Step count, errors and factors as plain CPU tensors, for ``torch.load(weights_only=True)``.
 
@@ -234,14 +207,9 @@ class PowerSGDState(OptionAttributes, NamedState):
             RuntimeError: the parameter names are not known, or a rank has not called it within ten
                 seconds. A later call on all ranks works.
         """
-        if self._prepared is not None:
-            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
-        checkpoint.check_can_be_saved(self._names, has_begun=self.iter > 0 or self._is_loaded)
-        checkpoint.wait_for_state_dict(self.process_group or default_group())
-        return self._averaged()
+        return super().state_dict()
 
-    def _averaged(self) -> dict[str, Any]:
-        """A new `state_dict`. A collective call."""
+    def _collected(self) -> dict[str, Any]:
         module = self._names.module
         if module is not None:
             self._memory.update(

@@ -4,7 +4,7 @@ Each function raises a ValueError that names the entry, its value and the expect
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,18 +45,10 @@ def check_powersgd_state(state: object, parameters: Mapping[str, Expected]) -> N
         raise _wrong("numel", numel, "a list of two whole numbers")
     for i, count in enumerate(numel):
         _check_count(f"numel[{i}]", count)
-    for key in ("errors", "q", "p"):
-        if not isinstance(state[key], Mapping):
-            raise _wrong(key, state[key], "a dictionary from parameter names to tensors")
-        for name, tensor in state[key].items():
-            if not isinstance(name, str):
-                raise ValueError(f"{key} has the name {reprlib.repr(name)}; expected a string.")
-            entry = f"{key}[{name!r}]"
-            _check_tensor(entry, tensor, ARITHMETIC_DTYPES)
-            if key == "errors":
-                _check_elements(entry, tensor, tensor.isfinite(), "a finite number")
-            else:
-                _check_factor(entry, tensor)
+    _check_errors(state["errors"])
+    for key in ("q", "p"):
+        for entry, factor in _tensors(key, state[key]):
+            _check_factor(entry, factor)
     check_powersgd_shapes(state["errors"], state["q"], state["p"], parameters)
 
 
@@ -84,6 +76,24 @@ def check_powersgd_shapes(
             _check_size_of_factors(name, q, p, errors[name].numel(), f"errors[{name!r}]")
         elif name in q and name in p:
             _check_size_of_factors(name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2], f"q[{name!r}]")
+
+
+def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError unless ``state`` is a `QuantizationState.state_dict` of a model with these parameters.
+
+    Args:
+        state: the argument of ``load_state_dict``.
+        shapes: of the gradients of known parameters, complex numbers as real pairs, by name.
+    """
+    state = _entries(state, "QuantizationState", ("iter", "errors"))
+    _check_count("iter", state["iter"])
+    _check_errors(state["errors"])
+    for name, error in state["errors"].items():
+        if name in shapes and error.shape != shapes[name]:
+            raise ValueError(
+                f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(shapes[name])}: "
+                f"errors[{name!r}] is another model's. Load the state of this model, or begin with a new one."
+            )
 
 
 def check_scaled_cast_state(state: object) -> None:
@@ -121,6 +131,23 @@ def _entries(state: object, owner: str, names: Sequence[str]) -> Mapping[str, An
 
 def _check_count(entry: str, value: object) -> None:
     check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
+
+
+def _tensors(key: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dictionary by parameter name, each with the name of its entry, once it is checked."""
+    if not isinstance(value, Mapping):
+        raise _wrong(key, value, "a dictionary from parameter names to tensors")
+    for name, tensor in value.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{key} has the name {reprlib.repr(name)}; expected a string.")
+        entry = f"{key}[{name!r}]"
+        _check_tensor(entry, tensor, ARITHMETIC_DTYPES)
+        yield entry, tensor
+
+
+def _check_errors(errors: object) -> None:
+    for entry, error in _tensors("errors", errors):
+        _check_elements(entry, error, error.isfinite(), "a finite number")
 
 
 def _check_tensor(

@@ -9,13 +9,20 @@ import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._arguments import ddp_hook, needs_nothing, needs_process_group
+from gradwire.hooks._arguments import (
+    check_process_group,
+    ddp_hook,
+    needs_nothing,
+    needs_process_group,
+)
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._reduce_bucket import Tables, bucket_work, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.kernels import flatten, unflatten
 
 __all__ = [
+    "CastState",
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -24,15 +31,56 @@ __all__ = [
 ]
 
 _SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
+_FP32_SETTINGS = {name: HookSettings(f"{name}, accumulate fp32") for name in _SETTINGS}
+_BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks; formats of 16 bit have no scales
+
+
+class CastState:
+    """A process group and options, as the state of `fp16_compress_hook` and `bf16_compress_hook`.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        accumulate: dtype of the sum over the ranks. "wire" is that of the hook: one all-reduce, as with a process group
+            as the state. With "fp32" every rank sums a shard in fp32, and the sum is rounded once: fp16 sums cannot
+            overflow, and rounding does not grow with the world size. It sends the same bytes in two messages. Choose it
+            from 8 ranks on, or if sums overflow.
+
+    Raises:
+        TypeError: ``process_group`` is none.
+        ValueError: ``accumulate`` is neither "wire" nor "fp32".
+
+    Example::
+        >>> model.register_comm_hook(CastState(process_group, accumulate="fp32"), bf16_compress_hook)
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, accumulate: str = "wire") -> None:
+        check_process_group(process_group)
+        if accumulate not in ("wire", "fp32"):
+            raise ValueError(f"accumulate is {accumulate!r}; expected 'wire' or 'fp32'.")
+        self.process_group = process_group
+        self.accumulate = accumulate
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(accumulate={self.accumulate!r})"
+
+
+def _needs_cast_state(hook_name: str, state: object) -> None:
+    if not isinstance(state, CastState):
+        needs_process_group(hook_name, state)
 
 
 def _cast_hook(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype | None, settings: HookSettings
+    state: dist.ProcessGroup | CastState | None, bucket: GradBucket, dtype: torch.dtype | None, hook: str
 ) -> torch.futures.Future[torch.Tensor]:
+    process_group = state.process_group if isinstance(state, CastState) else state
+    if isinstance(state, CastState) and state.accumulate == "fp32":
+        wire = "fp16" if dtype == torch.float16 else "bf16"
+        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, _FP32_SETTINGS[hook])
+
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    return reduce_bucket(process_group, bucket, algorithm, settings=settings)
+    return reduce_bucket(process_group, bucket, algorithm, settings=_SETTINGS[hook])
 
 
 @zero_copy
@@ -47,32 +95,37 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
     Example::
         >>> model.register_comm_hook(process_group, allreduce_hook)
     """
-    return _cast_hook(process_group, bucket, None, _SETTINGS["allreduce_hook"])
+    return _cast_hook(process_group, bucket, None, "allreduce_hook")
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
-def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+@ddp_hook(_needs_cast_state)
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup | CastState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
     Each rank sends ``fp16(g / world_size)``, saturated at +-65504. inf and NaN pass through, so
-    that a gradient scaler sees them. A sum beyond 65504 becomes inf. Magnitudes below 3e-8 times
+    that a gradient scaler sees them. A sum beyond 65504 becomes inf, unless
+    the state is a `CastState` that accumulates in fp32. Magnitudes below 3e-8 times
     the world size become 0: if gradients may be that small, use bf16 or
     `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over, None for the default group; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
     Example::
         >>> model.register_comm_hook(process_group, fp16_compress_hook)
     """
-    return _cast_hook(process_group, bucket, torch.float16, _SETTINGS["fp16_compress_hook"])
+    return _cast_hook(process_group, bucket, torch.float16, "fp16_compress_hook")
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
-def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+@ddp_hook(_needs_cast_state)
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup | CastState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
 
     Gradients are divided by the world size in fp32, before the cast. NCCL's own average rounds
@@ -81,13 +134,13 @@ def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     NCCL or XCCL, as CPU builds are; gradwire's DDP accepts it.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over, None for the default group; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
     Example::
         >>> model.register_comm_hook(process_group, bf16_compress_hook)
     """
-    return _cast_hook(process_group, bucket, torch.bfloat16, _SETTINGS["bf16_compress_hook"])
+    return _cast_hook(process_group, bucket, torch.bfloat16, "bf16_compress_hook")
 
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:

@@ -23,11 +23,12 @@ from gradwire.compress import (
 )
 from gradwire.hooks import _powersgd_checkpoint as checkpoint
 from gradwire.hooks._arguments import ddp_hook, needs_state
+from gradwire.hooks._error_feedback_state import check_loaded_names
 from gradwire.hooks._powersgd_state import PowerSGDState
 from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import check_powersgd_shapes
 from gradwire.hooks._types import GradBucket
-from gradwire.kernels import as_real, gradient_layout
+from gradwire.kernels import as_real, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -110,7 +111,7 @@ def _low_rank_bucket(state: PowerSGDState, names: tuple[str, ...], bucket: GradB
         return kept
     _check_loaded(state, names)
     parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
-    layouts = [_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
+    layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
     options = state.options.of_buckets(state.iter)
     made: LowRankBucket | None = None
     if state._is_batched:
@@ -126,16 +127,10 @@ def _low_rank_bucket(state: PowerSGDState, names: tuple[str, ...], bucket: GradB
     return made
 
 
-def _in_dtype(layout: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if layout.dtype == dtype:
-        return layout
-    return torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
-
-
 def _check_loaded(state: PowerSGDState, names: tuple[str, ...]) -> None:
     """Raise ValueError, before anything is sent, if the loaded memory does not fit the parameters known so far."""
     if state._is_loaded:
-        checkpoint.check_loaded_names(state._memory, names)
+        check_loaded_names(state._memory, names)
     if not state._fits_parameters:
         expected = checkpoint.expected_of(state._names, state.policy)
         check_powersgd_shapes(**checkpoint.entries_of(state._memory), parameters=expected)

@@ -13,7 +13,14 @@ Each family has a reference in plain PyTorch, Triton kernels, and CPU paths wher
 implementation.
 """
 
-from gradwire.kernels.block_table import HEADER_BYTES, BlockTable, MessageLayout, Section
+from gradwire.kernels.block_table import (
+    HEADER_BYTES,
+    MAX_BLOCK_SIZE,
+    MIN_BLOCK_SIZE,
+    BlockTable,
+    MessageLayout,
+    Section,
+)
 from gradwire.kernels.column_norms import draw, renew, renew_bytes, renew_reference
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
@@ -52,15 +59,24 @@ from gradwire.kernels.quantization import (
     reduce_quantized_bytes,
     reduce_quantized_reference,
 )
-from gradwire.kernels.segment_table import Fitting, SegmentTable, as_real, gradient_layout, memory_order
+from gradwire.kernels.segment_table import (
+    Fitting,
+    SegmentTable,
+    as_real,
+    gradient_layout,
+    layout_in_dtype,
+    memory_order,
+)
 from gradwire.kernels.uploads import is_capturing, upload
 from gradwire.kernels.wire_formats import WIRE_FORMATS, Rounding, WireFormat
 
 __all__ = [
     "ALIGN_NUMEL",
     "HEADER_BYTES",
+    "MAX_BLOCK_SIZE",
     "MAX_EXPONENT",
     "MAX_RANK",
+    "MIN_BLOCK_SIZE",
     "WIRE_DTYPES",
     "WIRE_FORMATS",
     "BlockTable",
@@ -91,6 +107,7 @@ __all__ = [
     "flatten_reference",
     "gradient_layout",
     "is_capturing",
+    "layout_in_dtype",
     "lowrank_bytes",
     "memory_order",
     "orthogonalize",

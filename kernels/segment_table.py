@@ -75,6 +75,13 @@ def gradient_layout(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
+def layout_in_dtype(layout: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor with the shape, strides and device of ``layout``, in ``dtype``; ``layout`` itself if it has it."""
+    if layout.dtype == dtype:
+        return layout
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
+
+
 class Block(NamedTuple):
     """The part of the wire that the CPU paths handle at once: several whole tensors, or a piece of a large one."""
 

@@ -56,7 +56,9 @@ def test_names_that_do_not_exist_do_not_resolve():
     assert not resolves("gradwire.hooks.scaled_cast_hooks.no_hook")
 
 
-@pytest.mark.parametrize("name", ["debugging_hooks", "default_hooks", "powerSGD_hook", "scaled_cast_hooks"])
+@pytest.mark.parametrize(
+    "name", ["debugging_hooks", "default_hooks", "powerSGD_hook", "quantization_hooks", "scaled_cast_hooks"]
+)
 def test_public_hook_modules_are_reachable_after_import_gradwire(name):
     program = f"import gradwire; print(gradwire.hooks.{name}.__name__)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -64,6 +66,12 @@ def test_public_hook_modules_are_reachable_after_import_gradwire(name):
 
 
 def test_hooks_list_the_public_modules():
-    assert gradwire.hooks.__all__ == ["debugging_hooks", "default_hooks", "powerSGD_hook", "scaled_cast_hooks"]
+    assert gradwire.hooks.__all__ == [
+        "debugging_hooks",
+        "default_hooks",
+        "powerSGD_hook",
+        "quantization_hooks",
+        "scaled_cast_hooks",
+    ]
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "hooks"]

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from zoo import MODELS
 
 import gradwire
-from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks
+from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
 
 WRAPPERS = {"pytorch": torch.nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
 
@@ -28,16 +28,31 @@ def _power_sgd(hook, **options):
     return lambda group: (powerSGD_hook.PowerSGDState(group, **options), hook())
 
 
+def _quantized(wire, **options):
+    """Quantising from the third step on."""
+    options = {"block_size": 32} | options
+
+    def make(group):
+        return quantization_hooks.QuantizationState(group, wire, **options), quantization_hooks.quantization_hook
+
+    return make
+
+
 # Each makes (state, hook) anew: states remember, and wrappers keep buffers.
 HOOKS = {
     "allreduce": lambda group: (group, default_hooks.allreduce_hook),
     "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
     "bf16": lambda group: (group, default_hooks.bf16_compress_hook),
+    "bf16_in_fp32": lambda group: (
+        default_hooks.CastState(group, accumulate="fp32"),
+        default_hooks.bf16_compress_hook,
+    ),
     "fp16_of_allreduce": lambda group: (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "bf16_of_allreduce": lambda group: (group, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
     "fp16_of_pytorch": lambda group: (group, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)),
     "scaled_fp16": _scaled(torch.float16),
     "scaled_bf16": _scaled(torch.bfloat16),
+    "int4": _quantized("int4"),
     "powersgd": _power_sgd(lambda: powerSGD_hook.powerSGD_hook),
     "powersgd_alternating": _power_sgd(lambda: powerSGD_hook.powerSGD_hook, alternating=True),
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),

@@ -1,0 +1,148 @@
+"""`ErrorFeedbackState`: step count and checkpoints of the hooks with error feedback."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import Transport, executor_for
+from gradwire.comm.store_collectives import named_barrier
+from gradwire.comm.torch_internals import default_group
+from gradwire.hooks._parameter_names import NamedState, is_number
+from gradwire.hooks._types import GradBucket
+from gradwire.kernels import memory_order
+
+# How long a rank waits for the others. Short for `state_dict`: a rank that waits is probably the only one to call it.
+STATE_DICT_TIMEOUT = timedelta(seconds=10)
+PREPARE_TIMEOUT = timedelta(minutes=2)
+
+
+class ErrorFeedbackState(NamedState):
+    """A hook's state with error memory by parameter name, which is summed over the ranks for a checkpoint.
+
+    Args:
+        hook: name of the hook, for error messages.
+
+    Attributes:
+        iter: number of steps so far.
+    """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.iter = 0
+        self._hook_name = hook
+        self._is_loaded = False  # whether the memory is from a checkpoint
+        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count the step if ``bucket`` is its last."""
+        if bucket.is_last():
+            self.iter += 1
+            self._names.close()
+
+    def prepare_checkpoint(self) -> None:
+        """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
+
+        A collective call: every rank must make it, between two steps. Afterwards any rank may call
+        `state_dict` alone, for trainers that save on rank 0::
+
+            >>> state.prepare_checkpoint()
+            >>> if dist.get_rank() == 0:
+            >>>     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
+
+        On every rank the copy takes CPU memory of the size of `state_dict`.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within two
+                minutes.
+        """
+        self._prepared = None
+        self._check_can_be_saved()
+        named_barrier(self._group, f"{type(self).__name__}.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
+        self._prepared = self._collected()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
+
+        A collective call, equal on all ranks: every rank must make it, between two steps. Between
+        `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
+        other ranks; two such calls share tensors.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten
+                seconds. A later call on all ranks works.
+        """
+        if self._prepared is not None:
+            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
+        self._check_can_be_saved()
+        try:
+            named_barrier(self._group, f"{type(self).__name__}.state_dict()", timeout=STATE_DICT_TIMEOUT)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
+                "state.state_dict() where you save."
+            ) from error
+        return self._collected()
+
+    def _collected(self) -> dict[str, Any]:
+        """A new `state_dict`. A collective call."""
+        raise NotImplementedError
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.process_group or default_group()
+
+    def _check_can_be_saved(self) -> None:
+        """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
+        self._names.search()
+        self._names.require(f"A checkpoint of a {type(self).__name__}")
+        if self._names.module is None and self.iter == 0 and not self._is_loaded:
+            raise RuntimeError(
+                f"This {type(self).__name__} belongs to no model yet, so the entries of its checkpoint are not known. "
+                f"Register it with model.register_comm_hook(state, {self._hook_name}), or call state.bind(model), "
+                "before it is saved or loaded."
+            )
+
+
+def sum_errors(
+    errors: Mapping[str, Tensor], process_group: dist.ProcessGroup | None, parameters: Sequence[Tensor], divisor: int
+) -> dict[str, Tensor]:
+    """The sums over the ranks of ``error / divisor``, as new tensors on the CPU. A collective call.
+
+    Args:
+        errors: of this rank, by parameter name; the same names and shapes on all ranks.
+        process_group: the ranks; None for the default group.
+        parameters: of the model, if it is known. The collectives run on their device.
+        divisor: 1 for the sum, the world size for the mean.
+    """
+    if not errors:
+        return {}
+    device = next(iter([*parameters, *errors.values()])).device
+    executor = executor_for(process_group, device)
+    sums: dict[str, Tensor] = executor.submit(lambda _: _summed(errors, executor.transport, device, divisor)).wait()
+    return sums
+
+
+async def _summed(
+    errors: Mapping[str, Tensor], transport: Transport, device: torch.device, divisor: int
+) -> dict[str, Tensor]:
+    sums = {}
+    for name in sorted(errors):
+        total = errors[name].to(device) / divisor
+        await transport.all_reduce(memory_order(total))
+        sums[name] = total.contiguous().cpu()
+    return sums
+
+
+def check_loaded_names(loaded: Mapping[str, object], names: Sequence[str]) -> None:
+    """Raise ValueError if a loaded memory has names and a bucket has numbers, or vice versa."""
+    if loaded and set(loaded).isdisjoint(names):
+        numbered = [all(is_number(name) for name in some) for some in (loaded, names)]
+        if numbered[0] != numbered[1]:
+            raise ValueError(
+                f"The loaded state remembers {min(loaded)!r}, this bucket has {names[0]!r}: the names of parameters "
+                "were known in one of the runs only. Call state.bind(model) before the first step, in both."
+            )

@@ -1,0 +1,330 @@
+"""`QuantizationState`: the options and the error memory of `quantization_hook`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import Transport
+from gradwire.compress import Quantization, QuantizedBucket, WirePolicy
+from gradwire.compress._options import check_flag, check_whole_number
+from gradwire.hooks._error_feedback_state import ErrorFeedbackState, check_loaded_names, sum_errors
+from gradwire.hooks._parameter_names import parameter_names, plain_name
+from gradwire.hooks._state_validation import check_quantization_state
+from gradwire.hooks._types import GradBucket
+from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, as_real, gradient_layout, layout_in_dtype
+
+DEFAULT_EXEMPT = ("*.bias", "*norm*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """The options of `QuantizationState`, documented there.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
+    """
+
+    wire: str = "int4"
+    block_size: int = 64
+    use_error_feedback: bool = True
+    start_iter: int = 2
+    exempt: tuple[str, ...] = DEFAULT_EXEMPT
+    wires: Mapping[str, str] = field(default_factory=dict)
+    stochastic_rounding: bool = False
+    error_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
+        check_block_size("block_size", self.block_size)
+        for name in ("use_error_feedback", "stochastic_rounding"):
+            check_flag(name, getattr(self, name))
+        if self.error_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
+        check_whole_number("seed", self.seed, "a whole number")
+        _ = self.policy  # validates the other options
+        object.__setattr__(self, "wires", dict(self.wires))
+
+    @cached_property
+    def policy(self) -> WirePolicy:
+        """The wire format of each parameter."""
+        return WirePolicy(wire=self.wire, exempt=self.exempt, wires=self.wires, start_iteration=self.start_iter)
+
+    @property
+    def quantization(self) -> Quantization:
+        """The arithmetic of blocks."""
+        return Quantization(
+            block_size=self.block_size,
+            error_dtype=self.error_dtype if self.use_error_feedback else None,
+            stochastic_rounding=self.stochastic_rounding,
+            seed=self.seed,
+        )
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether numbers in place of parameter names do not suffice."""
+        return bool(self.wires) or self.exempt != DEFAULT_EXEMPT
+
+
+def check_block_size(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a power of two that blocks may have."""
+    expected = f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+    check_whole_number(name, value, expected, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+    if value & (value - 1):  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+class QuantizationState(ErrorFeedbackState):
+    """Options and error memory of `quantization_hook`, for one model.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        wire: format of the gradients on the wire. Start with "int4": 7.5 times fewer bytes than
+            fp32. "int8" is the careful choice; "int2" and "sign" send half and a quarter of int4's
+            bytes, and take more steps. "fp8_e4m3" has the bytes of int8 and keeps small elements
+            of a block more precisely, large ones less. "bf16" and "fp16" halve the bytes and sum in
+            fp32.
+        block_size: elements that share a scale, a power of two from 32 to 1024. A smaller block
+            follows the gradient more closely and sends more scales, of 2 bytes each: 64 adds 0.25
+            bit per element. 256 is enough for int8; int2 gains from 32.
+        use_error_feedback: whether to add what quantisation loses to the next gradient. Keep it on
+            below 8 bit. The residuals take memory: 1 + 1 / world size times the elements, in
+            ``error_dtype``.
+        start_iter: steps of plain all-reduce before the first quantised step. Early gradients
+            change fast; the default suffices for most models.
+        exempt: `fnmatch` patterns of parameters to send in 16 bit. Parameters with fewer than two
+            dimensions always are: they are few, and quantising them costs most accuracy.
+        wires: other formats by name pattern; the first match counts, and takes precedence over
+            ``exempt``. For layers that need more accuracy than others, such as
+            ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
+            uncompressed.
+        stochastic_rounding: whether to round at random to one of the two nearest codes, so that
+            every element is right in expectation. Worth trying without error feedback; with it,
+            rounding to the nearest is more accurate.
+        error_dtype: torch.float32, or torch.bfloat16, which halves the error memory and is rounded
+            at random, without bias.
+        seed: of the random numbers, equal on all ranks.
+
+    Attributes:
+        iter: number of steps so far.
+        options: all options.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
+
+    Example::
+        >>> state = QuantizationState(process_group, wire="int4")
+        >>> model.register_comm_hook(state, quantization_hook)
+    """
+
+    __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        wire: str = "int4",
+        *,
+        block_size: int = 64,
+        use_error_feedback: bool = True,
+        start_iter: int = 2,
+        exempt: Sequence[str] = DEFAULT_EXEMPT,
+        wires: Mapping[str, str] | None = None,
+        stochastic_rounding: bool = False,
+        error_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__("quantization_hook")
+        if isinstance(exempt, list):
+            exempt = tuple(exempt)
+        wires = {} if wires is None else wires
+        options = locals()
+        self.options = QuantizationOptions(**{each.name: options[each.name] for each in fields(QuantizationOptions)})
+        self.process_group = process_group
+        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}
+        # This rank's errors, in units of the mean gradient: views of the buckets', or what earlier buckets left.
+        self._errors: dict[str, Tensor] = {}
+        # The errors of all ranks together, from a checkpoint, until a bucket takes this rank's share.
+        self._loaded: dict[str, Tensor] = {}
+        self._patterns_match = False  # whether every pattern in wires is known to match a parameter
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{each.name}={getattr(self.options, each.name)!r}" for each in fields(self.options))
+        return f"{type(self).__name__}(iter={self.iter}, {options})"
+
+    def settings(self) -> dict[str, object]:
+        """The options, which must be equal on all ranks."""
+        return {"hook": "quantization_hook", **vars(self.options)}
+
+    def replicated(self) -> dict[str, object]:
+        """The number of steps; after a load also the number of errors."""
+        loaded = {"loaded errors": len(self._loaded)} if self._is_loaded_anew else {}
+        return {"iter": self.iter, **loaded}
+
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+        return self._names.of(bucket, "A pattern in wires or exempt" if self.options.needs_names else None)
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take parameter names from ``module``; see `NamedState.bind`.
+
+        Raises:
+            ValueError: the state is bound to another model, or a pattern in ``wires`` matches no parameter of
+                ``module``.
+        """
+        super().bind(module)
+        self._check_patterns()
+
+    @property
+    def error_memory_bytes(self) -> int:
+        """Bytes of the error memory on this rank."""
+        return sum(bucket.errors.nbytes for bucket in self._buckets.values() if bucket.errors is not None)
+
+    def bucket(
+        self, names: tuple[str, ...], dtype: torch.dtype, bucket: GradBucket, transport: Transport
+    ) -> QuantizedBucket:
+        """The `QuantizedBucket` of a bucket, kept from step to step.
+
+        Args:
+            names: of its parameters.
+            dtype: of its gradients, real.
+            bucket: of either DDP.
+            transport: of its collectives.
+
+        Raises:
+            ValueError: a loaded error has another shape than its gradient, or a pattern matches no parameter.
+        """
+        kept = self._buckets.get(names)
+        if kept is not None and kept.fits(dtype, transport):
+            return kept
+        if self._is_loaded:
+            check_loaded_names(self._loaded, names)
+        self._check_patterns()
+        parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
+        layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
+        self._dissolve_buckets_of(names)
+        share = {name: self._loaded[name] / transport.world_size for name in names if name in self._loaded}
+        made = QuantizedBucket(
+            layouts,
+            self.options.policy.wire_formats(parameter_layouts, names),
+            transport,
+            self.options.quantization,
+            names=names,
+            memory=self._errors | share,
+            iteration=self.iter,
+        )
+        for name in share:
+            del self._loaded[name]
+        self._errors.update(made.memory)
+        self._buckets[names] = made
+        return made
+
+    def _dissolve_buckets_of(self, names: tuple[str, ...]) -> None:
+        """Drop the buckets that share a parameter with a new one, and keep their errors of both shots."""
+        members = set(names)
+        for key, bucket in list(self._buckets.items()):
+            if not members.isdisjoint(key):
+                self._errors.update(bucket.folded_errors())
+                del self._buckets[key]
+
+    def _check_patterns(self) -> None:
+        """Raise ValueError if a pattern matches no parameter, once all names are known."""
+        if self._patterns_match or not self._names.is_complete:
+            return
+        names = sorted(self._names.known())
+        if (unmatched := self.options.policy.unmatched_pattern(names)) is not None:
+            raise ValueError(
+                f"{unmatched} matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
+                "Correct or remove it: patterns of whole names as in `fnmatch`, such as '*.weight'."
+            )
+        self._patterns_match = True
+
+    def take_back(self, name: str, gradient: Tensor) -> None:
+        """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
+        error = self._errors.get(plain_name(name))
+        if error is not None:
+            error.add_(as_real(gradient), alpha=1 / dist.get_world_size(self._group))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count and errors as plain CPU tensors, for ``torch.load(weights_only=True)``.
+
+        A collective call, equal on all ranks: every rank must make it, between two steps. Between
+        `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
+        other ranks; two such calls share tensors.
+
+        The errors of both shots are summed over the ranks: what the applied gradients lack so far.
+        Any world size can resume from them, and nothing is lost. The next steps round differently
+        from the uninterrupted run's.
+
+        Every parameter has an entry even before the first step, so that
+        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
+        load.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten
+                seconds. A later call on all ranks works.
+        """
+        return super().state_dict()
+
+    def _collected(self) -> dict[str, Any]:
+        errors = self._own_errors()
+        module = self._names.module
+        if module is not None and self.options.use_error_feedback and not errors:
+            errors = {
+                name: torch.zeros(as_real(parameter).shape)
+                for parameter, name in parameter_names(module).items()
+                if parameter.requires_grad
+            }
+        return {"iter": self.iter, "errors": sum_errors(errors, self.process_group, self._names.parameters(), 1)}
+
+    def _own_errors(self) -> dict[str, Tensor]:
+        """This rank's errors of both shots and its share of the loaded ones, by parameter name."""
+        errors = dict(self._errors)
+        for bucket in self._buckets.values():
+            errors |= bucket.folded_errors()
+        if self._loaded:
+            world_size = dist.get_world_size(self._group)
+            errors |= {name: error / world_size for name, error in self._loaded.items()}
+        return errors
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, with any buckets and any world size.
+
+        Errors are compared with the parameters; with those not known yet, before the first quantised step.
+
+        Raises:
+            ValueError: an entry is missing, of another type, dtype or shape, not finite, or out of range. The message
+                names it, and the state is not modified.
+        """
+        shapes = {name: as_real(parameter).shape for name, parameter in self._names.known().items()}
+        check_quantization_state(state_dict, shapes)
+        self._loaded = {name: error.detach().float().clone() for name, error in state_dict["errors"].items()}
+        self._errors, self._buckets, self._prepared = {}, {}, None
+        self.iter = state_dict["iter"]
+        self._is_loaded = True
+        self.expect_handshake()
+
+    def replicated_state(self) -> dict[str, Any]:
+        """The step count; see `NamedState.replicated_state`."""
+        return {"iter": self.iter}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Take the step count from another rank; keep this rank's errors."""
+        check_quantization_state({**replicated, "errors": {}}, {})
+        self.iter = replicated["iter"]
+        self.expect_handshake()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
+        options = {each.name: getattr(self.options, each.name) for each in fields(self.options)}
+        errors = {name: error for name, error in self._own_errors().items() if name not in self._loaded}
+        return {"options": options, "iter": self.iter, "errors": errors, "loaded": self._loaded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None, **state["options"])  # type: ignore[misc]
+        self.iter, self._errors, self._loaded = state["iter"], dict(state["errors"]), dict(state["loaded"])
+        self._is_loaded = True
+        self.expect_handshake()
