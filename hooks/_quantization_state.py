@@ -282,12 +282,16 @@ class QuantizationState(ErrorFeedbackState):
 
     def _own_errors(self) -> dict[str, Tensor]:
         """This rank's errors of both shots and its share of the loaded ones, by parameter name."""
+        if not self._loaded:
+            return self._folded_errors()
+        world_size = dist.get_world_size(self._group)
+        return self._folded_errors() | {name: error / world_size for name, error in self._loaded.items()}
+
+    def _folded_errors(self) -> dict[str, Tensor]:
+        """This rank's errors of both shots, by parameter name, without loaded ones."""
         errors = dict(self._errors)
         for bucket in self._buckets.values():
             errors |= bucket.folded_errors()
-        if self._loaded:
-            world_size = dist.get_world_size(self._group)
-            errors |= {name: error / world_size for name, error in self._loaded.items()}
         return errors
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -320,8 +324,7 @@ class QuantizationState(ErrorFeedbackState):
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
         options = {each.name: getattr(self.options, each.name) for each in fields(self.options)}
-        errors = {name: error for name, error in self._own_errors().items() if name not in self._loaded}
-        return {"options": options, "iter": self.iter, "errors": errors, "loaded": self._loaded}
+        return {"options": options, "iter": self.iter, "errors": self._folded_errors(), "loaded": self._loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]
