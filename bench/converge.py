@@ -33,12 +33,12 @@ from gradwire.bench.timing import in_turn, slowest
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 NO_FEEDBACK = "powersgd-r4-no-feedback"
-DEFAULT_HOOKS = ("none", "fp16", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)
+DEFAULT_HOOKS = ("none", "fp16", "int8", "int4", "int2", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)
 TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
     NO_FEEDBACK: HookEntry(
         description="factors of rank 4, without error feedback",
         make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),
-        rank=4,
+        error_feedback=False,
         pytorch=PyTorchHook(
             make=lambda group, start: (
                 torch_powersgd.PowerSGDState(group, 4, start, use_error_feedback=False),

@@ -245,8 +245,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
 def _notes(records: Sequence[Record]) -> list[str]:
     facts = records[0].provenance
     settings = facts["settings"]
-    has_low_rank = any(HOOKS[record["hook"]].rank is not None for record in records)
-    plain = f"; low-rank hooks send the first {settings['plain_steps']} steps uncompressed" if has_low_rank else ""
+    has_feedback = any(HOOKS[record["hook"]].error_feedback for record in records)
+    steps = settings["plain_steps"]
+    plain = f"; hooks with error feedback send the first {steps} steps uncompressed" if has_feedback else ""
     link = "memory" if facts["backend"] == "gloo" else "NVLink, PCIe or memory"
     return [
         f"training loss: mean of the last epoch. Test accuracy: on {settings['test_images']} images",

@@ -31,12 +31,12 @@ from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients
-from gradwire.hooks import default_hooks, scaled_cast_hooks
+from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.kernels import flatten, unflatten
+from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
 
 HookCase = Callable[[torch.device], None]
 
@@ -44,6 +44,11 @@ HookCase = Callable[[torch.device], None]
 def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
     """A PowerSGD hook that compresses matrices of every size from the third step on."""
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
+
+
+def _quantized(wire: str, **options: Any) -> Callable[[], StateAndHook]:
+    """A quantised hook from the third step on."""
+    return lambda: (quantization_hooks.QuantizationState(None, wire, **options), quantization_hooks.quantization_hook)
 
 
 # Each makes a new state and hook: states and wrappers keep memory between steps.
@@ -57,6 +62,9 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
         scaled_cast_hooks.ScaledCastState(dtype=torch.bfloat16),
         scaled_cast_hooks.scaled_cast_hook,
     ),
+    "bf16, sums in fp32": lambda: (default_hooks.CastState(accumulate="fp32"), default_hooks.bf16_compress_hook),
+    **{wire: _quantized(wire) for wire in WIRE_FORMATS},
+    "int4, stochastic rounding, bf16 errors": _quantized("int4", stochastic_rounding=True, error_dtype=torch.bfloat16),
     "powersgd": _powersgd(),
     "powersgd, rank 32": _powersgd(rank=32),
     "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
@@ -67,7 +75,7 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
 # Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
 WARM_UP_STEPS = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
-CAPTURED = ("allreduce", "fp16", "scaled fp16", "powersgd")
+CAPTURED = ("allreduce", "fp16", "scaled fp16", "int4", "powersgd")
 # Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 

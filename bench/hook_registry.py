@@ -12,8 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradwire.hooks._types import CommHook
 from gradwire.hooks.debugging_hooks import noop_hook
-from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
 Registration = tuple[Any, CommHook]
@@ -27,12 +28,14 @@ class PyTorchHook:
     Attributes:
         make: as in `HookEntry`.
         is_same: True for the same name and options; False for the closest that PyTorch has.
+        wire: the wire dtype if the hook only casts and gradwire's does not.
         one_bucket: whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks,
             whose order over several buckets differs from rank to rank.
     """
 
     make: Make
     is_same: bool = True
+    wire: torch.dtype | None = None
     one_bucket: bool = False
 
 
@@ -45,14 +48,14 @@ class HookEntry:
         make: takes the process group of the model and the first step to compress; returns the arguments of
             ``register_comm_hook``, or None to register no hook.
         wire: the wire dtype of hooks that only cast.
-        rank: of the factors, for low-rank hooks with error feedback.
+        error_feedback: whether the hook remembers what it did not send, and sends the first steps uncompressed.
         pytorch: PyTorch's hook, which the benches time beside it.
     """
 
     description: str
     make: Make
     wire: torch.dtype | None = None
-    rank: int | None = None
+    error_feedback: bool = False
     pytorch: PyTorchHook | None = None
 
 
@@ -72,11 +75,25 @@ def _low_rank(
     return HookEntry(
         description=description,
         make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
-        rank=rank,
+        error_feedback=True,
         pytorch=PyTorchHook(
             make=lambda group, start: (torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook),
             is_same=is_same,
             one_bucket=True,
+        ),
+    )
+
+
+def _quantized(wire: str, description: str) -> HookEntry:
+    """`quantization_hook`, beside PyTorch's fp16 hook: PyTorch's quantization hooks raise an IndexError on gloo."""
+    return HookEntry(
+        description=description,
+        make=lambda group, start: (QuantizationState(group, wire, start_iter=start), quantization_hook),
+        error_feedback=True,
+        pytorch=PyTorchHook(
+            make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
+            is_same=False,
+            wire=torch.float16,
         ),
     )
 
@@ -96,6 +113,20 @@ HOOKS: dict[str, HookEntry] = {
             is_same=False,
         ),
     ),
+    "bf16-fp32-sum": HookEntry(
+        description="gradients in bf16, summed in fp32",
+        make=lambda group, start: (CastState(group, accumulate="fp32"), bf16_compress_hook),
+        wire=torch.bfloat16,
+        pytorch=PyTorchHook(
+            make=lambda group, start: (group, torch_default_hooks.bf16_compress_hook),
+            is_same=False,
+        ),
+    ),
+    "int8": _quantized("int8", "gradients in 8 bit, a scale per 64 elements"),
+    "fp8": _quantized("fp8_e4m3", "gradients in 8-bit floating point, a scale per 64 elements"),
+    "int4": _quantized("int4", "gradients in 4 bit, a scale per 64 elements"),
+    "int2": _quantized("int2", "gradients in 2 bit (-1, 0, 1), a scale per 64 elements"),
+    "sign": _quantized("sign", "signs of gradients, a mean magnitude per 64 elements"),
     "powersgd-r1": _low_rank(1, "factors of rank 1"),
     "powersgd-r4": _low_rank(4, "factors of rank 4"),
     "powersgd-r16": _low_rank(16, "factors of rank 16"),
@@ -107,7 +138,7 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
 }
 
-DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r4-bf16")
+DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "int8", "int4", "powersgd-r4", "powersgd-r4-bf16")
 
 
 # Footnote of tables and plots that mark hooks by `label`.

@@ -19,6 +19,7 @@ from gradwire.bench.timing import DriverCalls, synchronize
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.quantization_hooks import QuantizationState
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -138,14 +139,21 @@ class Implementation:
         elif self.hook == "noop":
             if not all(map(torch.equal, result, local)):
                 complaint = "the gradients are not this rank's own"
-        elif (wire := HOOKS[self.hook].wire) is not None:
+        elif (wire := self._wire) is not None:
             complaint = complaint_about_mean(local, result, wire)
         else:
-            complaint = complaint_about_low_rank(
-                local, self._by_parameter(old, buckets), result, self._by_parameter(new, buckets)
-            )
+            errors = [self._by_parameter(memory, buckets) for memory in (old, new)]
+            is_quantized = isinstance(self._state, QuantizationState)
+            complaint = complaint_about_feedback(local, errors[0], result, errors[1], is_quantized)
         if complaint is not None:
             raise RuntimeError(f"{self.label}: {complaint}; nothing is timed.")
+
+    @property
+    def _wire(self) -> torch.dtype | None:
+        """The wire dtype, if the hook only casts."""
+        entry = HOOKS[self.hook]
+        of_pytorch = entry.pytorch.wire if entry.pytorch is not None and self.name == PYTORCH else None
+        return of_pytorch or entry.wire
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]
@@ -154,6 +162,9 @@ class Implementation:
         """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
         if isinstance(self._state, PowerSGDState):
             errors = entries_of(self._state._memory)["errors"]  # of this rank; state_dict() has the mean over all
+        elif isinstance(self._state, QuantizationState):
+            ranks = dist.get_world_size()  # its errors are parts of the mean gradient
+            errors = {name: ranks * error for name, error in self._state._own_errors().items()}
         else:
             errors = getattr(self._state, "error_dict", {})
         return {key: error.clone() for key, error in errors.items()}
@@ -161,7 +172,7 @@ class Implementation:
     def _by_parameter(self, errors: Mapping[Any, Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The error memory in the order of the model's parameters."""
         named = dict(self.ddp.module.named_parameters())
-        if isinstance(self._state, PowerSGDState):
+        if isinstance(self._state, PowerSGDState | QuantizationState):
             return [errors[name] for name in named]
         views: dict[int, Tensor] = {}
         for flat, parameters in zip(errors.values(), buckets, strict=True):  # both in the order of buckets
@@ -203,21 +214,27 @@ def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire
     return None
 
 
-def complaint_about_low_rank(
-    local: Sequence[Tensor], old: Sequence[Tensor], result: Sequence[Tensor], new: Sequence[Tensor]
+def complaint_about_feedback(
+    local: Sequence[Tensor],
+    old: Sequence[Tensor],
+    result: Sequence[Tensor],
+    new: Sequence[Tensor],
+    is_quantized: bool = False,
 ) -> str | None:
-    """Check the step of a low-rank hook with error feedback; a complaint, or None. A collective call.
+    """Check the step of a hook with error feedback; a complaint, or None. A collective call.
 
     - Nothing is lost: gradient + old error == result + new error in the mean over the ranks; uncompressed gradients
       have no error on any rank. M = g + e and e' = M - result are rounded once each, to half a unit of |M| and |e'|,
-      sums over n ranks n - 1 times.
-    - The result is a projection of the mean of M, so it is closer to it than zero is.
+      sums over n ranks n - 1 times. A quantised all-reduce has two errors per element, which may cancel each other, so
+      its bound is relative to the largest element of the gradient; and it adds once more.
+    - The result is a projection or a rounding of the mean of M, so it is closer to it than zero is.
 
     Args:
         local: this rank's gradients.
         old: its errors before the step.
         result: the gradients after the step.
         new: the errors after the step.
+        is_quantized: whether the hook is `quantization_hook`.
     """
     unit = torch.finfo(torch.float32).eps
     for parameter, tensors in enumerate(zip(local, old, result, new, strict=True)):
@@ -225,7 +242,10 @@ def complaint_about_low_rank(
         compensated = gradient + before
         mean = _mean(compensated)
         lost = (mean - (reduced + _mean(after))).abs()
-        if not bool((lost <= dist.get_world_size() * unit * _mean(compensated.abs() + after.abs())).all()):
+        bound = dist.get_world_size() * unit * _mean(compensated.abs() + after.abs())
+        if is_quantized:
+            bound = bound.max() * (1 + 1 / dist.get_world_size())
+        if not bool((lost <= bound).all()):
             return f"part of gradient {parameter} is lost: gradient + old error != result + new error"
         if not bool((mean - reduced).norm() < mean.norm()):
             return f"the result for gradient {parameter} is no approximation of the mean"

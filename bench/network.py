@@ -57,7 +57,7 @@ from gradwire.bench.tables import (
 from gradwire.bench.timing import in_turn, slowest, synchronize
 
 REFERENCE = "noop"
-DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "powersgd-r1", "powersgd-r4", "powersgd-r16")
+DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "int2", "powersgd-r1", "powersgd-r4", "powersgd-r16")
 QUICK_HOOKS = ("noop", "none", "powersgd-r4")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 EMULATED_RATES = ("10gbit", "25gbit", "100gbit", "400gbit")

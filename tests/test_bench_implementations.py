@@ -11,7 +11,7 @@ from gradwire.bench.implementations import (
     GRADWIRE_ON_PYTORCH,
     PYTORCH,
     Implementation,
-    complaint_about_low_rank,
+    complaint_about_feedback,
     complaint_about_mean,
     make_batch,
 )
@@ -135,7 +135,7 @@ def low_rank_step():
 
 
 def complain(gradient, old, result, new):
-    return complaint_about_low_rank([gradient], [old], [result], [new])
+    return complaint_about_feedback([gradient], [old], [result], [new])
 
 
 def test_low_rank_step_that_loses_nothing_is_accepted():
