@@ -187,3 +187,24 @@ def test_code_on_the_powersgd_page_runs(world_of_one, tmp_path):
     assert (names["rate"], names["elements_before"], names["elements_after"]) == (0, 0, 0)
     for name, tensor in names["model"].module.state_dict().items():
         assert torch.equal(tensor, saved[name])
+
+
+def test_code_on_the_quantization_page_runs(world_of_one, tmp_path):
+    """Blocks: register, options by name, cast hook, save, resume."""
+    page = (ROOT / "docs" / "quantization.md").read_text()
+    first, options, cast, save, resume = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def new_model():
+        return torch.nn.ModuleDict({"embedding": torch.nn.Embedding(10, 32), "head": torch.nn.Linear(64, 64)})
+
+    names = {"model": new_model(), "dist": dist, "torch": torch, "path": tmp_path / "checkpoint.pt"}
+    exec(first, names)
+    saved = dict(names["model"].module.state_dict())
+    exec(save, names)
+    names["model"] = gradwire.DistributedDataParallel(new_model())
+    exec(options, names)
+    exec(resume, names)
+    for name, tensor in names["model"].module.state_dict().items():
+        assert torch.equal(tensor, saved[name])
+    names["model"] = gradwire.DistributedDataParallel(new_model())
+    exec(cast, names)

@@ -36,3 +36,17 @@ def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
     assert errors[-1] < 0.5 * errors[0]
     ((sent, whole),) = re.findall(r"sent (\S+) bytes per step instead of (\S+)", output)
     assert 10 * int(sent.replace(",", "")) < int(whole.replace(",", ""))
+
+
+def test_train_int4_resumes_on_three_ranks_what_two_ranks_saved(tmp_path):
+    checkpoint, losses = tmp_path / "checkpoint.pt", {}
+    for ranks in ("2", "3"):
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        output = output_of(*launcher, str(EXAMPLES / "train_int4.py"), str(checkpoint))
+        losses |= {
+            (ranks, int(step)): float(loss)
+            for step, loss in re.findall(rf"^{ranks} ranks, step (\d+): loss (\S+)$", output, re.MULTILINE)
+        }
+    assert list(losses) == [("2", 50), ("2", 100), ("2", 150), ("3", 200), ("3", 250), ("3", 300)]
+    assert losses["3", 200] < losses["2", 100]
+    assert losses["3", 300] < 0.5 * losses["2", 50]

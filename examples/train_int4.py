@@ -1,0 +1,63 @@
+"""Train with 4-bit gradients, save, and resume on another number of ranks.
+
+    torchrun --nproc-per-node 2 examples/train_int4.py checkpoint.pt
+    torchrun --nproc-per-node 3 examples/train_int4.py checkpoint.pt
+
+The second run continues from the checkpoint of the first: model, optimizer, and the errors that quantisation left.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import DistributedDataParallel
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+
+STEPS = 150
+
+
+def main(path: Path) -> None:
+    """Take `STEPS` more steps; rank 0 prints the loss and saves."""
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if use_cuda else "gloo")
+    torch.manual_seed(0)  # the same model and teacher on every rank
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
+    teacher = torch.randn(64, 64, device=device) / 8
+
+    model = DistributedDataParallel(model)
+    state = QuantizationState(None, wire="int4")
+    model.register_comm_hook(state, quantization_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    dist.barrier()  # no rank saves while another looks for the checkpoint
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state.load_state_dict(saved["hook"])
+
+    start = state.iter
+    torch.manual_seed(1 + dist.get_rank() + start)  # different data on every rank
+    for step in range(start + 1, start + STEPS + 1):
+        inputs = torch.randn(32, 64, device=device)
+        loss = nn.functional.mse_loss(model(inputs), inputs @ teacher)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and step % 50 == 0:
+            print(f"{dist.get_world_size()} ranks, step {step}: loss {loss.item():.3f}")
+
+    state.prepare_checkpoint()  # a collective call: the errors of all ranks are summed
+    if dist.get_rank() == 0:
+        torch.save(
+            {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "hook": state.state_dict()}, path
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
