@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
 from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.kernel_case import RANKS, Call, Case, random_gradients
+from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
 from gradwire.bench.shapes import Shape
 from gradwire.compress import LowRankPolicy
 from gradwire.kernels import (
@@ -35,33 +37,7 @@ from gradwire.kernels import (
     unflatten_bytes,
 )
 
-RANKS = 2  # the gradients are divided by it
 RANK = 4  # of PowerSGD
-
-Call = Callable[[int], object]  # takes the index of a bucket
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel on some buckets of a model.
-
-    Outputs are NaN before, because fresh memory may hold the right result of another case.
-
-    Attributes:
-        kernel: its name and options.
-        nbytes: bytes that gradwire's kernel reads and writes, for each bucket.
-        implementations: by name, gradwire's first.
-        check: raises AssertionError if gradwire's result for bucket 0 is wrong; call it after a run on that bucket.
-    """
-
-    kernel: str
-    nbytes: list[int]
-    implementations: dict[str, Call]
-    check: Callable[[], None]
-
-
-def _gradients(shapes: Sequence[Sequence[Shape]], device: torch.device) -> list[list[Tensor]]:
-    return [[torch.randn(shape, device=device) for shape in of_bucket] for of_bucket in shapes]
 
 
 def _compiled(work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]) -> dict[str, Call]:
@@ -74,7 +50,7 @@ def _compiled(work: Callable[..., object], operands: Callable[[int], tuple[objec
 
 
 def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
-    lists = _gradients(shapes, device)
+    lists = random_gradients(shapes, device)
     tables = [SegmentTable(tensors) for tensors in lists]
     wires = [torch.full((table.numel,), torch.nan, dtype=dtype, device=device) for table in tables]
     flats = [torch.empty(table.numel, device=device) for table in tables]
@@ -108,7 +84,7 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
 
 
 def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
-    lists = _gradients(shapes, device)
+    lists = random_gradients(shapes, device)
     tables = [SegmentTable(tensors) for tensors in lists]
     wires = [torch.randn(table.numel, device=device).half() for table in tables]
     flats = [torch.empty(table.numel, device=device) for table in tables]
@@ -273,4 +249,5 @@ MAKERS: tuple[Callable[[Sequence[Sequence[Shape]], torch.device], Case], ...] = 
     _orthogonalize_case,
     _renew_case,
     _lowrank_case,
+    *(partial(case, wire=wire) for wire in ("int8", "int4") for case in (quantize_case, reduce_case, dequantize_case)),
 )
