@@ -1,7 +1,11 @@
 """Comparisons for the cases of `gpu_lane`, with messages that tell how far off a result is."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+KernelCase = Callable[[torch.device], None]
 
 REHEARSED = 1 << 16  # elements on a CPU, in place of more than 2^31
 

@@ -8,13 +8,13 @@ Algorithms", lemma 3.1), and each cast adds one rounding more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu_checks import large_numel, name_of, same, skip_if_rehearsed, within
+from gradwire.bench.gpu_checks import KernelCase, large_numel, name_of, same, skip_if_rehearsed, within
 from gradwire.kernels import (
     WIRE_DTYPES,
     FactorLayout,
@@ -38,8 +38,6 @@ from gradwire.kernels import (
     update_scale,
     update_scale_reference,
 )
-
-KernelCase = Callable[[torch.device], None]
 
 SOURCES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
 RANKS = (1, 4, 16, 32, 64)

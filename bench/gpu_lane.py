@@ -30,6 +30,7 @@ import torch
 import gradwire
 from gradwire.bench.gpu_hook_cases import HOOK_CASES
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
+from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.gpu_worker import CASE_LIMIT, Case, Crew
 from gradwire.bench.record import provenance
 
@@ -44,7 +45,7 @@ def cases_of(stage: str) -> dict[str, Case]:
     if stage == "ranks":
         return HOOK_CASES
     first = next(iter(HOOK_CASES))
-    return {first: HOOK_CASES[first], **KERNEL_CASES, **HOOK_CASES}
+    return {first: HOOK_CASES[first], **KERNEL_CASES, **QUANTIZATION_CASES, **HOOK_CASES}
 
 
 def facts(stage: str, rehearsal: bool) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from gradwire.bench import kernels, shapes
 from gradwire.bench.commands import app
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_cases import MAKERS, Case
+from gradwire.bench.kernel_case import Case
+from gradwire.bench.kernel_cases import MAKERS
 from gradwire.bench.kernels import COPY, run, tables
 from gradwire.bench.record import BANDWIDTH, TIME_MS, VS_GRADWIRE, Measured, Record, load
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
