@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from zoo import Probe
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
@@ -36,6 +37,70 @@ def summed(tensor):
     total = tensor.double()
     dist.all_reduce(total)
     return total
+
+
+# --- an oracle of its own
+
+
+def rounded(x, levels, block_size):
+    """Blocks of ``x`` rounded to multiples of a scale, the largest element over the levels, rounded up to 8 bits."""
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % block_size)).view(-1, block_size)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(1, keepdim=True) / levels)
+    scale = torch.ldexp((mantissa * 256).ceil() / 256, exponent)
+    multiples = (blocks * torch.where(scale > 0, 1 / scale, 0)).round() + 0.0  # no -0.0
+    return (multiples * scale).flatten()[: x.numel()].view(x.shape)
+
+
+def oracle(gradients_of_steps, levels, block_size):
+    """The means of each step, from the gradients of all ranks: [steps][ranks][parameters]."""
+    n = len(gradients_of_steps[0])
+    errors = [[torch.zeros_like(g) for g in of_rank] for of_rank in gradients_of_steps[0]]
+    sum_errors, means = [torch.zeros_like(g) for g in gradients_of_steps[0][0]], []
+    for of_ranks in gradients_of_steps:
+        means.append([])
+        for k, total_error in enumerate(sum_errors):
+            total = torch.zeros_like(total_error)
+            for rank in range(n):
+                compensated = of_ranks[rank][k] * torch.tensor(1 / n) + errors[rank][k]
+                sent = rounded(compensated, levels, block_size)
+                errors[rank][k] = compensated - sent
+                total += sent
+            total += total_error
+            means[-1].append(rounded(total, levels, block_size))
+            sum_errors[k] = total - means[-1][-1]
+    return means
+
+
+SHAPES = [(13, 11), (64, 32), (1, 1), (40, 7)]
+
+
+def probe_gradients(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator) * 10.0 ** (k - 2) for k, shape in enumerate(SHAPES)]
+
+
+def probe_means(wrapper, wire, block_size, steps, cap):
+    ddp = WRAPPERS[wrapper](Probe(*SHAPES), bucket_cap_mb=cap)
+    register(ddp, hook_of(wire, block_size=block_size, start_iter=2))  # after the buckets are rebuilt
+    seen = []
+    for step in range(2 + steps):
+        ddp.zero_grad()
+        ddp(*probe_gradients(dist.get_rank(), step)).backward()
+        seen.append([weight.grad.clone() for weight in ddp.module.weights])
+    return seen[2:]
+
+
+@wrappers
+@pytest.mark.parametrize(("wire", "levels", "block_size"), [("int8", 127, 128), ("int4", 7, 64), ("int2", 1, 32)])
+@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
+def test_means_are_those_of_the_oracle(world, wrapper, wire, levels, block_size, cap):
+    steps = 4
+    expected = oracle(
+        [[probe_gradients(rank, 2 + step) for rank in range(world.size)] for step in range(steps)], levels, block_size
+    )
+    options = {"wrapper": wrapper, "wire": wire, "block_size": block_size, "steps": steps, "cap": cap}
+    for means in world.run(probe_means, **options):
+        assert_same_bits(means, expected)
 
 
 # --- law 1
