@@ -48,15 +48,17 @@ from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_byte
 from gradwire.kernels.quantization import (
     commit_errors,
     commit_errors_bytes,
-    commit_errors_reference,
     dequantize,
     dequantize_bytes,
-    dequantize_reference,
     quantize,
     quantize_bytes,
-    quantize_reference,
     reduce_quantized,
     reduce_quantized_bytes,
+)
+from gradwire.kernels.quantization_reference import (
+    commit_errors_reference,
+    dequantize_reference,
+    quantize_reference,
     reduce_quantized_reference,
 )
 from gradwire.kernels.segment_table import (

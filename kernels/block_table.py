@@ -20,6 +20,7 @@ for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements,
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,8 @@ from gradwire.kernels.wire_formats import WireFormat
 
 HEADER_BYTES = 16
 ALIGN_BYTES = 16
+# Elements that the CPU paths handle at once: 128 KiB of fp32 in each scratch buffer, which stay in cache.
+RUN_NUMEL = 1 << 15
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 1024
 
 
@@ -68,6 +71,17 @@ class Blocks(NamedTuple):
     counts: Tensor
     keys: Tensor
     starts: Tensor
+
+
+class Run(NamedTuple):
+    """Consecutive blocks that the CPU paths handle at once: of several whole tensors, or of a piece of a large one."""
+
+    first: int  # index of the first tensor
+    last: int  # one past the index of the last tensor
+    first_block: int
+    last_block: int  # one past the last block
+    start: int  # the element of the first tensor at which the run begins
+    is_piece: bool  # whether it is a piece of one tensor
 
 
 class BlockTable:
@@ -155,15 +169,46 @@ class BlockTable:
         starts = (torch.arange(first, last, device=self.device) - first_blocks) * self.block_size
         return Blocks((lengths - starts).clamp(max=self.block_size), keys, starts)
 
+    @cached_property
+    def partial_blocks(self) -> list[tuple[int, int]]:
+        """The blocks with missing elements, in order: the number of the block, and of its elements."""
+        layout = zip(self.first_blocks, self.lengths, strict=True)
+        return [(first + n // self.block_size, n % self.block_size) for first, n in layout if n % self.block_size]
+
+    def partial_between(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Those of `partial_blocks` from ``first`` to ``last - 1``."""
+        start, stop = (bisect_left(self.partial_blocks, (block, 0)) for block in (first, last))
+        return self.partial_blocks[start:stop]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All blocks, in order, cut into runs of at most ``RUN_NUMEL`` elements."""
+        runs: list[Run] = []
+        room = RUN_NUMEL // self.block_size
+        for i, (first, count) in enumerate(zip(self.first_blocks, self.block_counts, strict=True)):
+            end = first + count
+            if count > room:
+                starts = range(first, end, room)
+                runs += [Run(i, i + 1, at, min(at + room, end), (at - first) * self.block_size, True) for at in starts]
+            elif runs and not runs[-1].is_piece and end - runs[-1].first_block <= room:
+                runs[-1] = runs[-1]._replace(last=i + 1, last_block=end)
+            else:
+                runs.append(Run(i, i + 1, first, end, 0, False))
+        return runs
+
     def error_views(self, flat: Tensor) -> list[Tensor]:
         """Views of an error memory, [numel], in the shapes and strides of the tensors; complex ones as real pairs."""
-        segments, views = self.segments, []
-        for first, shape, stride in zip(self.first_blocks, segments.shapes, segments.strides, strict=True):
-            start = flat.storage_offset() + first * self.block_size
-            if segments.is_complex:
-                views.append(flat.as_strided((*shape, 2), (*(2 * step for step in stride), 1), start))
-            else:
-                views.append(flat.as_strided(shape, stride, start))
+        return self.views(flat, 0, len(self))
+
+    def views(self, flat: Tensor, first: int, last: int) -> list[Tensor]:
+        """Views of the blocks of the tensors ``first`` to ``last - 1``, which ``flat`` holds, as in `error_views`."""
+        views = []
+        for i in range(first, last):
+            start = flat.storage_offset() + (self.first_blocks[i] - self.first_blocks[first]) * self.block_size
+            shape, stride = tuple(self.segments.shapes[i]), self.segments.strides[i]
+            if self.segments.is_complex:
+                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+            views.append(flat.as_strided(shape, stride, start))
         return views
 
 

@@ -40,10 +40,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import Blocks, BlockTable, Section
-from gradwire.kernels.counter_random import random_bits
-from gradwire.kernels.segment_table import memory_order
-from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode, round_to_bf16
+from gradwire.kernels.block_table import ALIGN_BYTES, Section
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.quantization_cpu import commit_errors_cpu, dequantize_cpu, quantize_cpu, reduce_quantized_cpu
+from gradwire.kernels.quantization_reference import (
+    commit_errors_reference,
+    dequantize_reference,
+    quantize_reference,
+    reduce_quantized_reference,
+)
+from gradwire.kernels.quantization_triton import commit_errors_triton, dequantize_triton, quantize_triton
+from gradwire.kernels.quantized_reduction_triton import reduce_quantized_triton
+from gradwire.kernels.wire_formats import Rounding, WireFormat
 
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -74,160 +82,31 @@ def commit_errors_bytes(numel: int, errors: torch.dtype) -> int:
     return 2 * numel * errors.itemsize
 
 
-def _draws(blocks: Blocks, block_size: int, rounding: Rounding, salt: int) -> Tensor:
-    """The random bits of every element of the blocks: [n, block_size], int64."""
-    index = blocks.starts.unsqueeze(1) + torch.arange(block_size, device=blocks.starts.device)
-    return random_bits(blocks.keys.unsqueeze(1) + salt, rounding.step, index)
-
-
-def _encode_with_errors(
-    values: Tensor, blocks: Blocks, section: Section, pending: Tensor | None, rounding: Rounding | None
-) -> tuple[Tensor | None, Tensor]:
-    """Encode blocks, and write their errors, [n * block_size]."""
-    block_size = section.table.block_size
-    is_stochastic = rounding is not None and rounding.stochastic
-    draws = _draws(blocks, block_size, rounding, rounding.salt) if rounding is not None and is_stochastic else None
-    scales, payload = encode(values, blocks.counts, section.format, draws)
-    if pending is not None:
-        error = values - decode(scales, payload, section.format)
-        is_valid = torch.arange(block_size, device=values.device) < blocks.counts.unsqueeze(1)
-        error = torch.where(is_valid, error, 0.0)
-        if pending.dtype == torch.bfloat16:
-            assert rounding is not None
-            error = round_to_bf16(error, _draws(blocks, block_size, rounding, rounding.error_salt))
-        pending.copy_(error.flatten())
-    return scales, payload
-
-
-def _cell_part(cells: Tensor, section: Section, at: int, block_bytes: int) -> Tensor:
-    """The scales or the payloads of a section in every cell: a view, [cells, blocks_per_cell, block_bytes]."""
-    region = cells[:, at : at + section.blocks_per_cell * block_bytes]
-    return region.unflatten(1, (section.blocks_per_cell, block_bytes))
-
-
-def _payloads(cells: Tensor, section: Section) -> Tensor:
-    return _cell_part(cells, section, section.payload_at, section.format.payload_bytes(section.table.block_size))
-
-
-def _store(cells: Tensor, section: Section, first: int, scales: Tensor | None, payload: Tensor) -> None:
-    """Write encoded blocks into ``cells``, [cells, cell_bytes], from block ``first`` of these cells on."""
-    index = torch.arange(first, first + payload.shape[0], device=cells.device)
-    at = index // section.blocks_per_cell, index % section.blocks_per_cell
-    _payloads(cells, section)[at] = payload
-    if scales is not None:
-        width = section.format.scale_bytes
-        _cell_part(cells, section, section.scales_at, width)[at] = scales.view(torch.uint8)
-
-
-def _decode_cells(cells: Tensor, section: Section, n_blocks: int) -> Tensor:
-    """Decode the first ``n_blocks`` blocks of ``cells``, [cells, cell_bytes]: [n_blocks, block_size], fp32."""
-    payload = _payloads(cells, section).flatten(0, 1)[:n_blocks].contiguous()
-    scales = None
-    if section.format.is_scaled:
-        of_cells = _cell_part(cells, section, section.scales_at, section.format.scale_bytes)
-        scales = of_cells.flatten(0, 1)[:n_blocks].contiguous().view(torch.bfloat16)
-    return decode(scales, payload, section.format)
-
-
-def quantize_reference(
-    tensors: Sequence[Tensor],
-    section: Section,
-    message: Tensor,
-    *,
-    scale: float,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
-) -> None:
-    """`quantize` in plain PyTorch."""
-    table = section.table
-    values = torch.zeros(table.numel, dtype=torch.float32, device=table.device)
-    for tensor, view in zip(tensors, _segments(values, table), strict=True):
-        view.copy_(memory_order(tensor))
-    values *= torch.tensor(scale, dtype=torch.float32, device=table.device)
-    if errors is not None:
-        values += errors.to(torch.float32)
-    blocks = table.blocks(0, table.n_blocks)
-    encoded = _encode_with_errors(values.view(-1, table.block_size), blocks, section, pending, rounding)
-    _store(message.flatten(0, 1), section, 0, *encoded)
-
-
-def _segments(values: Tensor, table: BlockTable) -> list[Tensor]:
-    """The elements of each tensor in ``values``, [numel]."""
-    return [
-        values[first * table.block_size :][:length]
-        for first, length in zip(table.first_blocks, table.lengths, strict=True)
-    ]
-
-
-def reduce_quantized_reference(
-    received: Tensor,
-    section: Section,
-    result: Tensor,
-    *,
-    rank: int,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
-) -> None:
-    """`reduce_quantized` in plain PyTorch, piece by piece."""
-    table = section.table
-    pieces, world_size, _ = received.shape
-    room = section.blocks_per_cell * table.block_size
-    for piece in range(pieces):
-        first, last = section.cell_blocks(piece * world_size + rank)
-        numel = (last - first) * table.block_size
-        if pending is not None:
-            pending[piece * room :][:room].zero_()
-        if numel == 0:
-            continue
-        total = torch.zeros(last - first, table.block_size, dtype=torch.float32, device=received.device)
-        for cell in received[piece]:
-            total += _decode_cells(cell.unsqueeze(0), section, last - first)
-        if errors is not None:
-            total += errors[piece * room :][:numel].view_as(total).to(torch.float32)
-        blocks = table.blocks(first, last)
-        is_valid = torch.arange(table.block_size, device=total.device) < blocks.counts.unsqueeze(1)
-        total = torch.where(is_valid, total, 0.0)
-        of_piece = None if pending is None else pending[piece * room :][:numel]
-        encoded = _encode_with_errors(total, blocks, section, of_piece, rounding)
-        _store(result[piece : piece + 1], section, 0, *encoded)
-        header = result[piece, :4].view(torch.int32)
-        header |= (~total.isfinite()).any().to(torch.int32)
-
-
-def dequantize_reference(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
-    """`dequantize` in plain PyTorch."""
-    table = section.table
-    values = _decode_cells(gathered.flatten(0, 1), section, table.n_blocks).flatten()
-    if table.dtype.itemsize == 2:
-        limit = torch.finfo(table.dtype).max
-        values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
-    for tensor, view in zip(tensors, _segments(values, table), strict=True):
-        memory_order(tensor).copy_(view)
-
-
-def commit_errors_reference(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
-    """`commit_errors` in plain PyTorch."""
-    is_flagged = (gathered[..., :4] != 0).any()
-    errors.copy_(torch.where(is_flagged, errors, pending))
-
-
-def _check_message(tensor: Tensor, name: str, shape: tuple[int | str, ...]) -> None:
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(size, str) or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
-    )
-    if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or not fits:
-        expected = ", ".join(map(str, shape))
+def _check_buffer(tensor: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError unless a message has ``shape``, and lies where kernels can read 16 bytes at a time."""
+    if tensor.dtype != torch.uint8 or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
         raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected a contiguous torch.uint8 tensor of "
-            f"[{expected}]. Allocate it in the shape that MessageLayout gives."
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected a contiguous torch.uint8 "
+            f"tensor of {shape} on {device}. Allocate it in the shape that its MessageLayout gives."
+        )
+    _check_alignment(tensor, name)
+
+
+def _check_alignment(tensor: Tensor, name: str) -> None:
+    if tensor.data_ptr() % ALIGN_BYTES != 0:
+        raise ValueError(
+            f"{name} begins at an address that is no multiple of {ALIGN_BYTES}. Pass a tensor of its own, or a view "
+            f"that begins at a multiple of {ALIGN_BYTES} bytes."
         )
 
 
 def _check_section(tensor: Tensor, name: str, section: Section) -> None:
-    _check_message(tensor, name, ("pieces", "n", "cell_bytes"))
-    table, (pieces, world_size, cell_bytes) = section.table, tensor.shape
+    """Raise ValueError unless the message has room for the section."""
+    table = section.table
+    if tensor.dim() != 3:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions; expected [pieces, n, cell_bytes].")
+    _check_buffer(tensor, name, tuple(tensor.shape), table.device)
+    pieces, world_size, cell_bytes = tensor.shape
     end = section.payload_at + section.blocks_per_cell * section.format.payload_bytes(table.block_size)
     if pieces * world_size * section.blocks_per_cell < table.n_blocks or end > cell_bytes:
         raise ValueError(
@@ -237,7 +116,17 @@ def _check_section(tensor: Tensor, name: str, section: Section) -> None:
         )
 
 
-def _check_errors(errors: Tensor | None, pending: Tensor | None, numel: int, rounding: Rounding | None) -> None:
+def _check_errors(
+    errors: Tensor | None, pending: Tensor | None, numel: int, rounding: Rounding | None, device: torch.device
+) -> None:
+    """Raise ValueError unless the error memories fit, and there are random numbers for what needs them."""
+    if rounding is not None:
+        step = rounding.step
+        if step.dtype != torch.int64 or step.numel() != 1 or step.device != device:
+            raise ValueError(
+                f"rounding.step is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of "
+                f"torch.int64 on {device}. Pass torch.tensor([step], device=...)."
+            )
     if errors is None and pending is None:
         return
     if errors is None or pending is None:
@@ -248,6 +137,7 @@ def _check_errors(errors: Tensor | None, pending: Tensor | None, numel: int, rou
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected a contiguous 1-D tensor of {numel} elements "
                 f"in {' or '.join(map(str, ERROR_DTYPES))}."
             )
+        _check_alignment(tensor, name)
     if errors.dtype != pending.dtype:
         raise ValueError(f"errors is {errors.dtype}, pending is {pending.dtype}; expected one dtype.")
     if pending.dtype == torch.bfloat16 and rounding is None:
@@ -281,10 +171,14 @@ def quantize(
     table = section.table
     table.check(tensors)
     _check_section(message, "message", section)
-    _check_errors(errors, pending, table.numel, rounding)
+    _check_errors(errors, pending, table.numel, rounding, table.device)
     if table.n_blocks == 0:
         return
-    quantize_reference(tensors, section, message, scale=scale, errors=errors, pending=pending, rounding=rounding)
+    if use_triton(message.device):
+        implementation = quantize_triton
+    else:
+        implementation = quantize_cpu if message.device.type == "cpu" else quantize_reference
+    implementation(tensors, section, message, scale=scale, errors=errors, pending=pending, rounding=rounding)
 
 
 def reduce_quantized(
@@ -317,13 +211,18 @@ def reduce_quantized(
     """
     _check_section(received, "received", section)
     pieces, world_size, cell_bytes = received.shape
-    _check_message(result, "result", (pieces, cell_bytes))
-    _check_errors(errors, pending, pieces * section.blocks_per_cell * section.table.block_size, rounding)
+    _check_buffer(result, "result", (pieces, cell_bytes), received.device)
+    numel = pieces * section.blocks_per_cell * section.table.block_size
+    _check_errors(errors, pending, numel, rounding, received.device)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; expected a number from 0 to {world_size - 1}, the shards in received.")
     if section.blocks_per_cell == 0:
         return
-    reduce_quantized_reference(received, section, result, rank=rank, errors=errors, pending=pending, rounding=rounding)
+    if use_triton(received.device):
+        implementation = reduce_quantized_triton
+    else:
+        implementation = reduce_quantized_cpu if received.device.type == "cpu" else reduce_quantized_reference
+    implementation(received, section, result, rank=rank, errors=errors, pending=pending, rounding=rounding)
 
 
 def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
@@ -343,7 +242,12 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
     _check_section(gathered, "gathered", section)
     if section.table.n_blocks == 0:
         return
-    dequantize_reference(gathered, section, tensors)
+    if use_triton(gathered.device):
+        dequantize_triton(gathered, section, tensors)
+    elif gathered.device.type == "cpu":
+        dequantize_cpu(gathered, section, tensors)
+    else:
+        dequantize_reference(gathered, section, tensors)
 
 
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
@@ -357,10 +261,18 @@ def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
     Raises:
         ValueError: the tensors do not fit one another.
     """
-    _check_message(gathered, "gathered", ("pieces", "n", "cell_bytes"))
-    if errors.dtype != pending.dtype or errors.shape != pending.shape or errors.dim() != 1:
+    _check_buffer(gathered, "gathered", tuple(gathered.shape), errors.device)
+    is_flat = errors.dim() == 1 and errors.is_contiguous() and pending.is_contiguous()
+    if errors.dtype != pending.dtype or errors.shape != pending.shape or not is_flat:
         raise ValueError(
             f"pending is {pending.dtype} {tuple(pending.shape)}, errors is {errors.dtype} {tuple(errors.shape)}; "
-            "expected flat tensors of one dtype and size."
+            "expected contiguous 1-D tensors of one dtype and size."
         )
-    commit_errors_reference(gathered, pending, errors)
+    if errors.numel() == 0:
+        return
+    if use_triton(gathered.device):
+        commit_errors_triton(gathered, pending, errors)
+    elif gathered.device.type == "cpu":
+        commit_errors_cpu(gathered, pending, errors)
+    else:
+        commit_errors_reference(gathered, pending, errors)

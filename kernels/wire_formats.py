@@ -178,7 +178,8 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
     else:
         rounded = scaled.round() if draws is None else round_stochastically(scaled, draws)
         payload = pack((rounded + (1 << wire.bits - 1)).to(torch.uint8), wire.bits)
-    return scales.to(torch.bfloat16), payload
+    # By their bits: the conversion of NaN to bf16 differs between devices.
+    return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
 
 
 def decode(scales: Tensor | None, payload: Tensor, wire: WireFormat) -> Tensor:
