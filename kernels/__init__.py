@@ -7,10 +7,13 @@ Each family has a reference in plain PyTorch, Triton kernels, and CPU paths wher
     lowrank              PowerSGD's three passes over the matrices of a bucket
     orthogonalization    an orthonormal basis of every low-rank factor
     column_norms         the factors of the next step, with unit columns
+    quantization         gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
 
-`segment_table` and `matrix_table` describe a bucket to the kernels; `dispatch` chooses the implementation.
+`segment_table`, `block_table` and `matrix_table` describe a bucket to the kernels; `dispatch` chooses the
+implementation.
 """
 
+from gradwire.kernels.block_table import HEADER_BYTES, BlockTable, MessageLayout, Section
 from gradwire.kernels.column_norms import draw, renew, renew_bytes, renew_reference
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
@@ -35,25 +38,55 @@ from gradwire.kernels.lowrank import (
 )
 from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout, Matrix, MatrixTable, Operands
 from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes, orthogonalize_reference
+from gradwire.kernels.quantization import (
+    commit_errors,
+    commit_errors_bytes,
+    dequantize,
+    dequantize_bytes,
+    quantize,
+    quantize_bytes,
+    reduce_quantized,
+    reduce_quantized_bytes,
+)
+from gradwire.kernels.quantization_reference import (
+    commit_errors_reference,
+    dequantize_reference,
+    quantize_reference,
+    reduce_quantized_reference,
+)
 from gradwire.kernels.segment_table import Fitting, SegmentTable, as_real, gradient_layout, memory_order
 from gradwire.kernels.uploads import is_capturing, upload
+from gradwire.kernels.wire_formats import WIRE_FORMATS, Rounding, WireFormat
 
 __all__ = [
     "ALIGN_NUMEL",
+    "HEADER_BYTES",
     "MAX_EXPONENT",
     "MAX_RANK",
     "WIRE_DTYPES",
+    "WIRE_FORMATS",
+    "BlockTable",
     "FactorLayout",
     "Fitting",
     "Matrix",
     "MatrixTable",
+    "MessageLayout",
     "Operands",
+    "Rounding",
+    "Section",
     "SegmentTable",
+    "WireFormat",
     "as_real",
     "backproject",
     "backproject_reference",
     "can_keep",
+    "commit_errors",
+    "commit_errors_bytes",
+    "commit_errors_reference",
     "compute_dtype",
+    "dequantize",
+    "dequantize_bytes",
+    "dequantize_reference",
     "draw",
     "flatten",
     "flatten_bytes",
@@ -67,9 +100,15 @@ __all__ = [
     "orthogonalize_reference",
     "project",
     "project_reference",
+    "quantize",
+    "quantize_bytes",
+    "quantize_reference",
     "random_key",
     "reconstruct",
     "reconstruct_reference",
+    "reduce_quantized",
+    "reduce_quantized_bytes",
+    "reduce_quantized_reference",
     "renew",
     "renew_bytes",
     "renew_reference",

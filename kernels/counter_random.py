@@ -3,7 +3,7 @@
     u(key, step, index) = (2 k + 1) / 2^24 - 1, where k is the top 24 bits of mix(mix(key + step g) + (index + 1) g)
 
 u is uniform in (-1, 1) and never 0, so that a vector of such numbers can be divided by its norm. mix is the finaliser
-of SplitMix64, g its increment.
+of SplitMix64, g its increment. `random_bits` gives k alone.
 
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
@@ -39,6 +39,18 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def random_bits(key: int | Tensor, step: Tensor, index: Tensor) -> Tensor:
+    """The 24 random bits of the stream (key, step) at the indices ``index``: int64, in the shape of ``index``.
+
+    Args:
+        key: a signed 64-bit number, or an int64 tensor of them that broadcasts with ``index``.
+        step: int64, one element, on the device of ``index``.
+        index: int64.
+    """
+    stream = _mix(step * GAMMA + key)
+    return _shift_right(_mix(stream + (index + 1) * GAMMA), 40)
+
+
 def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
     """The numbers of the stream (key, step) at the indices ``index``: fp32, in the shape of ``index``.
 
@@ -47,9 +59,7 @@ def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
         step: int64, one element, on the device of ``index``.
         index: int64.
     """
-    stream = _mix(step * GAMMA + key)
-    bits = _mix(stream + (index + 1) * GAMMA)
-    return (_shift_right(bits, 40).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
+    return (random_bits(key, step, index).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
 
 
 @jit
@@ -60,13 +70,22 @@ def _mix_triton(x):
 
 
 @jit
+def random_bits_triton(
+    key,
+    step,
+    index,  # [BLOCK]
+):
+    """`random_bits` in Triton: uint64. All three arguments are int64."""
+    gamma: tl.constexpr = 0x9E3779B97F4A7C15
+    stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
+    return _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma) >> 40
+
+
+@jit
 def uniform_triton(
     key,
     step,
     index,  # [BLOCK]
 ):
     """`uniform` in Triton. All three are int64."""
-    gamma: tl.constexpr = 0x9E3779B97F4A7C15
-    stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
-    bits = _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma)
-    return ((bits >> 40).to(tl.float32) * 1.1920928955078125e-07 - 1.0) + 5.9604644775390625e-08
+    return (random_bits_triton(key, step, index).to(tl.float32) * 1.1920928955078125e-07 - 1.0) + 5.9604644775390625e-08

@@ -172,6 +172,10 @@ class SegmentTable:
                 f"The wire buffer is {tuple(wire.shape)} on {wire.device}; expected a contiguous 1-D tensor of "
                 f"{self.numel} elements on {self.device}."
             )
+        self.check_tensors(tensors)
+
+    def check_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError unless ``tensors`` fit the table."""
         if isinstance(tensors, Fitting) and tensors.table is self:
             return
         if len(tensors) != len(self):
@@ -192,7 +196,7 @@ class SegmentTable:
         """The packed int64 table on the device, with the addresses of ``tensors``, which must fit."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         if self._packed is None:
-            self._packed = Upload([*addresses, *self.lengths, *self.offsets, *self._cut_chunks()], self.device)
+            self._packed = Upload([*addresses, *self.lengths, *self.offsets, *self.chunks()], self.device)
         elif addresses != self._addresses:
             self._packed.replace(addresses)
         self._addresses = addresses
@@ -240,8 +244,8 @@ class SegmentTable:
             views.append(wire[start : start + self.lengths[i]].as_strided(shape, stride))
         return views
 
-    def _cut_chunks(self) -> list[int]:
-        """The last two rows of the packed table: the segment and the start of each chunk."""
+    def chunks(self) -> list[int]:
+        """The last two rows of a packed table: the segment of each chunk, then the start of each chunk."""
         starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
         segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
         return [*segments, *(start for of_segment in starts for start in of_segment)]

@@ -1,0 +1,297 @@
+"""`wire_formats.encode` and `decode` in Triton, for a tile [blocks, block_size] of the blocks of one program.
+
+Scales are reductions along the rows of the tile. Planes are packed by a sum over [blocks, planes, bytes], whose terms
+share no bits. Divisions are rounded to nearest, and launches set ``enable_fp_fusion=False``: multiply and add stay
+separate instructions, so all devices and the reference give the same bits. Codes in fp8 come from integer arithmetic:
+the conversions of some architectures saturate differently, and others have none.
+
+``FORMAT`` is a `WireFormat`. FULL tells that no element is missing, and that counts and masks are not to be read.
+"""
+
+from __future__ import annotations
+
+from gradwire.kernels.counter_random import random_bits_triton
+from gradwire.kernels.language import jit, tl
+
+
+@jit
+def unit_bytes(units):
+    """A size in bytes, from its count of 16 bytes."""
+    return units.to(tl.int64) * 16
+
+
+@jit
+def aligned(pointer, offset):
+    """``pointer + offset``, computed as a number for AMD's compiler."""
+    return (pointer + offset).to(tl.int64).to(tl.pointer_type(pointer.dtype.element_ty))
+
+
+@jit
+def _round(y, random, STOCHASTIC: tl.constexpr):
+    """Round to an integer, stochastically or to nearest even. Magnitudes are below 2^22."""
+    if STOCHASTIC:
+        below = tl.floor(y)
+        u = random.to(tl.float32) * 5.9604644775390625e-08  # 24 bits, in [0, 1)
+        return tl.where(u < y - below, below + 1.0, below)
+    return (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: fp32 holds only integers there
+
+
+@jit
+def _clamp(x, limit):
+    """Saturate finite numbers; inf and NaN pass through."""
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -limit), limit), x)
+
+
+@jit
+def _round_to_bf16(x, random):
+    """`wire_formats.round_to_bf16`."""
+    bits = (x.to(tl.int32, bitcast=True) + (random >> 8).to(tl.int32)) & -65536
+    rounded = tl.minimum(tl.maximum(bits.to(tl.float32, bitcast=True), -3.3895313892515355e38), 3.3895313892515355e38)
+    return tl.where(tl.abs(x) < float("inf"), rounded, x).to(tl.bfloat16)
+
+
+@jit
+def _round_to_grid(x, random, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX, STOCHASTIC: tl.constexpr):
+    """The magnitude of ``x``, rounded to a floating-point format of less range than fp32, in fp32."""
+    magnitude = tl.minimum(tl.abs(x), MAX)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, MIN_EXPONENT)
+    # The distance of neighbours on the grid, a power of two, and its inverse, from their bits.
+    step = ((exponent - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((MANTISSA - exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.minimum(_round(magnitude * inverse, random, STOCHASTIC) * step, MAX)
+
+
+@jit
+def _with_sign(magnitude, bits):
+    """``magnitude`` with the top bit of ``bits``, int32, as its sign. Zeros keep it; ``-x`` would be 0 - x."""
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Round to the dtype of a format without scales. Finite numbers saturate; inf and NaN pass through."""
+    if FORMAT.bits == 32:
+        return x
+    if FORMAT.name == "bf16":
+        return _round_to_bf16(x, random) if STOCHASTIC else _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
+    if STOCHASTIC:
+        rounded = _round_to_grid(x, random, 10, -14, 65504.0, True)
+        signed = _with_sign(rounded, x.to(tl.int32, bitcast=True))
+        return tl.where(tl.abs(x) < float("inf"), signed, x).to(tl.float16)
+    return _clamp(x, 65504.0).to(tl.float16)
+
+
+@jit
+def _to_e4m3(x, random, STOCHASTIC: tl.constexpr):
+    """The bits of finite numbers in e4m3fn, in int32."""
+    magnitude = _round_to_grid(x, random, 3, -6, 448.0, STOCHASTIC)
+    normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
+    subnormal = (magnitude * 512.0).to(tl.int32)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(magnitude < 0.015625, subnormal, normal) | sign  # 2^-6 is the smallest normal number
+
+
+@jit
+def _from_e4m3(codes):
+    """Numbers from their bits in e4m3fn, which are given in int32."""
+    bits = codes & 0x7F
+    normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)  # 2^-9
+    return _with_sign(magnitude, codes << 24)
+
+
+@jit
+def _block_scales(
+    values,  # [N, BLOCK]
+    counts,  # [N] int32
+    FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """`wire_formats.block_scales`: [N]."""
+    N: tl.constexpr = values.shape[0]
+    BLOCK: tl.constexpr = values.shape[1]
+    if FORMAT.bits == 1:
+        folded = tl.abs(values) * (1.0 / BLOCK)
+        for i in tl.static_range(10):  # blocks have at most 2^10 elements
+            if BLOCK >> i > 1:
+                folded = tl.sum(tl.reshape(folded, (N, 2, BLOCK >> (i + 1))), axis=1)
+        largest = tl.reshape(folded, (N,))
+        quotient = largest
+        if not FULL:
+            # A block without elements has nothing to scale.
+            quotient *= tl.div_rn(tl.full((N,), BLOCK, tl.float32), tl.maximum(counts, 1).to(tl.float32))
+    else:
+        # As integers, the bits of magnitudes sort like the numbers, followed by inf and NaN.
+        bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        largest = bits.to(tl.float32, bitcast=True)
+        quotient = tl.div_rn(largest, tl.full((N,), FORMAT.levels, tl.float32))
+    up = ((quotient.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+    scale = tl.minimum(tl.maximum(up, 1.1754943508222875e-38), FORMAT.max_scale)  # 2^-126
+    scale = tl.where(largest > 0, scale, 0.0)
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@jit
+def _pack(codes, BITS: tl.constexpr):
+    """`wire_formats.pack`: [N, BLOCK] to [N, bytes], in int32."""
+    if BITS == 8:
+        return codes
+    PLANES: tl.constexpr = 8 // BITS
+    parts = tl.reshape(codes, (codes.shape[0], PLANES, codes.shape[1] // PLANES))
+    return tl.sum(parts << (tl.arange(0, PLANES) * BITS)[None, :, None], axis=1)
+
+
+@jit
+def _unpack(payload, BITS: tl.constexpr):
+    """`wire_formats.unpack`: [N, bytes] to [N, BLOCK], in int32."""
+    codes = payload.to(tl.int32)
+    if BITS == 8:
+        return codes
+    PLANES: tl.constexpr = 8 // BITS
+    planes = (codes[:, None, :] >> (tl.arange(0, PLANES) * BITS)[None, :, None]) & ((1 << BITS) - 1)
+    return tl.reshape(planes, (codes.shape[0], PLANES * codes.shape[1]))
+
+
+@jit
+def encode_blocks(
+    values,  # [N, BLOCK]
+    counts,  # [N] int32
+    random,  # [N, BLOCK] uint64: 24 bits; not read unless STOCHASTIC
+    FORMAT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Encode blocks: scales, [N] (0 without scales), payload, [N, elements], and what they decode to, [N, BLOCK]."""
+    if FORMAT.levels == 0:
+        scale = tl.zeros((values.shape[0],), tl.float32)
+        payload = _to_float(values, random, FORMAT, STOCHASTIC)
+        decoded = payload.to(tl.float32)
+    else:
+        scale = _block_scales(values, counts, FORMAT, FULL)
+        # A block that is not finite has the codes of zeros.
+        valid = tl.where((scale == scale)[:, None], values, 0.0)
+        if FORMAT.bits == 1:
+            codes = tl.where(valid >= 0, 1, 0)
+            q = tl.where(valid >= 0, 1.0, -1.0)
+        else:
+            reciprocal = tl.div_rn(tl.full((values.shape[0],), 1.0, tl.float32), scale)
+            inverse = tl.where(scale > 0, reciprocal, 0.0)
+            limit: tl.constexpr = FORMAT.levels * 1.0
+            scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
+            if FORMAT.is_integer:
+                q = _round(scaled, random, STOCHASTIC)
+                codes = q.to(tl.int32) + (1 << (FORMAT.bits - 1))
+            else:
+                codes = _to_e4m3(scaled, random, STOCHASTIC)
+                q = _from_e4m3(codes)
+        payload = _pack(codes, FORMAT.bits).to(tl.uint8)
+        decoded = q * scale[:, None]
+    return scale, payload, decoded
+
+
+@jit
+def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
+    SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
+    if FORMAT.levels > 0:
+        return (payload + slots * SIZE).to(tl.pointer_type(tl.uint8))[:, None] + tl.arange(0, SIZE)[None, :]
+    if FORMAT.bits == 32:
+        rows = (payload + slots * SIZE).to(tl.pointer_type(tl.float32))
+    elif FORMAT.name == "bf16":
+        rows = (payload + slots * SIZE).to(tl.pointer_type(tl.bfloat16))
+    else:
+        rows = (payload + slots * SIZE).to(tl.pointer_type(tl.float16))
+    return rows[:, None] + tl.arange(0, BLOCK)[None, :]
+
+
+@jit
+def load_blocks(
+    scales,  # address of the first scale of the cell: a number, or [N]
+    payload,  # address of the first payload of the cell: a number, or [N]
+    slots,  # [N]: the place of the block in its cell
+    mask,  # [N]
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Load and decode blocks of a message: [N, BLOCK], fp32."""
+    payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
+    encoded = tl.load(payload_ptrs) if FULL else tl.load(payload_ptrs, mask=mask[:, None], other=0)
+    if FORMAT.levels == 0:
+        return encoded.to(tl.float32)
+    scale_ptrs = (scales + slots * 2).to(tl.pointer_type(tl.int16))
+    bits = tl.load(scale_ptrs) if FULL else tl.load(scale_ptrs, mask=mask, other=0)
+    codes = _unpack(encoded, FORMAT.bits)
+    if FORMAT.bits == 1:
+        q = (2 * codes - 1).to(tl.float32)
+    elif FORMAT.is_integer:
+        q = (codes - (1 << (FORMAT.bits - 1))).to(tl.float32)
+    else:
+        q = _from_e4m3(codes)
+    return q * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+
+
+@jit
+def store_blocks(
+    scales,  # address of the first scale of the cell: a number, or [N]
+    payload,  # address of the first payload of the cell: a number, or [N]
+    slots,  # [N]: the place of the block in its cell
+    mask,  # [N]
+    scale,  # [N] fp32
+    encoded,  # [N, elements]: the payload
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Store what `encode_blocks` returned into a message."""
+    payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
+    if FULL:
+        tl.store(payload_ptrs, encoded)
+    else:
+        tl.store(payload_ptrs, encoded, mask=mask[:, None])
+    if FORMAT.levels > 0:
+        bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
+        scale_ptrs = (scales + slots * 2).to(tl.pointer_type(tl.int16))
+        if FULL:
+            tl.store(scale_ptrs, bits)
+        else:
+            tl.store(scale_ptrs, bits, mask=mask)
+
+
+@jit
+def load_errors(
+    errors_ptr,  # [N * BLOCK] fp32 or bf16, 16-byte aligned
+    mask,  # [N]
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Load the errors of blocks: [N, BLOCK], fp32."""
+    pointers = tl.multiple_of(errors_ptr, 16) + tl.arange(0, N)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if FULL:
+        return tl.load(pointers).to(tl.float32)
+    return tl.load(pointers, mask=mask[:, None], other=0).to(tl.float32)
+
+
+@jit
+def store_errors(
+    pending_ptr,  # [N * BLOCK] fp32 or bf16, 16-byte aligned
+    error,  # [N, BLOCK] fp32
+    counts,  # [N] int32
+    mask,  # [N]
+    key,  # int64, one or [N, 1]: of the random numbers; not read for fp32
+    step,  # int64; not read for fp32
+    index,  # [N, BLOCK] int64: the place in the tensor; not read for fp32
+    FULL: tl.constexpr,
+):
+    """Store the errors of blocks; those of missing elements are 0."""
+    columns = tl.arange(0, error.shape[1])[None, :]
+    pointers = tl.multiple_of(pending_ptr, 16) + tl.arange(0, error.shape[0])[:, None] * error.shape[1] + columns
+    if not FULL:
+        error = tl.where(columns < counts[:, None], error, 0.0)
+    if pending_ptr.dtype.element_ty == tl.bfloat16:
+        error = _round_to_bf16(error, random_bits_triton(key, step, index))
+    if FULL:
+        tl.store(pointers, error)
+    else:
+        tl.store(pointers, error, mask=mask[:, None])

@@ -1,0 +1,242 @@
+"""Wire formats: how a block of fp32 numbers becomes bytes.
+
+    format          bits  scale s            code of an element x                                    decoded
+    int8 int4 int2  8 4 2 absmax / levels    rint(x * (1 / s)) + 2^(bits - 1)                        s * q
+    sign            1     mean of |x|        x >= 0                                                  +-s
+    fp8_e4m3        8     absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even          s * q
+    bf16 fp16 fp32  16 32 none               x, saturated at the format's largest number             x
+
+The levels are 127, 7 and 1. Scales travel in bf16, which has the range of fp32. A scale is rounded up, so no element
+exceeds the levels by more than rounding. It is raised to 2^-126, so that 1 / s is finite, and lowered to a number
+whose product with the levels is finite; an element beyond the levels then saturates. A block of zeros has the scale 0.
+A block with an inf or a NaN has the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
+
+In an integer format, s * q has 8 + 7 significant bits at most and is therefore exact in fp32, and so is x - s * q,
+because s * q is 0 or within a factor of two of x. What was sent plus the error is x to the bit.
+
+The codes of a block are packed in planes: with k = 8 / bits, byte i holds the elements i + t * block_size / k at the
+bits t * bits, for t = 0 .. k - 1. Both ends of the exchange then work on contiguous elements.
+
+The mean of a sign block is a halving fold of |x| / block_size, a[:h] + a[h:], times block_size / (number of elements).
+Every implementation adds in this order.
+
+Stochastic rounding of y to an integer is floor(y) + (u < y - floor(y)), where u is uniform in [0, 1). Numbers on the
+grid stay as they are; the expectation is y plus at most 2^-24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor, frexp, ldexp
+
+import torch
+from torch import Tensor
+
+FP32_MAX = torch.finfo(torch.float32).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
+# The smallest scale of a block that is not zero: its reciprocal is finite.
+MIN_SCALE = 2.0**-126
+SCALE_BYTES = 2
+# Added to the salt of the payload's random numbers, for those that round the error memory.
+ERROR_SALT = 0x5851F42D4C957F2D
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """One encoding of blocks.
+
+    Attributes:
+        name: as users write it.
+        bits: of the payload, for each element.
+        levels: the magnitude that the largest element of a block is scaled to; 0: there are no scales.
+        dtype: of the payload, if the codes are floating-point numbers.
+    """
+
+    name: str
+    bits: int
+    levels: int = 0
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether each block has a scale."""
+        return self.levels > 0
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the codes are integers of two bits or more."""
+        return self.dtype is None and self.bits > 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one block's scale."""
+        return SCALE_BYTES if self.is_scaled else 0
+
+    @property
+    def max_scale(self) -> float:
+        """The largest scale: the largest bf16 number whose product with the levels is finite in fp32."""
+        mantissa, exponent = frexp(FP32_MAX / self.levels)
+        return ldexp(floor(mantissa * 256) / 256, exponent)
+
+    def payload_bytes(self, block_size: int) -> int:
+        """Bytes of one block's payload."""
+        return block_size * self.bits // 8
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block: scale and payload."""
+        return self.scale_bytes + self.payload_bytes(block_size)
+
+
+WIRE_FORMATS = {
+    wire.name: wire
+    for wire in (
+        WireFormat("int8", 8, levels=127),
+        WireFormat("int4", 4, levels=7),
+        WireFormat("int2", 2, levels=1),
+        WireFormat("sign", 1, levels=1),
+        WireFormat("fp8_e4m3", 8, levels=448, dtype=torch.float8_e4m3fn),
+        WireFormat("bf16", 16, dtype=torch.bfloat16),
+        WireFormat("fp16", 16, dtype=torch.float16),
+        WireFormat("fp32", 32, dtype=torch.float32),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """The random numbers of a launch. An element's number depends on its tensor's key + salt, the step, and its index.
+
+    The index is the element's place in the memory order of its tensor, so the numbers do not depend on the bucket.
+
+    Attributes:
+        step: int64, one element, on the device: the number of the step. Kernels read it on the device.
+        salt: a signed 64-bit number that tells apart uses with the same keys, such as the two shots, or ranks.
+        stochastic: whether the payload is rounded stochastically. An error memory in bf16 always is.
+    """
+
+    step: Tensor
+    salt: int = 0
+    stochastic: bool = False
+
+    @property
+    def error_salt(self) -> int:
+        """The salt for the rounding of the error memory: signed, 64 bits."""
+        return (self.salt + ERROR_SALT + 2**63) % 2**64 - 2**63
+
+
+def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
+    """``quotient`` rounded up to bf16 and into the range of scales; 0 where ``absmax`` is 0. All are fp32."""
+    up = ((quotient.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    return torch.where(absmax > 0, up.clamp(MIN_SCALE, wire.max_scale), 0.0)
+
+
+def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
+    """The scales of blocks: fp32 numbers that are exact in bf16, [n, 1]; NaN where an element is not finite.
+
+    Args:
+        blocks: [n, block_size], fp32. Missing elements are 0.
+        counts: [n], int64: the number of elements of each block that are not missing.
+        wire: a format with scales.
+    """
+    if wire.bits == 1:
+        block_size = blocks.shape[1]
+        mean = blocks.abs() * (1 / block_size)
+        while mean.shape[1] > 1:
+            half = mean.shape[1] // 2
+            mean = mean[:, :half] + mean[:, half:]
+        share = torch.full_like(mean, block_size) / counts.unsqueeze(1).to(torch.float32)
+        largest, quotient = mean, mean * share
+    else:
+        largest = blocks.abs().amax(1, keepdim=True)
+        quotient = largest / torch.full_like(largest, wire.levels)  # by a tensor: CUDA multiplies by 1 / number
+    return torch.where(largest.isfinite(), round_scale(largest, quotient, wire), torch.nan)
+
+
+def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Encode blocks in plain PyTorch.
+
+    Args:
+        blocks: [n, block_size], fp32. Missing elements are 0.
+        counts: [n], int64: the number of elements of each block that are not missing.
+        wire: the format.
+        draws: [n, block_size], int64: 24 random bits for each element; None: round to nearest even.
+
+    Returns:
+        The scales, [n, 1] in bf16 (None if the format has none), and the payload, [n, payload bytes] in uint8.
+    """
+    if not wire.is_scaled:
+        assert wire.dtype is not None
+        return None, _encode_float(blocks, wire.dtype, draws).view(torch.uint8)
+    scales = block_scales(blocks, counts, wire)
+    valid = torch.where(scales.isnan(), 0.0, blocks)
+    inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
+    scaled = (valid * inverse).clamp(-wire.levels, wire.levels)
+    if wire.bits == 1:
+        payload = pack((valid >= 0).to(torch.uint8), 1)
+    elif wire.dtype is not None:
+        payload = _encode_float(scaled, wire.dtype, draws).view(torch.uint8)
+    else:
+        rounded = scaled.round() if draws is None else round_stochastically(scaled, draws)
+        payload = pack((rounded + (1 << wire.bits - 1)).to(torch.uint8), wire.bits)
+    # By their bits: the conversion of NaN to bf16 differs between devices.
+    return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
+
+
+def decode(scales: Tensor | None, payload: Tensor, wire: WireFormat) -> Tensor:
+    """Decode what `encode` returned: [n, block_size], fp32."""
+    if wire.dtype is not None:
+        values = payload.view(wire.dtype).to(torch.float32)
+    else:
+        codes = unpack(payload, wire.bits).to(torch.float32)
+        values = 2 * codes - 1 if wire.bits == 1 else codes - (1 << wire.bits - 1)
+    return values if scales is None else values * scales.to(torch.float32)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack the codes of blocks, [n, block_size] in uint8, in planes: [n, block_size * bits / 8]."""
+    planes = 8 // bits
+    parts = codes.to(torch.int32).view(codes.shape[0], planes, codes.shape[1] // planes)
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=codes.device).view(1, planes, 1)
+    return (parts << shifts).sum(1).to(torch.uint8)
+
+
+def unpack(payload: Tensor, bits: int) -> Tensor:
+    """The codes that `pack` packed, in int32."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=payload.device).view(1, -1, 1)
+    return ((payload.to(torch.int32).unsqueeze(1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def round_stochastically(y: Tensor, draws: Tensor) -> Tensor:
+    """Round fp32 numbers to one of the two integers around them, by 24 random bits for each."""
+    below = y.floor()
+    return below + (draws.to(torch.float32) * 2.0**-24 < y - below)
+
+
+def round_to_bf16(x: Tensor, draws: Tensor) -> Tensor:
+    """Round fp32 numbers stochastically to bf16, by 24 random bits for each. Finite numbers stay finite."""
+    bits = (x.view(torch.int32) + (draws >> 8).to(torch.int32)) & -0x10000
+    rounded = bits.view(torch.float32).clamp(-BF16_MAX, BF16_MAX)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+# Of the formats narrower in range than fp32: the bits of the mantissa, and the exponent of the smallest normal number.
+GRIDS = {torch.float8_e4m3fn: (3, -6), torch.float16: (10, -14)}
+
+
+def _encode_float(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
+    """Round fp32 numbers to another floating-point dtype. Finite numbers stay finite."""
+    if dtype == torch.float32:
+        return x.contiguous()
+    largest = torch.finfo(dtype).max
+    if draws is None:
+        return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)
+    if dtype == torch.bfloat16:
+        return round_to_bf16(x, draws)
+    mantissa, min_exponent = GRIDS[dtype]
+    magnitude = x.abs().clamp(max=largest)
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=min_exponent)
+    # The distance of neighbours on the grid, a power of two, and its inverse, from their bits.
+    step = ((exponent - mantissa + 127) << 23).view(torch.float32)
+    inverse = ((mantissa - exponent + 127) << 23).view(torch.float32)
+    rounded = (round_stochastically(magnitude * inverse, draws) * step).clamp(max=largest)
+    return torch.where(x.isfinite(), torch.copysign(rounded, x), x).to(dtype)
