@@ -100,7 +100,7 @@ class NcclRules(dist.ProcessGroup):
         self._check("allgather", inputs)
         return self._gloo.allgather(outputs, inputs, *options)
 
-    def alltoall_base(  # type: ignore[override]
+    def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], *options: Any
     ) -> Any:
         """Check, then exchange equal parts of the first dimension; other splits are not checked."""
@@ -111,7 +111,7 @@ class NcclRules(dist.ProcessGroup):
         self._check("alltoall_base", [output, input])
         return self._gloo.alltoall_base(output, input, output_splits, input_splits, *options)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, *options: Any) -> Any:  # type: ignore[override]
+    def _allgather_base(self, output: Tensor, input: Tensor, *options: Any) -> Any:
         """Check, then gather into one tensor."""
         if output.numel() != self.size() * input.numel():
             raise ValueError("output tensor size must be equal to world_size times input tensor size")

@@ -116,9 +116,8 @@ class Shot(Collective):
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Launch every piece, then wait for each."""
-        works = self._launch(group, is_async=False)
-        while works:  # a work that is kept while another one raises would keep gloo's connections open
-            if (work := works.pop(0)) is not None:
+        for work in self._launch(group, is_async=False):
+            if work is not None:
                 work.wait()
 
     def start(self, group: dist.ProcessGroup) -> list[dist.Work]:

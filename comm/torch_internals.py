@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllToAllOptions,
     PrefixStore,

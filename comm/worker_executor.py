@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 from gradwire.comm.executor import Executor, Task, let_go_of_locals
 from gradwire.comm.transport import GroupTransport, Steps
@@ -67,7 +67,8 @@ class _Run:
 
     Attributes:
         steps: the task's coroutine; None before it starts.
-        works: handles of the collective that it awaits, one per tensor.
+        works: handles of the collective that it awaits, one per message.
+        messages: done when all of these are.
         complete: completes the future; set once the task has ended.
         precedes_error: whether a later task has failed, which does not stop this one.
     """
@@ -77,6 +78,7 @@ class _Run:
         self.future: Future[Any] = Future()
         self.steps: Steps[Any] | None = None
         self.works: list[dist.Work] = []
+        self.messages: Future[Any] = Future()
         self.complete: Callable[[], None] | None = None
         self.precedes_error = False
 
@@ -176,7 +178,7 @@ class _Worker:
             del run  # a task holds gradients; it must not outlive its step
             complete()
             return True
-        if all(work.get_future().done() for work in run.works):
+        if run.messages.done():
             self._step(run, self._workspaces[place])
             return True
         return False
@@ -192,8 +194,9 @@ class _Worker:
                 run.works = self._transport.start(run.steps.send(None))
             else:
                 run.works = self._transport.start(run.steps.send(None), self._later)
-            for work in run.works:
-                work.get_future().add_done_callback(self._wake)
+            # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
+            run.messages = collect_all([work.get_future() for work in run.works])
+            run.messages.add_done_callback(self._wake)
         except StopIteration as end:
             run.complete = partial(run.future.set_result, end.value)
         except Exception as error:
