@@ -11,11 +11,13 @@ its scale take the way of the reference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import frexp
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.block_table import RUN_NUMEL, BlockTable, Run, Section
+from gradwire.kernels.flattening_cpu import all_within
 from gradwire.kernels.quantization_reference import encode_with_errors
 from gradwire.kernels.segment_table import memory_order
 from gradwire.kernels.wire_formats import BF16_MAX, MIN_SCALE, Rounding, WireFormat, decode
@@ -82,6 +84,8 @@ class RunCodec:
         is_plain = not self.is_stochastic and (pending is None or pending.dtype == torch.float32)
         if is_plain and self.wire.is_integer and self._encode_integers(values, scales, payload, pending):
             return True
+        if is_plain and not self.wire.is_scaled and self._encode_floats(values, payload, pending):
+            return True
         blocks = self.section.table.blocks(first_block, first_block + values.shape[0])
         encoded_scales, encoded = encode_with_errors(values, blocks, self.section, pending, self.rounding)
         payload.copy_(encoded)
@@ -90,12 +94,23 @@ class RunCodec:
         scales.copy_(encoded_scales.squeeze(1))
         return not scales.isnan().any()
 
+    def _encode_floats(self, values: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+        """`encode` to a format without scales; False, with nothing done, if an element is beyond its range."""
+        assert self.wire.dtype is not None
+        if not all_within(values.view(-1), torch.finfo(self.wire.dtype).max):
+            return False
+        codes = payload.view(self.wire.dtype).copy_(values)
+        if pending is not None:
+            torch.sub(values, self._scratch[: values.shape[0]].copy_(codes), out=pending)
+        return True
+
     def _encode_integers(self, values: Tensor, scales: Tensor | None, payload: Tensor, pending: Tensor | None) -> bool:
         """`encode` to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
         n = values.shape[0]
         q, absmax, scale = self._scratch[:n], self._absmax[:n], self._scales[:n]
-        torch.abs(values, out=q)
-        torch.amax(q, 1, keepdim=True, out=absmax)
+        torch.amax(values, 1, keepdim=True, out=absmax)
+        torch.amin(values, 1, keepdim=True, out=scale)  # two reading passes: faster than writing the magnitudes
+        torch.maximum(absmax, scale.neg_(), out=absmax)
         smallest, largest = (bound.item() for bound in torch.aminmax(absmax))
         # Above this bound a scale may be lowered, and elements saturate. A NaN fails the comparison.
         if not largest < self.wire.max_scale * self.wire.levels * 0.99:
@@ -147,8 +162,11 @@ class RunCodec:
         top = _in_each_byte(256 - (1 << 8 - bits))
         middle = _in_each_byte(0x40 if bits == 1 else 0x80)
         for i in range(8 // bits):
-            torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
-            words.bitwise_and_(top).bitwise_xor_(middle)
+            if bits == 8:
+                torch.bitwise_xor(codes, middle, out=words)
+            else:
+                torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
+                words.bitwise_and_(top).bitwise_xor_(middle)
             q.copy_(plane)
             torch.mul(q, scale, out=out[:, i * width : (i + 1) * width])
 
@@ -170,21 +188,32 @@ def _cell_parts(cells: Tensor, section: Section) -> list[CellPart]:
     return [CellPart(cell, section) for cell in cells]
 
 
-def _gather(run: Run, tensors: Sequence[Tensor], table: BlockTable, values: Tensor, scale: float) -> None:
-    """Write the elements of a run, times ``scale``, to ``values``, [n * block_size]; 0 where elements are missing."""
+def _compensate(
+    run: Run, tensors: Sequence[Tensor], table: BlockTable, values: Tensor, scale: float, errors: Tensor | None
+) -> None:
+    """Write the elements of a run, times ``scale``, plus their errors to ``values``, [n * block_size], fp32.
+
+    Missing elements become their errors, which are 0.
+    """
     if run.is_piece:
         piece = memory_order(tensors[run.first])[run.start :][: values.numel()]
-        present, missing = values[: piece.numel()], values[piece.numel() :]
+        present = values[: piece.numel()]
+        values[piece.numel() :] = 0
+        # With a power of two the product is exact, so it does not matter whether it is rounded before the addition.
+        if errors is not None and frexp(scale)[0] == 0.5 and piece.dtype == errors.dtype == torch.float32:
+            torch.add(errors[: piece.numel()], piece, alpha=scale, out=present)
+            return
         if piece.dtype == torch.float32:
             torch.mul(piece, scale, out=present)
         else:
             present.copy_(piece).mul_(scale)
-        missing.zero_()
     else:
         values.zero_()
         views = table.views(values, run.first, run.last)
         torch._foreach_copy_(views, table.segments.real(tensors[run.first : run.last]))
         values.mul_(scale)
+    if errors is not None:
+        values += errors
 
 
 def quantize_cpu(
@@ -203,9 +232,8 @@ def quantize_cpu(
     of_blocks = None if pending is None else pending.view(-1, table.block_size)
     for run in table.runs:
         values = codec.values[: run.last_block - run.first_block]
-        _gather(run, tensors, table, values.view(-1), scale)
-        if errors is not None:
-            values += errors.view(-1, table.block_size)[run.first_block : run.last_block]
+        before = None if errors is None else errors[run.first_block * table.block_size :][: values.numel()]
+        _compensate(run, tensors, table, values.view(-1), scale, before)
         for cell, slot, start, stop in _overlaps(section, run.first_block, run.last_block):
             scales, payload = parts[cell].blocks(slot, slot + stop - start)
             lost = None if of_blocks is None else of_blocks[start:stop]
