@@ -5,7 +5,8 @@ Ranks with different options would sum unrelated numbers and drift apart without
 1. Each bucket calls `HookSettings.agree`. If the settings are those that all ranks of the process group have agreed
    on, it returns at once, after a look-up and a comparison.
 2. Otherwise the ranks exchange a digest of the settings, of the replicated state, of the bucket's layout and of
-   gradwire's version. This happens at the first bucket, after the state was loaded, and after an option was changed.
+   gradwire's version. This happens at the first bucket, after the state was loaded, after an option was changed, and
+   after ``resynchronize()``.
    The exchange goes through the process group's store: no collective is issued, and nothing is modified before it.
 3. If the digests differ, every rank sees it. The ranks exchange the full text, and all raise the same error.
 
@@ -60,8 +61,9 @@ class HookSettings:
 
     def __init__(self, hook: str) -> None:
         self._hook = hook
-        # The settings that all ranks of a process group have; None after a load.
-        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, object] | None] = WeakKeyDictionary()
+        # The settings that all ranks of a process group have, None after a load, and the generation of the connections
+        # in which they agreed: a handshake that one rank finished may have failed on another.
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, tuple[int, dict[str, object] | None]] = WeakKeyDictionary()
         self._is_loaded_anew = False  # since the last handshake
 
     def settings(self) -> dict[str, object]:
@@ -79,8 +81,8 @@ class HookSettings:
     def expect_handshake(self) -> None:
         """Request a handshake at the next bucket; call it after the state was loaded."""
         self._is_loaded_anew = True
-        for group in list(self._agreed):
-            self._agreed[group] = None
+        for group, (generation, _) in list(self._agreed.items()):
+            self._agreed[group] = generation, None
 
     def agree(self, group: dist.ProcessGroup, bucket: GradBucket, layout: Callable[[], Mapping[str, object]]) -> None:
         """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
@@ -93,10 +95,11 @@ class HookSettings:
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
         """
-        settings = self.settings()
-        if self._agreed.get(group) == settings:
+        settings, generation = self.settings(), connections_of(group).generation
+        agreed_in, agreed = self._agreed.get(group, (None, None))
+        if agreed_in == generation and agreed == settings:
             return
-        again = group in self._agreed
+        again = agreed_in == generation
         names = self.parameter_names(bucket)
         facts = {
             "gradwire": __version__,
@@ -107,7 +110,7 @@ class HookSettings:
             **layout(),
         }
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
-        self._agreed[group] = settings
+        self._agreed[group] = generation, settings
         self._is_loaded_anew = False
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALLEST, FailsInBackward, Fault, build, register
+from training import HOOKS, SMALLEST, FailsInBackward, Fault, build, error_of, register
 
 import gradwire
-from gradwire.comm.connections import connections_of
+from gradwire.comm import GroupTransport
+from gradwire.hooks import _handshake
 
 N_STEPS = 8
-CPU = torch.device("cpu")
 
 
 def raise_fault(*_, **__):
@@ -50,17 +50,15 @@ def fault(ddp, where, at):
 
             stack.enter_context(mock.patch.object(ddp.reducer, "_run_comm_hook", hook))
         elif where == "collective":
-            connections = connections_of(ddp.process_group)
-            has_hook = ddp.reducer._hook is not None
-            transport = connections.executor(CPU).transport if has_hook else connections.transport("backward", CPU)
-            start, left = transport.start, iter(range(at % 5, -1, -1))
+            start, left = GroupTransport.start, iter(range(at % 5, -1, -1))
 
             def failing_start(*arguments):
                 if next(left, None) == 0:
                     raise Fault
                 return start(*arguments)
 
-            stack.enter_context(mock.patch.object(transport, "start", failing_start))
+            # Of all transports: to look for the one of the hook would create it, before the other ranks do.
+            stack.enter_context(mock.patch.object(GroupTransport, "start", failing_start))
         else:
             stack.enter_context(mock.patch.object(bucket, "finish", raise_fault))
         yield
@@ -200,3 +198,30 @@ def test_training_resynchronized_after_many_faults_continues_with_equal_ranks(wo
     seeds = range(100, 160)
     for ranks in zip(*worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model), strict=True):
         check_recovered(ranks)
+
+
+def train_after_a_handshake_that_failed(hook):
+    """The errors of a step whose handshake fails on rank 0 once all ranks have agreed, and the parameters later."""
+    group = dist.new_group()
+    ddp, optimizer, _ = new_training(hook, "mlp", group)
+    generator, compare = torch.Generator().manual_seed(dist.get_rank()), _handshake._compare
+
+    def compare_and_fail(*arguments):
+        compare(*arguments)
+        raise Fault
+
+    with mock.patch.object(_handshake, "_compare", compare_and_fail if dist.get_rank() == 0 else compare):
+        error = error_of(step_of, ddp, optimizer, generator, None)
+    ddp.resynchronize()
+    for _ in range(2):
+        step_of(ddp, optimizer, generator, None)
+    dist.destroy_process_group(group)
+    return error[0], parameters_of(ddp)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+def test_handshake_that_failed_on_one_rank_is_repeated_after_resynchronization(worlds, hook):
+    # Rank 1 has agreed with rank 0, but not the other way round: alone, rank 0 would wait for the second handshake.
+    errors, parameters = zip(*worlds(2).run(train_after_a_handshake_that_failed, limit=90, hook=hook), strict=True)
+    assert errors == ("Fault", "RuntimeError")
+    assert_same_on_all_ranks(parameters)
