@@ -11,6 +11,7 @@ its scale take the way of the reference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import frexp
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class RunCodec:
         self.wire: WireFormat = section.format
         self.block_size = section.table.block_size
         self.is_stochastic = rounding is not None and rounding.stochastic
-        n_blocks = RUN_NUMEL // self.block_size
+        n_blocks = min(RUN_NUMEL // self.block_size, section.table.n_blocks)
         shape = n_blocks, self.block_size
         self.values = torch.empty(shape, dtype=torch.float32, device="cpu")  # for the callers
         self._scratch = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -138,7 +139,7 @@ class RunCodec:
     def _decode_planes(self, scales: Tensor, payload: Tensor, out: Tensor) -> None:
         bits, (n, width) = self.wire.bits, payload.shape
         codes = payload.view(torch.int64)
-        plane, q = self._bytes[:n], self._scratch.view(-1)[: n * width].view(n, width)
+        plane = self._bytes[:n]
         words = plane.view(torch.int64)
         scale = self._scales[:n]
         scale.copy_(scales.unsqueeze(1))
@@ -147,10 +148,13 @@ class RunCodec:
         top = _in_each_byte(256 - (1 << 8 - bits))
         middle = _in_each_byte(0x40 if bits == 1 else 0x80)
         for i in range(8 // bits):
-            torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
-            words.bitwise_and_(top).bitwise_xor_(middle)
-            q.copy_(plane)
-            torch.mul(q, scale, out=out[:, i * width : (i + 1) * width])
+            if bits < 8:
+                torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
+                words.bitwise_and_(top).bitwise_xor_(middle)
+            else:
+                torch.bitwise_xor(codes, middle, out=words)
+            out[:, i * width : (i + 1) * width].copy_(plane)
+        out.mul_(scale)
 
 
 def _in_each_byte(byte: int) -> int:
@@ -170,21 +174,30 @@ def _cell_parts(cells: Tensor, section: Section) -> list[CellPart]:
     return [CellPart(cell, section) for cell in cells]
 
 
-def _gather(run: Run, tensors: Sequence[Tensor], table: BlockTable, values: Tensor, scale: float) -> None:
-    """Write the elements of a run, times ``scale``, to ``values``, [n * block_size]; 0 where elements are missing."""
+def _gather(
+    run: Run, tensors: Sequence[Tensor], table: BlockTable, values: Tensor, scale: float, errors: Tensor | None
+) -> None:
+    """Write the elements of a run, times ``scale``, plus ``errors``, to ``values``; all are [n * block_size]."""
     if run.is_piece:
         piece = memory_order(tensors[run.first])[run.start :][: values.numel()]
         present, missing = values[: piece.numel()], values[piece.numel() :]
+        missing.zero_()
+        if piece.dtype == torch.float32 and errors is not None and frexp(scale)[0] == 0.5:
+            # One pass, rounded twice as in two: the quotient is the product, and division does not fuse with addition.
+            divisor = torch.tensor(1 / scale, device="cpu")
+            torch.addcdiv(errors[: piece.numel()].to(torch.float32), piece, divisor, out=present)
+            return
         if piece.dtype == torch.float32:
             torch.mul(piece, scale, out=present)
         else:
             present.copy_(piece).mul_(scale)
-        missing.zero_()
     else:
         values.zero_()
         views = table.views(values, run.first, run.last)
         torch._foreach_copy_(views, table.segments.real(tensors[run.first : run.last]))
         values.mul_(scale)
+    if errors is not None:
+        values += errors
 
 
 def quantize_cpu(
@@ -203,9 +216,8 @@ def quantize_cpu(
     of_blocks = None if pending is None else pending.view(-1, table.block_size)
     for run in table.runs:
         values = codec.values[: run.last_block - run.first_block]
-        _gather(run, tensors, table, values.view(-1), scale)
-        if errors is not None:
-            values += errors.view(-1, table.block_size)[run.first_block : run.last_block]
+        first, last = run.first_block * table.block_size, run.last_block * table.block_size
+        _gather(run, tensors, table, values.view(-1), scale, None if errors is None else errors[first:last])
         for cell, slot, start, stop in _overlaps(section, run.first_block, run.last_block):
             scales, payload = parts[cell].blocks(slot, slot + stop - start)
             lost = None if of_blocks is None else of_blocks[start:stop]
@@ -225,7 +237,7 @@ def reduce_quantized_cpu(
     """`reduce_quantized` on a CPU."""
     codec, block_size = RunCodec(section, rounding), section.table.block_size
     pieces, world_size, _ = received.shape
-    room = RUN_NUMEL // block_size
+    room = codec.values.shape[0]
     decoded = torch.empty_like(codec.values)
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)

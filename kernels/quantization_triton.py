@@ -27,20 +27,21 @@ from gradwire.kernels.segment_table import CHUNK_NUMEL
 from gradwire.kernels.wire_formats import Rounding
 
 NUM_WARPS = 8
+# Elements that the branch for partial or unaligned chunks handles at a time: the largest block.
+TAIL_NUMEL = 1024
 # Headers that a program of `commit_errors` reads at a time.
 FLAGS_NUMEL = 128
 
 
 @jit
-def _locate(message_ptr, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit):
+def _locate(message, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit):
     """Where blocks lie: the addresses of the scales and the payloads of their cells, and their slots there; [N].
 
     Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
     """
     cells = blocks // blocks_per_cell  # in 32 bits: a division of 64 bits takes a hundred instructions
     slots = blocks - cells * blocks_per_cell
-    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
-    starts = message_ptr.to(tl.int64) + cells.to(tl.int64) * unit_bytes(cell_units)
+    starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
     return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
 
 
@@ -49,10 +50,13 @@ def _quantize_chunk(
     source,  # address of [remaining]
     errors,  # address of [N * BLOCK]
     pending,  # address of [N * BLOCK]
-    scales,  # [N]: addresses in the cells
-    payload,  # [N]
-    slots,  # [N]
-    remaining,
+    message,  # address
+    blocks_per_cell,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    first_block,  # int32
+    remaining,  # int32
     start,
     multiplier,
     key,
@@ -83,6 +87,9 @@ def _quantize_chunk(
     index = start + offs
     random = random_bits_triton(key, step, index) if STOCHASTIC else offs
     scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
+    scales, payload, slots = _locate(
+        message, first_block + rows, blocks_per_cell, cell_units, scales_unit, payload_unit
+    )
     store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
     if ERROR is not None:
         store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
@@ -109,6 +116,7 @@ def _quantize_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """One chunk of one gradient into the message."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -116,23 +124,39 @@ def _quantize_kernel(
     source = (address.to(tl.pointer_type(SOURCE)) + start).to(tl.int64)
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     first_block += start // BLOCK
-    blocks = first_block.to(tl.int32) + tl.arange(0, CHUNK // BLOCK)
-    cell = _locate(message_ptr, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
     step = start if step_ptr is None else tl.load(step_ptr)
-    numbers = (remaining, start, tl.full((), scale, tl.float32), key + salt, key + error_salt, step)
+    numbers = (tl.full((), scale, tl.float32), key + salt, key + error_salt, step)
+    place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     # Pointers travel as numbers: as an offset from an argument below 2 GiB, AMD's compiler would lose their alignment.
     if errors_ptr is None:
         ERROR: tl.constexpr = None
-        memory = (source, source, source)
+        ERROR_BYTES: tl.constexpr = 0
+        errors, pending = source, source
     else:
         ERROR: tl.constexpr = errors_ptr.dtype.element_ty
-        first = first_block * BLOCK
-        memory = (source, (errors_ptr + first).to(tl.int64), (pending_ptr + first).to(tl.int64))
+        ERROR_BYTES: tl.constexpr = ERROR.primitive_bitwidth // 8
+        errors = (errors_ptr + first_block * BLOCK).to(tl.int64)
+        pending = (pending_ptr + first_block * BLOCK).to(tl.int64)
+    block = first_block.to(tl.int32)
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining == CHUNK) & (source % 16 == 0):
-        _quantize_chunk(*memory, *cell, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, CHUNK, True)
+        tile = (source, errors, pending)
+        _quantize_chunk(
+            *tile, *place, block, remaining, start, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, CHUNK, True
+        )
     else:
-        _quantize_chunk(*memory, *cell, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, CHUNK, False)
+        # Narrow accesses take many registers, so this branch works on a part of the chunk at a time.
+        while remaining > 0:
+            tile = (source, errors, pending)
+            _quantize_chunk(
+                *tile, *place, block, remaining, start, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False
+            )
+            source += TAIL * SOURCE.primitive_bitwidth // 8
+            errors += TAIL * ERROR_BYTES
+            pending += TAIL * ERROR_BYTES
+            block += TAIL // BLOCK
+            remaining -= TAIL
+            start += TAIL
 
 
 @jit
@@ -185,7 +209,7 @@ def _dequantize_kernel(
     target = (address.to(tl.pointer_type(TARGET)) + start).to(tl.int64)
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     blocks = (first_block + start // BLOCK).to(tl.int32) + tl.arange(0, CHUNK // BLOCK)
-    cell = _locate(gathered_ptr, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
+    cell = _locate(gathered_ptr.to(tl.int64), blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining == CHUNK) & (target % 16 == 0):
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, True)
@@ -286,6 +310,7 @@ def quantize_triton(
             **randomness(rounding, pending),
             **OPTIONS,
             CHUNK=CHUNK_NUMEL,
+            TAIL=TAIL_NUMEL,
         )
 
 
