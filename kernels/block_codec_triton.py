@@ -191,14 +191,8 @@ def encode_blocks(
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
-    if FORMAT.levels > 0:
-        ELEMENT: tl.constexpr = tl.uint8
-    elif FORMAT.name == "bf16":
-        ELEMENT: tl.constexpr = tl.bfloat16
-    elif FORMAT.name == "fp16":
-        ELEMENT: tl.constexpr = tl.float16
-    else:
-        ELEMENT: tl.constexpr = tl.float32
+    FLOAT: tl.constexpr = tl.bfloat16 if FORMAT.name == "bf16" else tl.float16 if FORMAT.bits == 16 else tl.float32
+    ELEMENT: tl.constexpr = tl.uint8 if FORMAT.levels > 0 else FLOAT
     WIDTH: tl.constexpr = SIZE if FORMAT.levels > 0 else BLOCK
     return (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, WIDTH)[None, :]
 

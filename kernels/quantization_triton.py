@@ -128,15 +128,10 @@ def _quantize_kernel(
     numbers = (tl.full((), scale, tl.float32), key + salt, key + error_salt, step)
     place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     # Pointers travel as numbers: as an offset from an argument below 2 GiB, AMD's compiler would lose their alignment.
-    if errors_ptr is None:
-        ERROR: tl.constexpr = None
-        ERROR_BYTES: tl.constexpr = 0
-        errors, pending = source, source
-    else:
-        ERROR: tl.constexpr = errors_ptr.dtype.element_ty
-        ERROR_BYTES: tl.constexpr = ERROR.primitive_bitwidth // 8
-        errors = (errors_ptr + first_block * BLOCK).to(tl.int64)
-        pending = (pending_ptr + first_block * BLOCK).to(tl.int64)
+    ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
+    ERROR_BYTES: tl.constexpr = 0 if errors_ptr is None else ERROR.primitive_bitwidth // 8
+    errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
+    pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
     block = first_block.to(tl.int32)
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining == CHUNK) & (source % 16 == 0):
