@@ -21,19 +21,15 @@ def unit_bytes(units):
 
 
 @jit
-def aligned(pointer, offset):
-    """``pointer + offset``, computed as a number for AMD's compiler."""
-    return (pointer + offset).to(tl.int64).to(tl.pointer_type(pointer.dtype.element_ty))
-
-
-@jit
 def _round(y, random, STOCHASTIC: tl.constexpr):
     """Round to an integer, stochastically or to nearest even. Magnitudes are below 2^22."""
     if STOCHASTIC:
         below = tl.floor(y)
         u = random.to(tl.float32) * 5.9604644775390625e-08  # 24 bits, in [0, 1)
-        return tl.where(u < y - below, below + 1.0, below)
-    return (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: fp32 holds only integers there
+        rounded = tl.where(u < y - below, below + 1.0, below)
+    else:
+        rounded = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: fp32 holds only integers there
+    return rounded
 
 
 @jit
@@ -71,14 +67,16 @@ def _with_sign(magnitude, bits):
 def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Round to the dtype of a format without scales. Finite numbers saturate; inf and NaN pass through."""
     if FORMAT.bits == 32:
-        return x
-    if FORMAT.name == "bf16":
-        return _round_to_bf16(x, random) if STOCHASTIC else _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
-    if STOCHASTIC:
+        y = x
+    elif FORMAT.name == "bf16":
+        y = _round_to_bf16(x, random) if STOCHASTIC else _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
+    elif STOCHASTIC:
         rounded = _round_to_grid(x, random, 10, -14, 65504.0, True)
         signed = _with_sign(rounded, x.to(tl.int32, bitcast=True))
-        return tl.where(tl.abs(x) < float("inf"), signed, x).to(tl.float16)
-    return _clamp(x, 65504.0).to(tl.float16)
+        y = tl.where(tl.abs(x) < float("inf"), signed, x).to(tl.float16)
+    else:
+        y = _clamp(x, 65504.0).to(tl.float16)
+    return y
 
 
 @jit
@@ -134,22 +132,22 @@ def _block_scales(
 @jit
 def _pack(codes, BITS: tl.constexpr):
     """`wire_formats.pack`: [N, BLOCK] to [N, bytes], in int32."""
-    if BITS == 8:
-        return codes
-    PLANES: tl.constexpr = 8 // BITS
-    parts = tl.reshape(codes, (codes.shape[0], PLANES, codes.shape[1] // PLANES))
-    return tl.sum(parts << (tl.arange(0, PLANES) * BITS)[None, :, None], axis=1)
+    if BITS < 8:
+        PLANES: tl.constexpr = 8 // BITS
+        parts = tl.reshape(codes, (codes.shape[0], PLANES, codes.shape[1] // PLANES))
+        codes = tl.sum(parts << (tl.arange(0, PLANES) * BITS)[None, :, None], axis=1)
+    return codes
 
 
 @jit
 def _unpack(payload, BITS: tl.constexpr):
     """`wire_formats.unpack`: [N, bytes] to [N, BLOCK], in int32."""
     codes = payload.to(tl.int32)
-    if BITS == 8:
-        return codes
-    PLANES: tl.constexpr = 8 // BITS
-    planes = (codes[:, None, :] >> (tl.arange(0, PLANES) * BITS)[None, :, None]) & ((1 << BITS) - 1)
-    return tl.reshape(planes, (codes.shape[0], PLANES * codes.shape[1]))
+    if BITS < 8:
+        PLANES: tl.constexpr = 8 // BITS
+        planes = (codes[:, None, :] >> (tl.arange(0, PLANES) * BITS)[None, :, None]) & ((1 << BITS) - 1)
+        codes = tl.reshape(planes, (codes.shape[0], PLANES * codes.shape[1]))
+    return codes
 
 
 @jit
@@ -193,15 +191,10 @@ def encode_blocks(
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
-    if FORMAT.levels > 0:
-        return (payload + slots * SIZE).to(tl.pointer_type(tl.uint8))[:, None] + tl.arange(0, SIZE)[None, :]
-    if FORMAT.bits == 32:
-        rows = (payload + slots * SIZE).to(tl.pointer_type(tl.float32))
-    elif FORMAT.name == "bf16":
-        rows = (payload + slots * SIZE).to(tl.pointer_type(tl.bfloat16))
-    else:
-        rows = (payload + slots * SIZE).to(tl.pointer_type(tl.float16))
-    return rows[:, None] + tl.arange(0, BLOCK)[None, :]
+    FLOAT: tl.constexpr = tl.bfloat16 if FORMAT.name == "bf16" else tl.float16 if FORMAT.bits == 16 else tl.float32
+    ELEMENT: tl.constexpr = tl.uint8 if FORMAT.levels > 0 else FLOAT
+    WIDTH: tl.constexpr = SIZE if FORMAT.levels > 0 else BLOCK
+    return (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
 @jit
@@ -218,17 +211,19 @@ def load_blocks(
     payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
     encoded = tl.load(payload_ptrs) if FULL else tl.load(payload_ptrs, mask=mask[:, None], other=0)
     if FORMAT.levels == 0:
-        return encoded.to(tl.float32)
-    scale_ptrs = (scales + slots * 2).to(tl.pointer_type(tl.int16))
-    bits = tl.load(scale_ptrs) if FULL else tl.load(scale_ptrs, mask=mask, other=0)
-    codes = _unpack(encoded, FORMAT.bits)
-    if FORMAT.bits == 1:
-        q = (2 * codes - 1).to(tl.float32)
-    elif FORMAT.is_integer:
-        q = (codes - (1 << (FORMAT.bits - 1))).to(tl.float32)
+        values = encoded.to(tl.float32)
     else:
-        q = _from_e4m3(codes)
-    return q * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+        codes = _unpack(encoded, FORMAT.bits)
+        if FORMAT.bits == 1:
+            q = (2 * codes - 1).to(tl.float32)
+        elif FORMAT.is_integer:
+            q = (codes - (1 << (FORMAT.bits - 1))).to(tl.float32)
+        else:
+            q = _from_e4m3(codes)
+        scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))
+        bits = tl.load(scale_ptrs) if FULL else tl.load(scale_ptrs, mask=mask, other=0)
+        values = q * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+    return values
 
 
 @jit
@@ -251,7 +246,7 @@ def store_blocks(
         tl.store(payload_ptrs, encoded, mask=mask[:, None])
     if FORMAT.levels > 0:
         bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
-        scale_ptrs = (scales + slots * 2).to(tl.pointer_type(tl.int16))
+        scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))
         if FULL:
             tl.store(scale_ptrs, bits)
         else:
@@ -260,36 +255,39 @@ def store_blocks(
 
 @jit
 def load_errors(
-    errors_ptr,  # [N * BLOCK] fp32 or bf16, 16-byte aligned
+    address,  # of [N * BLOCK], 16-byte aligned
     mask,  # [N]
+    ERROR: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Load the errors of blocks: [N, BLOCK], fp32."""
+    """Load the errors of blocks, fp32 or bf16: [N, BLOCK], fp32."""
+    errors_ptr = address.to(tl.pointer_type(ERROR))
     pointers = tl.multiple_of(errors_ptr, 16) + tl.arange(0, N)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if FULL:
-        return tl.load(pointers).to(tl.float32)
-    return tl.load(pointers, mask=mask[:, None], other=0).to(tl.float32)
+    errors = tl.load(pointers) if FULL else tl.load(pointers, mask=mask[:, None], other=0)
+    return errors.to(tl.float32)
 
 
 @jit
 def store_errors(
-    pending_ptr,  # [N * BLOCK] fp32 or bf16, 16-byte aligned
+    address,  # of [N * BLOCK], 16-byte aligned
     error,  # [N, BLOCK] fp32
     counts,  # [N] int32
     mask,  # [N]
     key,  # int64, one or [N, 1]: of the random numbers; not read for fp32
     step,  # int64; not read for fp32
     index,  # [N, BLOCK] int64: the place in the tensor; not read for fp32
+    ERROR: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Store the errors of blocks; those of missing elements are 0."""
+    """Store the errors of blocks as fp32 or bf16; those of missing elements are 0."""
+    pending_ptr = address.to(tl.pointer_type(ERROR))
     columns = tl.arange(0, error.shape[1])[None, :]
     pointers = tl.multiple_of(pending_ptr, 16) + tl.arange(0, error.shape[0])[:, None] * error.shape[1] + columns
     if not FULL:
         error = tl.where(columns < counts[:, None], error, 0.0)
-    if pending_ptr.dtype.element_ty == tl.bfloat16:
+    if ERROR == tl.bfloat16:
         error = _round_to_bf16(error, random_bits_triton(key, step, index))
     if FULL:
         tl.store(pointers, error)

@@ -57,7 +57,7 @@ class RunCodec:
         self.wire: WireFormat = section.format
         self.block_size = section.table.block_size
         self.is_stochastic = rounding is not None and rounding.stochastic
-        n_blocks = RUN_NUMEL // self.block_size
+        n_blocks = min(RUN_NUMEL // self.block_size, section.table.n_blocks)
         shape = n_blocks, self.block_size
         self.values = torch.empty(shape, dtype=torch.float32, device="cpu")  # for the callers
         self._scratch = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -108,9 +108,8 @@ class RunCodec:
         """`encode` to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
         n = values.shape[0]
         q, absmax, scale = self._scratch[:n], self._absmax[:n], self._scales[:n]
-        torch.amax(values, 1, keepdim=True, out=absmax)
-        torch.amin(values, 1, keepdim=True, out=scale)  # two reading passes: faster than writing the magnitudes
-        torch.maximum(absmax, scale.neg_(), out=absmax)
+        torch.abs(values, out=q)
+        torch.amax(q, 1, keepdim=True, out=absmax)
         smallest, largest = (bound.item() for bound in torch.aminmax(absmax))
         # Above this bound a scale may be lowered, and elements saturate. A NaN fails the comparison.
         if not largest < self.wire.max_scale * self.wire.levels * 0.99:
@@ -153,7 +152,7 @@ class RunCodec:
     def _decode_planes(self, scales: Tensor, payload: Tensor, out: Tensor) -> None:
         bits, (n, width) = self.wire.bits, payload.shape
         codes = payload.view(torch.int64)
-        plane, q = self._bytes[:n], self._scratch.view(-1)[: n * width].view(n, width)
+        plane = self._bytes[:n]
         words = plane.view(torch.int64)
         scale = self._scales[:n]
         scale.copy_(scales.unsqueeze(1))
@@ -162,13 +161,13 @@ class RunCodec:
         top = _in_each_byte(256 - (1 << 8 - bits))
         middle = _in_each_byte(0x40 if bits == 1 else 0x80)
         for i in range(8 // bits):
-            if bits == 8:
-                torch.bitwise_xor(codes, middle, out=words)
-            else:
+            if bits < 8:
                 torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
                 words.bitwise_and_(top).bitwise_xor_(middle)
-            q.copy_(plane)
-            torch.mul(q, scale, out=out[:, i * width : (i + 1) * width])
+            else:
+                torch.bitwise_xor(codes, middle, out=words)
+            out[:, i * width : (i + 1) * width].copy_(plane)
+        out.mul_(scale)
 
 
 def _in_each_byte(byte: int) -> int:
@@ -188,20 +187,18 @@ def _cell_parts(cells: Tensor, section: Section) -> list[CellPart]:
     return [CellPart(cell, section) for cell in cells]
 
 
-def _compensate(
+def _gather(
     run: Run, tensors: Sequence[Tensor], table: BlockTable, values: Tensor, scale: float, errors: Tensor | None
 ) -> None:
-    """Write the elements of a run, times ``scale``, plus their errors to ``values``, [n * block_size], fp32.
-
-    Missing elements become their errors, which are 0.
-    """
+    """Write the elements of a run, times ``scale``, plus ``errors``, to ``values``; all are [n * block_size]."""
     if run.is_piece:
         piece = memory_order(tensors[run.first])[run.start :][: values.numel()]
-        present = values[: piece.numel()]
-        values[piece.numel() :] = 0
-        # With a power of two the product is exact, so it does not matter whether it is rounded before the addition.
-        if errors is not None and frexp(scale)[0] == 0.5 and piece.dtype == errors.dtype == torch.float32:
-            torch.add(errors[: piece.numel()], piece, alpha=scale, out=present)
+        present, missing = values[: piece.numel()], values[piece.numel() :]
+        missing.zero_()
+        if piece.dtype == torch.float32 and errors is not None and frexp(scale)[0] == 0.5:
+            # One pass, rounded twice as in two: the quotient is the product, and division does not fuse with addition.
+            divisor = torch.tensor(1 / scale, device="cpu")
+            torch.addcdiv(errors[: piece.numel()].to(torch.float32), piece, divisor, out=present)
             return
         if piece.dtype == torch.float32:
             torch.mul(piece, scale, out=present)
@@ -232,8 +229,8 @@ def quantize_cpu(
     of_blocks = None if pending is None else pending.view(-1, table.block_size)
     for run in table.runs:
         values = codec.values[: run.last_block - run.first_block]
-        before = None if errors is None else errors[run.first_block * table.block_size :][: values.numel()]
-        _compensate(run, tensors, table, values.view(-1), scale, before)
+        first, last = run.first_block * table.block_size, run.last_block * table.block_size
+        _gather(run, tensors, table, values.view(-1), scale, None if errors is None else errors[first:last])
         for cell, slot, start, stop in _overlaps(section, run.first_block, run.last_block):
             scales, payload = parts[cell].blocks(slot, slot + stop - start)
             lost = None if of_blocks is None else of_blocks[start:stop]
@@ -253,7 +250,7 @@ def reduce_quantized_cpu(
     """`reduce_quantized` on a CPU."""
     codec, block_size = RunCodec(section, rounding), section.table.block_size
     pieces, world_size, _ = received.shape
-    room = RUN_NUMEL // block_size
+    room = codec.values.shape[0]
     decoded = torch.empty_like(codec.values)
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)

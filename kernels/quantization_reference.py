@@ -41,7 +41,7 @@ def encode_with_errors(
 def _cell_part(cells: Tensor, section: Section, at: int, block_bytes: int) -> Tensor:
     """The scales or the payloads of a section in every cell: a view, [cells, blocks_per_cell, block_bytes]."""
     region = cells[:, at : at + section.blocks_per_cell * block_bytes]
-    return region.view(-1, section.blocks_per_cell, block_bytes)
+    return region.view(cells.shape[0], section.blocks_per_cell, block_bytes)
 
 
 def _payloads(cells: Tensor, section: Section) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.block_codec_triton import (
-    aligned,
     encode_blocks,
     load_blocks,
     load_errors,
@@ -28,33 +27,43 @@ from gradwire.kernels.segment_table import CHUNK_NUMEL
 from gradwire.kernels.wire_formats import Rounding
 
 NUM_WARPS = 8
+# Elements that the branch for partial or unaligned chunks handles at a time: the largest block.
+TAIL_NUMEL = 1024
 # Headers that a program of `commit_errors` reads at a time.
 FLAGS_NUMEL = 128
 
 
 @jit
-def _locate(message_ptr, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit):
-    """Where blocks lie: the addresses of the scales and the payloads of their cells, and their slots there; [N]."""
-    cells = blocks // blocks_per_cell
-    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
-    starts = message_ptr.to(tl.int64) + cells * unit_bytes(cell_units)
-    return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), blocks - cells * blocks_per_cell
+def _locate(message, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit):
+    """Where blocks lie: the addresses of the scales and the payloads of their cells, and their slots there; [N].
+
+    Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
+    """
+    cells = blocks // blocks_per_cell  # in 32 bits: a division of 64 bits takes a hundred instructions
+    slots = blocks - cells * blocks_per_cell
+    starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
+    return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
 
 
 @jit
 def _quantize_chunk(
-    source_ptr,  # [remaining]
-    errors_ptr,  # [N * BLOCK]; None: no error feedback
-    pending_ptr,  # [N * BLOCK]
-    scales,  # [N]: addresses in the cells
-    payload,  # [N]
-    slots,  # [N]
-    remaining,
+    source,  # address of [remaining]
+    errors,  # address of [N * BLOCK]
+    pending,  # address of [N * BLOCK]
+    message,  # address
+    blocks_per_cell,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    first_block,  # int32
+    remaining,  # int32
     start,
     multiplier,
     key,
     error_key,
     step,
+    SOURCE: tl.constexpr,
+    ERROR: tl.constexpr,
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -63,23 +72,27 @@ def _quantize_chunk(
 ):
     """Encode a chunk of one gradient, which has all its elements if FULL."""
     N: tl.constexpr = CHUNK // BLOCK
+    source_ptr = source.to(tl.pointer_type(SOURCE))
     rows = tl.arange(0, N)
     offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
-    counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK).to(tl.int32)
+    counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK)
     mask = counts > 0
     if FULL:
         values = tl.load(tl.multiple_of(source_ptr, 16) + offs)
     else:
         values = tl.load(source_ptr + offs, mask=offs < remaining, other=0)
     values = values.to(tl.float32) * multiplier
-    if errors_ptr is not None:
-        values += load_errors(errors_ptr, mask, BLOCK, N, FULL)
+    if ERROR is not None:
+        values += load_errors(errors, mask, ERROR, BLOCK, N, FULL)
     index = start + offs
     random = random_bits_triton(key, step, index) if STOCHASTIC else offs
     scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
+    scales, payload, slots = _locate(
+        message, first_block + rows, blocks_per_cell, cell_units, scales_unit, payload_unit
+    )
     store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
-    if pending_ptr is not None:
-        store_errors(pending_ptr, values - decoded, counts, mask, error_key, step, index, FULL)
+    if ERROR is not None:
+        store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
 
 
 @kernel
@@ -103,35 +116,52 @@ def _quantize_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """One chunk of one gradient into the message."""
     chunk = tl.program_id(0).to(tl.int64)
     address, length, first_block, key, start = load_block_chunk(table_ptr, n_segments, n_chunks, chunk)
-    source_ptr = address.to(tl.pointer_type(SOURCE)) + start  # [remaining]
-    remaining = length - start
+    source = (address.to(tl.pointer_type(SOURCE)) + start).to(tl.int64)
+    remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     first_block += start // BLOCK
-    blocks = first_block + tl.arange(0, CHUNK // BLOCK)
-    cell = _locate(message_ptr, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
     step = start if step_ptr is None else tl.load(step_ptr)
-    numbers = (remaining, start, tl.full((), scale, tl.float32), key + salt, key + error_salt, step)
-    if errors_ptr is not None:
-        errors_ptr = aligned(errors_ptr, first_block * BLOCK)
-        pending_ptr = aligned(pending_ptr, first_block * BLOCK)
-    memory = (errors_ptr, pending_ptr)
+    numbers = (tl.full((), scale, tl.float32), key + salt, key + error_salt, step)
+    place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
+    # Pointers travel as numbers: as an offset from an argument below 2 GiB, AMD's compiler would lose their alignment.
+    ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
+    ERROR_BYTES: tl.constexpr = 0 if errors_ptr is None else ERROR.primitive_bitwidth // 8
+    errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
+    pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
+    block = first_block.to(tl.int32)
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
-    if (remaining >= CHUNK) & (source_ptr.to(tl.int64) % 16 == 0):
-        _quantize_chunk(source_ptr, *memory, *cell, *numbers, FORMAT, STOCHASTIC, BLOCK, CHUNK, True)
+    if (remaining == CHUNK) & (source % 16 == 0):
+        tile = (source, errors, pending)
+        _quantize_chunk(
+            *tile, *place, block, remaining, start, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, CHUNK, True
+        )
     else:
-        _quantize_chunk(source_ptr, *memory, *cell, *numbers, FORMAT, STOCHASTIC, BLOCK, CHUNK, False)
+        # Narrow accesses take many registers, so this branch works on a part of the chunk at a time.
+        while remaining > 0:
+            tile = (source, errors, pending)
+            _quantize_chunk(
+                *tile, *place, block, remaining, start, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False
+            )
+            source += TAIL * SOURCE.primitive_bitwidth // 8
+            errors += TAIL * ERROR_BYTES
+            pending += TAIL * ERROR_BYTES
+            block += TAIL // BLOCK
+            remaining -= TAIL
+            start += TAIL
 
 
 @jit
 def _dequantize_chunk(
-    target_ptr,  # [remaining]
+    target,  # address of [remaining]
     scales,  # [N]: addresses in the cells
     payload,  # [N]
     slots,  # [N]
     remaining,
+    TARGET: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -141,7 +171,7 @@ def _dequantize_chunk(
     rows = tl.arange(0, CHUNK // BLOCK)
     offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
     values = load_blocks(scales, payload, slots, rows * BLOCK < remaining, FORMAT, BLOCK, FULL)
-    TARGET: tl.constexpr = target_ptr.dtype.element_ty
+    target_ptr = target.to(tl.pointer_type(TARGET))
     if TARGET.primitive_bitwidth == 16:
         limit = 65504.0 if TARGET == tl.float16 else 3.3895313892515355e38
         saturated = tl.minimum(tl.maximum(values, -limit), limit)
@@ -171,15 +201,15 @@ def _dequantize_kernel(
     """One chunk of the message into its gradient."""
     chunk = tl.program_id(0).to(tl.int64)
     address, length, first_block, _, start = load_block_chunk(table_ptr, n_segments, n_chunks, chunk)
-    target_ptr = address.to(tl.pointer_type(TARGET)) + start  # [remaining]
-    remaining = length - start
-    blocks = first_block + start // BLOCK + tl.arange(0, CHUNK // BLOCK)
-    cell = _locate(gathered_ptr, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
+    target = (address.to(tl.pointer_type(TARGET)) + start).to(tl.int64)
+    remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
+    blocks = (first_block + start // BLOCK).to(tl.int32) + tl.arange(0, CHUNK // BLOCK)
+    cell = _locate(gathered_ptr.to(tl.int64), blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
-    if (remaining >= CHUNK) & (target_ptr.to(tl.int64) % 16 == 0):
-        _dequantize_chunk(target_ptr, *cell, remaining, FORMAT, BLOCK, CHUNK, True)
+    if (remaining == CHUNK) & (target % 16 == 0):
+        _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, True)
     else:
-        _dequantize_chunk(target_ptr, *cell, remaining, FORMAT, BLOCK, CHUNK, False)
+        _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, False)
 
 
 @kernel
@@ -205,8 +235,10 @@ def _commit_errors_kernel(
         first += FLAGS
     if tl.sum(n_flags, axis=0) == 0:
         remaining = numel - chunk * CHUNK
-        source_ptr = aligned(pending_ptr, chunk * CHUNK)
-        target_ptr = aligned(errors_ptr, chunk * CHUNK)
+        # Computed as numbers: as offsets from an argument below 2 GiB, AMD's compiler would lose their alignment.
+        ELEMENT: tl.constexpr = errors_ptr.dtype.element_ty
+        source_ptr = (pending_ptr + chunk * CHUNK).to(tl.int64).to(tl.pointer_type(ELEMENT))
+        target_ptr = (errors_ptr + chunk * CHUNK).to(tl.int64).to(tl.pointer_type(ELEMENT))
         offs = tl.arange(0, CHUNK)
         if (remaining >= CHUNK) & ((source_ptr.to(tl.int64) | target_ptr.to(tl.int64)) % 16 == 0):
             tl.store(tl.multiple_of(target_ptr, 16) + offs, tl.load(tl.multiple_of(source_ptr, 16) + offs))
@@ -226,7 +258,10 @@ def place(section: Section, message: Tensor) -> dict[str, int]:
 
 
 def randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, Any]:
-    """The arguments of the random numbers. A kernel that needs none is compiled without a step."""
+    """The arguments of the random numbers. A kernel that needs none is compiled without a step.
+
+    Their 64-bit arithmetic takes many registers; with twice the threads, each has half of the elements.
+    """
     is_stochastic = rounding is not None and rounding.stochastic
     is_needed = is_stochastic or (pending is not None and pending.dtype == torch.bfloat16)
     return {
@@ -234,11 +269,12 @@ def randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, A
         "salt": 0 if rounding is None else rounding.salt,
         "error_salt": 0 if rounding is None else rounding.error_salt,
         "STOCHASTIC": is_stochastic,
+        "num_warps": 2 * NUM_WARPS if is_needed else NUM_WARPS,
     }
 
 
 # Multiply and add stay separate instructions: the same bits as on a CPU.
-OPTIONS = {"CHUNK": CHUNK_NUMEL, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+OPTIONS = {"enable_fp_fusion": False}
 
 
 def quantize_triton(
@@ -268,6 +304,8 @@ def quantize_triton(
             **place(section, message),
             **randomness(rounding, pending),
             **OPTIONS,
+            CHUNK=CHUNK_NUMEL,
+            TAIL=TAIL_NUMEL,
         )
 
 
@@ -283,8 +321,10 @@ def dequantize_triton(gathered: Tensor, section: Section, tensors: Sequence[Tens
             TARGET=triton_dtype(table.dtype),
             FORMAT=section.format,
             BLOCK=table.block_size,
+            num_warps=NUM_WARPS,
             **place(section, gathered),
             **OPTIONS,
+            CHUNK=CHUNK_NUMEL,
         )
 
 

@@ -1,0 +1,174 @@
+"""Block tables and message layouts."""
+
+import pytest
+import torch
+from cases import PROPERTY, layouts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, BlockTable, Fitting, MessageLayout
+from gradwire.kernels import block_table as block_table_module
+
+CPU = torch.device("cpu")
+
+
+def empties(shapes, dtype=torch.float32):
+    return [torch.empty(shape, dtype=dtype) for shape in shapes]
+
+
+def table(*shapes, block_size=64, dtype=torch.float32):
+    return BlockTable(empties(shapes, dtype), block_size, list(range(len(shapes))))
+
+
+def test_every_tensor_starts_a_block():
+    blocks = table((100,), (), (0, 5), (64,), (3, 50))
+    assert blocks.lengths == [100, 1, 0, 64, 150]
+    assert blocks.first_blocks == [0, 2, 3, 3, 4]
+    assert (blocks.n_blocks, blocks.numel) == (7, 448)
+    assert blocks.partial_blocks == [(1, 36), (2, 1), (6, 22)]
+    assert blocks.partial_between(1, 6) == [(1, 36), (2, 1)]
+    assert blocks.block_segments.tolist() == [0, 0, 1, 3, 4, 4, 4]
+    assert blocks.block_segments.dtype == torch.int32
+
+
+def test_blocks_know_counts_keys_and_places():
+    counts, keys, starts = table((100,), (), (200,)).blocks(1, 5)
+    assert counts.tolist() == [36, 1, 64, 64]
+    assert keys.tolist() == [0, 1, 2, 2]
+    assert starts.tolist() == [64, 0, 0, 64]
+
+
+def test_complex_elements_count_twice():
+    blocks = table((40,), dtype=torch.complex64)
+    assert blocks.lengths == [80]
+    assert blocks.dtype == torch.float32
+    flat = torch.arange(128.0)
+    (view,) = blocks.error_views(flat)
+    assert view.shape == (40, 2)
+    assert view[3].tolist() == [6, 7]
+
+
+def test_error_views_have_shapes_and_strides_of_the_tensors():
+    tensors = [torch.empty(5, 7), torch.empty(7, 5).t(), torch.empty(()), torch.empty(0, 2)]
+    blocks = BlockTable(tensors, 32, [0, 0, 0, 0])
+    flat = torch.arange(float(blocks.numel + 3))[3:]
+    views = blocks.error_views(flat)
+    assert [view.shape for view in views] == [tensor.shape for tensor in tensors]
+    assert [view.stride() for view in views[:2]] == [(7, 1), (1, 5)]
+    assert [view.flatten()[0].item() for view in views[:3]] == [3, 67, 131]
+    views[2].fill_(-1)
+    assert flat[128] == -1
+
+
+def test_packed_table_uploads_addresses_again_only_when_they_change(monkeypatch):
+    tensors = empties([(100,), (5000,)])
+    blocks = BlockTable(tensors, 64, [7, -9])
+    packed = blocks.packed(tensors)
+    assert packed[:2].tolist() == [tensor.data_ptr() for tensor in tensors]
+    assert packed[2:].tolist() == [100, 5000, 0, 2, 7, -9, 0, 1, 1, 0, 0, 4096]
+    replaced = []
+    monkeypatch.setattr(type(blocks._packed), "replace", lambda self, numbers: replaced.append(numbers))
+    assert blocks.packed(tensors) is packed
+    assert not replaced
+    others = empties([(100,), (5000,)])
+    assert blocks.packed(others) is packed
+    assert replaced == [[tensor.data_ptr() for tensor in others]]
+
+
+def test_check_refuses_other_tensors():
+    tensors = empties([(100,), (64,)])
+    blocks = BlockTable(tensors, 64, [0, 1])
+    blocks.check(tensors)
+    blocks.check(Fitting(tensors[:1], blocks.segments))  # known to fit: not looked at
+    with pytest.raises(ValueError, match="table of 2"):
+        blocks.check(tensors[:1])
+    with pytest.raises(ValueError, match="Build a new table"):
+        blocks.check([tensors[1], tensors[0]])
+
+
+@pytest.mark.parametrize("block_size", [0, 16, 48, 2048, -64])
+def test_wrong_block_size_raises(block_size):
+    with pytest.raises(ValueError, match="power of two from 32 to 1024"):
+        table((5,), block_size=block_size)
+
+
+def test_wrong_number_of_keys_raises():
+    with pytest.raises(ValueError, match="one for each"):
+        BlockTable(empties([(5,)]), 64, [1, 2])
+
+
+@PROPERTY
+@given(items=st.lists(layouts(), min_size=1, max_size=12), room=st.sampled_from((32, 64, 1024)))
+def test_runs_cover_all_blocks_once_in_order(items, room):
+    tensors = [torch.empty(item.numel).as_strided(item.shape, item.strides) for item in items]
+    blocks = BlockTable(tensors, 32, [0] * len(items))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_table_module, "RUN_NUMEL", room)
+        runs = blocks.runs
+    assert [block for run in runs for block in range(run.first_block, run.last_block)] == list(range(blocks.n_blocks))
+    tensors_seen = [i for run in runs if not run.is_piece or run.start == 0 for i in range(run.first, run.last)]
+    assert tensors_seen == list(range(len(items)))
+    for run in runs:
+        assert (run.last_block - run.first_block) * 32 <= room
+        if run.is_piece:
+            assert run.start == (run.first_block - blocks.first_blocks[run.first]) * 32
+
+
+GROUPS = st.lists(
+    st.tuples(
+        st.sampled_from(list(WIRE_FORMATS.values())),
+        st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+        st.sampled_from((32, 64, 1024)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@PROPERTY
+@given(groups=GROUPS, world_size=st.integers(1, 9), pieces=st.integers(1, 3))
+def test_parts_of_a_cell_are_aligned_and_disjoint_and_hold_all_blocks(groups, world_size, pieces):
+    tables = [
+        (wire, BlockTable(empties([(n,) for n in sizes]), size, [0] * len(sizes))) for wire, sizes, size in groups
+    ]
+    layout = MessageLayout(tables, world_size, pieces)
+    assert layout.message_shape == (pieces, world_size, layout.cell_bytes)
+    assert layout.result_shape == (pieces, layout.cell_bytes)
+    assert layout.cell_bytes % 16 == 0
+    end = HEADER_BYTES
+    for section, (wire, of_group) in zip(layout.sections, tables, strict=True):
+        assert section.format is wire
+        assert section.scales_at % 16 == 0
+        assert section.payload_at % 16 == 0
+        assert section.scales_at >= end
+        assert section.payload_at >= section.scales_at + section.blocks_per_cell * wire.scale_bytes
+        end = section.payload_at + section.blocks_per_cell * wire.payload_bytes(of_group.block_size)
+        ranges = [section.cell_blocks(cell) for cell in range(layout.n_cells)]
+        assert [b for first, last in ranges for b in range(first, last)] == list(range(of_group.n_blocks))
+        assert all(last - first <= section.blocks_per_cell for first, last in ranges)
+        assert layout.shard_numel(section) == pieces * section.blocks_per_cell * of_group.block_size
+    assert end <= layout.cell_bytes < end + 16
+
+
+def test_message_is_as_long_as_the_formula():
+    # 12.6 M elements, two ranks: headers and alignment are less than 0.01 %.
+    layout = MessageLayout([(WIRE_FORMATS["int4"], table((12_582_912,)))], 2, 4)
+    sent = layout.n_cells * layout.cell_bytes
+    assert 12_582_912 * 4.25 / 8 <= sent <= 12_582_912 * 4.25 / 8 * 1.0001
+
+
+@pytest.mark.parametrize("world_size, pieces", [(0, 1), (2, 0)])
+def test_message_without_cells_raises(world_size, pieces):
+    with pytest.raises(ValueError, match="expected positive numbers"):
+        MessageLayout([(WIRE_FORMATS["int4"], table((5,)))], world_size, pieces)
+
+
+def test_message_without_groups_raises():
+    with pytest.raises(ValueError, match="groups is empty"):
+        MessageLayout([], 2)
+
+
+def test_message_across_devices_raises():
+    elsewhere = BlockTable([torch.empty(5, device="meta")], 64, [0])
+    with pytest.raises(ValueError, match="a message lies on one device"):
+        MessageLayout([(WIRE_FORMATS["int4"], table((5,))), (WIRE_FORMATS["bf16"], elsewhere)], 2)

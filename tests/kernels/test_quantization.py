@@ -1,0 +1,321 @@
+"""The quantisation kernels: bitwise equal to their references, and the properties of one exchange."""
+
+import pytest
+import torch
+from cases import INTERPRETED, PROPERTY, Layout, name
+from exact import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    INTEGER_FORMATS,
+    KINDS,
+    PUBLIC,
+    RAW_FORMATS,
+    REFERENCE,
+    SCALED_FORMATS,
+    Exchange,
+    assert_same_outcome,
+    exchange,
+    exchanges,
+    gradient,
+)
+
+from gradwire.kernels import (
+    WIRE_FORMATS,
+    BlockTable,
+    MessageLayout,
+    Rounding,
+    commit_errors,
+    commit_errors_bytes,
+    dequantize,
+    dequantize_bytes,
+    quantize,
+    quantize_bytes,
+    reduce_quantized,
+    reduce_quantized_bytes,
+)
+from gradwire.kernels import block_table as block_table_module
+from gradwire.kernels.wire_formats import decode
+
+FEW = settings(PROPERTY, max_examples=3 if INTERPRETED else 12)
+MANY = settings(PROPERTY, max_examples=60)
+FORMATS = tuple(WIRE_FORMATS)
+
+
+def check(case, device):
+    assert_same_outcome(exchange(case, PUBLIC, device), exchange(case, REFERENCE, device), case)
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+@FEW
+@given(data=st.data())
+def test_exchange_matches_reference(wire, device, data):
+    dtype = data.draw(st.sampled_from((FP32, FP32, FP16, BF16, FP64)))
+    check(data.draw(exchanges(wire, dtype)), device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16, FP64], ids=name)
+@pytest.mark.parametrize("wire", FORMATS)
+@MANY
+@given(data=st.data())
+def test_exchange_matches_reference_for_every_dtype(wire, dtype, device, data):
+    check(data.draw(exchanges(wire, dtype)), device)
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_full_and_partial_chunks_match_reference(wire, device):
+    # Two full aligned chunks, a full one that is not aligned, and a partial one.
+    layouts = (Layout((8192,), (1,)), Layout((4096,), (1,), 1), Layout((67, 61), (61, 1)))
+    check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=2, world_size=3), device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wire", FORMATS)
+def test_extreme_magnitudes_match_reference(wire, kind, device):
+    check(Exchange(wire, layouts=(Layout((1021,), (1,)), Layout((640,), (1,))), kind=kind), device)
+
+
+@pytest.mark.parametrize("wire", ["int4", "sign", "bf16"])
+def test_complex_gradients_are_pairs(wire, device):
+    real = Exchange(wire, layouts=(Layout((20, 7, 2), (14, 2, 1)),))
+    numbers = [[torch.randn(280)] for _ in range(2)]
+    expected = exchange(real, PUBLIC, device, gradients=numbers)
+    case = Exchange(wire, layouts=(Layout((20, 7), (7, 1)),), dtype=torch.complex64)
+    pairs = [[torch.view_as_complex(g.view(-1, 2)) for g in of_rank] for of_rank in numbers]
+    found = exchange(case, PUBLIC, device, gradients=pairs)
+    assert_same_bits(torch.view_as_real(found.gradients[0]).flatten(), expected.gradients[0], "the gradient")
+    assert_same_bits(found.pending[0], expected.pending[0], "the errors")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs belong to the CPU path")
+@pytest.mark.parametrize("wire", FORMATS)
+def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
+    # Several tensors in a run, pieces of one tensor, and runs that end in the middle of a cell.
+    layouts = (
+        Layout((100,), (1,)),
+        Layout((31, 61), (1, 31)),
+        Layout((7000,), (1,)),
+        Layout((), ()),
+        Layout((64,), (1,)),
+    )
+    for numel in (1024, 2048, 4096):
+        monkeypatch.setattr(block_table_module, "RUN_NUMEL", numel)
+        monkeypatch.setattr("gradwire.kernels.quantization_cpu.RUN_NUMEL", numel)
+        for dtype in (FP32, BF16):
+            check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
+
+
+@pytest.mark.parametrize("world_size", [5, 7])
+def test_more_ranks_than_blocks_leaves_shards_empty(world_size, device):
+    case = Exchange(layouts=(Layout((100,), (1,)), Layout((3,), (1,))), world_size=world_size, pieces=2)
+    check(case, device)
+    outcome = exchange(case, PUBLIC, device)
+    assert all(not pending.any() for pending in outcome.shard_pending[3:]), "no block, no error"
+
+
+def test_section_without_elements_does_nothing(device):
+    table = BlockTable([torch.empty(0, 3, device=device)], 64, [1])
+    layout = MessageLayout([(WIRE_FORMATS["int4"], table)], 2)
+    (section,) = layout.sections
+    assert layout.cell_bytes == 16
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+    none = torch.empty(0, device=device)
+    quantize([torch.empty(0, 3, device=device)], section, message, scale=1.0, errors=none, pending=none)
+    reduce_quantized(message, section, message[:, 0].contiguous(), rank=1, errors=none, pending=none)
+    dequantize(message, section, [torch.empty(0, 3, device=device)])
+    commit_errors(message, none, none)
+    assert not message.any()
+
+
+def single(wire, values, device, *, block_size=64, errors=None):
+    """One rank's message, pending, and what its own message decodes to."""
+    tensor = values.to(device)
+    table = BlockTable([tensor], block_size, [1])
+    layout = MessageLayout([(WIRE_FORMATS[wire], table)], 1)
+    (section,) = layout.sections
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+    pending = torch.full((table.numel,), torch.nan, device=device)
+    errors = torch.zeros_like(pending) if errors is None else errors
+    quantize([tensor], section, message, scale=1.0, errors=errors, pending=pending)
+    decoded = torch.full_like(tensor, torch.nan)
+    dequantize(message, section, [decoded])
+    cell = message[0, 0]
+    scales = cell[section.scales_at :][: 2 * table.n_blocks].view(BF16).float() if section.format.is_scaled else None
+    return decoded.cpu(), pending.cpu(), None if scales is None else scales.cpu()
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_values_on_the_grid_round_trip(wire, device):
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.randn(40, 1, generator=generator).abs().to(BF16).float() + 0.125
+    shape = 40, 64
+    if wire in INTEGER_FORMATS:
+        levels = WIRE_FORMATS[wire].levels
+        q = torch.randint(-levels, levels + 1, shape, generator=generator).float()
+        q[:, 0] = levels  # else the scale is smaller
+        values = q * scale.to(BF16).float()
+    elif wire == "sign":
+        values = torch.where(torch.rand(shape, generator=generator) < 0.5, -1.0, 1.0) * scale.to(BF16).float()
+    elif wire == "fp8_e4m3":
+        q = torch.randint(0, 127, shape, dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn).float()
+        q[:, 0] = 448
+        values = q * scale.to(BF16).float()
+    else:
+        values = torch.randn(shape, generator=generator).to(WIRE_FORMATS[wire].dtype).float()
+    decoded, pending, _ = single(wire, values.flatten(), device)
+    assert_same_bits(decoded, values.flatten(), "the values")
+    assert not pending.any()
+
+
+@pytest.mark.parametrize("kind", ["normal", "tiny", "huge", "outliers"])
+@pytest.mark.parametrize("wire", INTEGER_FORMATS)
+def test_error_is_at_most_half_a_step(wire, kind, device):
+    values = gradient(8192, FP32, kind, torch.Generator().manual_seed(1))
+    values[64:128] = 0
+    decoded, _, scales = single(wire, values, device)
+    levels = WIRE_FORMATS[wire].levels
+    # The derivation is in the docstring of `quantization`.
+    bound = scales.double().repeat_interleave(64) / 2 * (1 + 2 * levels * 2.0**-22)
+    assert ((decoded.double() - values.double()).abs() <= bound).all()
+    # A step is the largest element over the levels, rounded up to 8 bits, and at least the smallest normal number.
+    absmax = values.view(-1, 64).abs().amax(1).double()
+    assert (scales.double() <= (absmax / levels * (1 + 2.0**-7)).clamp(min=2.0**-126)).all()
+    assert (decoded[64:128] == 0).all()
+    assert scales[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["normal", "tiny", "huge", "outliers", "zeros"])
+@pytest.mark.parametrize("wire", INTEGER_FORMATS)
+def test_sent_plus_pending_is_the_value_to_the_bit(wire, kind, device):
+    values = gradient(12289, FP32, kind, torch.Generator().manual_seed(2))
+    decoded, pending, _ = single(wire, values, device)
+    assert_same_bits(decoded + pending[:12289], values + 0.0, "the sum")  # + 0: the sum of 0 and -0 is 0
+    assert not pending[12289:].any(), "missing elements have no error"
+
+
+@pytest.mark.parametrize("wire", [f for f in FORMATS if f != "sign"])
+def test_zeros_stay_zeros(wire, device):
+    values = torch.randn(6400)
+    values[torch.rand(6400) < 0.5] = 0
+    values[640:1280] = -0.0
+    decoded, pending, _ = single(wire, values, device)
+    assert (decoded[values == 0] == 0).all()
+    assert (pending[:6400][values == 0] == 0).all()
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_element_flags_the_step_on_all_ranks(wire, bad, device):
+    case = Exchange(wire, layouts=(Layout((1000,), (1,)),), pieces=2, world_size=3)
+    gradients = [[torch.ones(1000)] for _ in range(3)]
+    gradients[1][0][517] = bad
+    outcome = exchange(case, PUBLIC, device, gradients=gradients)
+    table = case.table()
+    cell = 517 // 64 // MessageLayout([(WIRE_FORMATS[wire], table)], 3, 2).sections[0].blocks_per_cell
+    flagged = [(rank, piece) for rank, of in enumerate(outcome.flags) for piece, flag in enumerate(of) if flag]
+    assert flagged == [(cell % 3, cell // 3)], "the piece and the rank that reduced the block"
+    assert not outcome.errors[0].any(), "the error memory keeps its values"
+    (result,) = (g.cpu() for g in outcome.gradients)
+    if wire in SCALED_FORMATS:
+        assert result[512:576].isnan().all(), "the whole block"
+    assert not result[517].isfinite()
+    assert result[:512].isfinite().all()
+    assert result[576:].isfinite().all()
+
+
+def test_finite_step_commits_errors(device):
+    outcome = exchange(Exchange(pieces=2), PUBLIC, device)
+    assert outcome.errors[0].all()
+    assert not any(flag for of_rank in outcome.flags for flag in of_rank)
+
+
+@pytest.mark.parametrize("cell", range(4))
+def test_flag_in_any_header_stops_commit(cell, device):
+    gathered = torch.full((2, 2, 64), 255, dtype=torch.uint8, device=device)
+    gathered[..., :4] = 0
+    errors, pending = torch.zeros(5000, device=device), torch.ones(5000, device=device)
+    gathered.view(4, 64)[cell, 0] = 1
+    commit_errors(gathered, pending, errors)
+    assert not errors.any()
+    gathered[..., :4] = 0
+    commit_errors(gathered, pending, errors)
+    assert errors.all()
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_codes_do_not_depend_on_the_bucket(wire, stochastic, device):
+    """A parameter alone is encoded as it is among others."""
+    tensors = [torch.randn(n, device=device) for n in (130, 777, 64)]
+    rounding = Rounding(torch.tensor([3], device=device), 4, stochastic)
+
+    def blocks(chosen, world_size):
+        table = BlockTable([tensors[i] for i in chosen], 64, [10 + i for i in chosen])
+        layout = MessageLayout([(WIRE_FORMATS[wire], table)], world_size)
+        (section,) = layout.sections
+        message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+        pending = torch.zeros(table.numel, dtype=BF16, device=device)
+        chosen_tensors = [tensors[i] for i in chosen]
+        quantize(
+            chosen_tensors,
+            section,
+            message,
+            scale=0.5,
+            errors=torch.zeros_like(pending),
+            pending=pending,
+            rounding=rounding,
+        )
+        decoded = [torch.empty_like(t) for t in chosen_tensors]
+        dequantize(message, section, decoded)
+        return decoded[chosen.index(1)], table.error_views(pending)[chosen.index(1)]
+
+    alone = blocks([1], 1)
+    for among in (blocks([0, 1, 2], 3), blocks([2, 1], 2)):
+        assert_same_bits(among[0], alone[0], "what the codes decode to")
+        assert_same_bits(among[1], alone[1], "the errors")
+
+
+def test_mean_of_many_ranks_is_summed_in_fp32(device):
+    # fp16 sums of 5 x 2e4 would overflow, and each of bf16 would round.
+    case = Exchange("bf16", layouts=(Layout((64,), (1,)),), world_size=5, errors=None, dtype=FP32)
+    gradients = [[torch.full((64,), 2.0**rank)] for rank in range(5)]
+    outcome = exchange(case, PUBLIC, device, gradients=gradients)
+    sent = sum(torch.tensor(2.0**rank) * torch.tensor(0.2) for rank in range(5))
+    assert (outcome.gradients[0].cpu() - sent).abs().max() <= sent * 2.0**-7
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=name)
+def test_decoded_values_saturate_at_the_range_of_the_gradients(dtype, device):
+    limit = torch.finfo(dtype).max
+    for wire in ("fp32", "int4", "bf16"):
+        table = BlockTable([torch.empty(64, dtype=dtype, device=device)], 64, [1])
+        layout = MessageLayout([(WIRE_FORMATS[wire], table)], 1)
+        wide = BlockTable([torch.empty(64, device=device)], 64, [1])
+        message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+        large = torch.full((64,), torch.finfo(FP32).max, device=device)
+        quantize([large], MessageLayout([(WIRE_FORMATS[wire], wide)], 1).sections[0], message, scale=1.0)
+        out = torch.empty(64, dtype=dtype, device=device)
+        dequantize(message, layout.sections[0], [out])
+        assert (out == limit).all() or (wire == "bf16" and dtype == BF16)
+        assert out.isfinite().all()
+
+
+def test_bytes_count_reads_and_writes():
+    int4 = WIRE_FORMATS["int4"]
+    assert quantize_bytes(64, FP32, int4, 64, FP32) == 64 * (4 + 8) + 32 + 2
+    assert quantize_bytes(64, BF16, int4, 64, None) == 64 * 2 + 34
+    assert reduce_quantized_bytes(64, 4, int4, 64, BF16) == 64 * 4 + 5 * 34
+    assert dequantize_bytes(64, int4, 64, FP16) == 64 * 2 + 34
+    assert commit_errors_bytes(64, FP32) == 64 * 8
+    assert len(RAW_FORMATS) + len(SCALED_FORMATS) == len(FORMATS)
+
+
+def test_decode_of_reference_takes_scales_of_blocks():
+    payload = torch.tensor([[0x8F] * 16], dtype=torch.uint8)
+    found = decode(torch.tensor([[2.0]], dtype=BF16), payload, WIRE_FORMATS["int4"])
+    assert found.tolist() == [[14.0] * 16 + [0.0] * 16]

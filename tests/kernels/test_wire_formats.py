@@ -1,0 +1,204 @@
+"""Wire formats: scales, planes, and rounding, held to what the format tables say."""
+
+import pytest
+import torch
+from cases import PROPERTY
+from exact import assert_same_bits
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gradwire.kernels import WIRE_FORMATS, Rounding
+from gradwire.kernels.wire_formats import (
+    BF16_MAX,
+    FP32_MAX,
+    MIN_SCALE,
+    block_scales,
+    decode,
+    encode,
+    pack,
+    round_scale,
+    round_stochastically,
+    round_to_bf16,
+    unpack,
+)
+
+SCALED = [wire for wire in WIRE_FORMATS.values() if wire.is_scaled]
+MAGNITUDES = st.floats(2.0**-149, FP32_MAX, width=32, allow_subnormal=True)
+
+
+@pytest.mark.parametrize(
+    "name, block_size, bits",
+    [
+        ("int8", 256, 8.0625),
+        ("int4", 64, 4.25),
+        ("int2", 32, 2.5),
+        ("sign", 128, 1.125),
+        ("bf16", 64, 16),
+        ("fp32", 64, 32),
+    ],
+)
+def test_bits_per_element_count_the_scale(name, block_size, bits):
+    assert WIRE_FORMATS[name].block_bytes(block_size) * 8 / block_size == bits
+
+
+@pytest.mark.parametrize("wire", SCALED, ids=lambda wire: wire.name)
+@PROPERTY
+@given(absmax=MAGNITUDES)
+@example(absmax=2.0**-149)
+@example(absmax=FP32_MAX)
+@example(absmax=127.0)
+def test_scale_is_rounded_up_to_bf16_and_into_range(wire, absmax):
+    largest = torch.tensor([[absmax]])
+    quotient = largest / wire.levels
+    scale = round_scale(largest, quotient, wire)
+    assert scale == scale.bfloat16().float(), "the scale is exact in bf16"
+    assert MIN_SCALE <= scale.item() <= wire.max_scale
+    assert (scale.double() * wire.levels).item() <= FP32_MAX, "no decoded value overflows"
+    if MIN_SCALE < quotient.item() < wire.max_scale * (1 - 2.0**-8):
+        assert quotient.item() <= scale.item() <= quotient.item() * (1 + 2.0**-7)
+    assert torch.isfinite(1 / scale)
+
+
+def test_max_scale_is_the_largest_bf16_number_that_does_not_overflow():
+    for wire in SCALED:
+        scale = torch.tensor(wire.max_scale)
+        following = (scale.view(torch.int32) + 0x10000).view(torch.float32)
+        assert scale == scale.bfloat16().float()
+        assert following.double() * wire.levels > FP32_MAX
+    assert WIRE_FORMATS["sign"].max_scale == BF16_MAX
+
+
+def test_scale_of_zeros_is_zero_and_of_non_finite_blocks_nan():
+    blocks = torch.zeros(4, 32)
+    blocks[1, 3], blocks[2, 31], blocks[3, 0] = torch.nan, torch.inf, 1e-45
+    for wire in SCALED:
+        scales = block_scales(blocks, torch.full((4,), 32), wire)
+        assert scales[0] == 0
+        assert scales[1:3].isnan().all()
+        assert scales[3] == (0 if wire.bits == 1 else MIN_SCALE)  # 1e-45 / 32 is 0
+
+
+@pytest.mark.parametrize("count", [1, 5, 31, 32])
+def test_scale_of_sign_blocks_is_the_mean_over_present_elements(count):
+    blocks = torch.zeros(100, 32)
+    blocks[:, :count] = torch.randn(100, count)
+    scales = block_scales(blocks, torch.full((100,), count), WIRE_FORMATS["sign"])
+    mean = blocks.double().abs().sum(1, keepdim=True) / count
+    assert (scales >= mean * (1 - 2.0**-20)).all()
+    assert (scales <= mean * (1 + 2.0**-7 + 2.0**-20)).all()
+
+
+def test_mean_of_the_largest_numbers_stays_finite():
+    for count in (1, 3, 31, 32):
+        blocks = torch.zeros(1, 32)
+        blocks[:, :count] = FP32_MAX
+        assert block_scales(blocks, torch.tensor([count]), WIRE_FORMATS["sign"]) == BF16_MAX
+
+
+def test_planes_hold_elements_at_a_distance_of_a_part_of_the_block():
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, 3], codes[0, 16 + 5] = 9, 12
+    packed = pack(codes, 4)
+    assert packed[0, 3] == 9
+    assert packed[0, 5] == 12 << 4
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, 3 * 4 + 1] = 1  # bit 3 of byte 1
+    assert pack(codes, 1).tolist() == [[0, 8, 0, 0]]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_unpack_is_the_inverse_of_pack(bits):
+    codes = torch.randint(0, 1 << bits, (50, 128), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(codes, bits), bits), codes.int())
+    payload = torch.randint(0, 256, (50, 128 * bits // 8), dtype=torch.uint8)
+    assert torch.equal(pack(unpack(payload, bits).to(torch.uint8), bits), payload)
+
+
+def test_integer_codes_are_offset():
+    block = torch.zeros(1, 32)
+    block[0, :3] = torch.tensor([7.0, -7.0, 2.0])
+    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int4"], None)
+    assert scales == 1
+    assert (unpack(payload, 4)[0, :4]).tolist() == [15, 1, 10, 8]
+
+
+def test_ties_round_to_even():
+    block = torch.zeros(1, 32)
+    block[0, :5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -3.5])
+    decoded = decode(*encode(block, torch.tensor([32]), WIRE_FORMATS["int4"], None), WIRE_FORMATS["int4"])
+    assert decoded[0, :5].tolist() == [7, 0, 2, 2, -4]
+
+
+def test_fp8_codes_round_trip():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].view(1, -1)  # all but NaN
+    block = torch.zeros(1, 256)
+    block[:, :254] = codes.view(torch.float8_e4m3fn).float()
+    scales, payload = encode(block, torch.tensor([256]), WIRE_FORMATS["fp8_e4m3"], None)
+    assert scales == 1
+    assert torch.equal(payload[:, :254], codes)
+
+
+DRAWS = torch.arange(0, 1 << 24, 1 << 8)  # evenly spaced: their mean is that of all draws
+
+
+@pytest.mark.parametrize("y", [0.0, 0.25, -0.75, 3.0, 2.999, -0.001, 6.5, 126.3])
+def test_stochastic_rounding_is_unbiased_and_keeps_integers(y):
+    y = torch.tensor(y)
+    rounded = round_stochastically(y, DRAWS)
+    below = y.floor()
+    assert ((rounded == below) | (rounded == below + 1)).all()
+    # The share of draws below a fraction is the fraction, rounded up to a multiple of 2^-16.
+    assert 0 <= (rounded.double().mean() - y.double()) <= 2.0**-16
+    if y == below:
+        assert (rounded == y).all()
+
+
+@PROPERTY
+@given(x=st.floats(-(2.0**127), 2.0**127, width=32))
+@example(x=1.0)
+@example(x=2.0**-149)
+@example(x=-(2.0**-133))
+@example(x=0.0)
+def test_stochastic_rounding_to_bf16_is_unbiased_to_the_bit(x):
+    x = torch.tensor(x)
+    rounded = round_to_bf16(x.expand(len(DRAWS)), DRAWS)  # all 2^16 values of the bits that matter
+    assert rounded.double().mean() == x.double(), "the mean over all draws is exact"
+    if x == x.bfloat16().float():
+        assert_same_bits(rounded.float(), x.expand(len(DRAWS)), "numbers of bf16")
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp16", "bf16"])
+def test_stochastic_rounding_of_floating_point_formats_is_unbiased_and_keeps_grid(name):
+    wire = WIRE_FORMATS[name]
+    largest = 448.0 if wire.is_scaled else 1.0
+    for x in (largest, 0.3, -0.7, 2.0**-7 * 1.1, -(2.0**-9) * 0.4, 2.0**-24 * 0.3, 0.0):
+        block = torch.zeros(len(DRAWS) // 32, 32)
+        block[:, 0], block[:, 1:] = largest, x
+        draws = DRAWS.view(-1, 32)
+        decoded = decode(*encode(block, torch.full((len(block),), 32), wire, draws), wire)
+        grid = torch.tensor(x).to(wire.dtype).double()
+        step = max(abs(x) * 2.0**-3, 2.0**-9) if wire.is_scaled else max(abs(x) * 2.0**-7, 2.0**-24)
+        mean = decoded[:, 1:].double().mean()
+        # 31 of 32 draws are taken: at most 1/32 of a step away, and 2^-16 for the spacing of the draws.
+        assert abs(mean - x) <= step / 16, x
+        if grid == x:
+            assert (decoded[:, 1:] == x).all()
+    assert decoded.isfinite().all()
+
+
+def test_largest_numbers_stay_finite_when_rounded_stochastically():
+    block = torch.full((1, 32), FP32_MAX)
+    for wire in WIRE_FORMATS.values():
+        draws = torch.full((1, 32), 2**24 - 1)
+        encoded = encode(block, torch.tensor([32]), wire, None if wire.bits == 1 else draws)
+        assert decode(*encoded, wire).isfinite().all(), wire.name
+    assert round_to_bf16(block, draws).isfinite().all()
+
+
+def test_error_salt_is_another_signed_64_bit_number():
+    step = torch.zeros(1, dtype=torch.int64)
+    for salt in (0, 1, -1, 2**63 - 1, -(2**63)):
+        other = Rounding(step, salt).error_salt
+        assert -(2**63) <= other < 2**63
+        assert other != salt
