@@ -5,7 +5,7 @@ PACKAGES := api reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -64,6 +64,9 @@ demo: install
 bench-kernels: install
 	$(BIN)/gradwire bench kernels
 
+bench-rounding: install
+	$(BIN)/gradwire bench rounding
+
 bench-reducer: install
 	$(BIN)/gradwire bench reducer
 
@@ -83,6 +86,7 @@ bench-converge: install
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
+	$(BIN)/gradwire bench rounding --output bench/results/rounding.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl

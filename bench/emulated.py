@@ -1,8 +1,9 @@
 """An emulated link for a machine with a single GPU: collectives of one rank that take as long as a link would.
 
-The all-reduce of the only rank runs over NCCL. After it a separate stream, the wire, spins for
+A collective of the only rank runs over NCCL. After it a separate stream, the wire, spins for
 
     latency + 2 (n - 1) / n * bytes / rate            a ring all-reduce over n ranks (Patarasuk, Yuan, 2009)
+    latency + (n - 1) / n * bytes / rate              each shot of a two-shot all-reduce
 
 and the collective is done when the wire is. Messages on the wire are serialised. The model covers time only: no
 congestion, no imbalance between ranks, and n equal gradients. Every tensor of a coalesced collective is charged the
@@ -12,8 +13,8 @@ stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from torch.futures import Future
 
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
+from gradwire.comm import collectives
 
 LATENCY = 20e-6  # seconds per message
 _CALIBRATION = 100_000_000  # cycles: tens of milliseconds
@@ -55,26 +57,42 @@ class WireWork:
 
 @contextmanager
 def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None]:
-    """A context in which `torch.distributed.all_reduce` takes as long as between ``ranks`` ranks at ``rate``."""
-    real = dist.all_reduce
+    """A context in which all-reduces and the shots of `gradwire.comm` take as long as between ``ranks`` ranks."""
     wire = torch.cuda.Stream(device, priority=-1)  # it must not queue behind kernels that fill the GPU
     times = [timed(lambda: torch.cuda._sleep(_CALIBRATION), device) for _ in range(5)]
     cycles_a_second = _CALIBRATION / median(times[1:])
 
+    def spin(nbytes: int) -> None:
+        wire.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(wire):
+            torch.cuda._sleep(int(cycles_a_second * wire_seconds(nbytes, rate, ranks)))
+
+    real_all_reduce = dist.all_reduce
+
     def all_reduce(
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
     ) -> WireWork | None:
-        current = torch.cuda.current_stream(device)
-        real(tensor, op, group)
-        wire.wait_stream(current)
-        with torch.cuda.stream(wire):
-            torch.cuda._sleep(int(cycles_a_second * wire_seconds(tensor.nbytes, rate, ranks)))
-            future: Future[list[Tensor]] = Future(devices=[device])
-            future.set_result([tensor])
+        real_all_reduce(tensor, op, group)
+        spin(tensor.nbytes)
         if async_op:
+            with torch.cuda.stream(wire):
+                future: Future[list[Tensor]] = Future(devices=[device])
+                future.set_result([tensor])
             return WireWork(future)
-        current.wait_stream(wire)
+        torch.cuda.current_stream(device).wait_stream(wire)
         return None
 
-    with mock.patch.object(dist, "all_reduce", all_reduce):
+    def shot(real: Callable[..., object]) -> Callable[..., None]:
+        def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> None:
+            assert not is_async  # on a GPU, executors enqueue shots on their own stream
+            real(target, source, group, is_async=False)
+            spin(target.nbytes // 2)
+            torch.cuda.current_stream(device).wait_stream(wire)
+
+        return launch
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
+        for name in ("all_to_all", "all_gather"):
+            patches.enter_context(mock.patch.object(collectives, name, shot(getattr(collectives, name))))
         yield

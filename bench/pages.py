@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gradwire.bench import converge, demo, hooks, kernels, network, reducer
+from gradwire.bench import converge, demo, hooks, kernels, network, reducer, rounding
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
 
@@ -27,6 +27,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     "hooks": hooks.tables,
     "reducer": reducer.tables,
     "kernels": kernels.tables,
+    "rounding": rounding.tables,
 }
 
 

@@ -39,6 +39,9 @@ MEMORY = "peak memory (B)"
 VS_GRADWIRE = "time vs. gradwire"
 LAUNCHES = "launches"
 SYNCHRONIZATIONS = "host waits"
+BITS = "bits per element"
+RELATIVE_ERROR = "relative error"
+RELATIVE_ERROR_OF_STEPS = "relative error of several steps"
 ACCURACY = "test accuracy (%)"
 TRAINING_LOSS = "training loss"
 
@@ -52,7 +55,7 @@ class Record:
     """One measured quantity.
 
     Attributes:
-        bench: the bench that measured it: kernels, hooks, reducer, network, converge or demo.
+        bench: the bench that measured it: kernels, rounding, hooks, reducer, network, converge or demo.
         case: the workload: hook, model, bucket size, link rate, seed, as far as the bench has them.
         implementation: gradwire, PyTorch, or a baseline.
         ranks: world size.

@@ -172,7 +172,7 @@ def register_backend() -> str:
 class _NoStream:
     """Stands in for a CUDA stream."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def __enter__(self) -> _NoStream:

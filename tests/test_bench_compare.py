@@ -16,7 +16,7 @@ from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, Record, Record
 from gradwire.bench.shapes import SHAPES
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
-RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem != "demo")
+RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in ("demo", "rounding"))
 
 
 def verdicts(before, after):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gradwire.bench import implementations, namespaces, network
+from gradwire.bench import emulated, implementations, namespaces, network
 from gradwire.bench.commands import app
 from gradwire.bench.emulated import LATENCY, wire_seconds
 from gradwire.bench.hook_registry import HOOKS, label
@@ -22,7 +22,9 @@ from gradwire.bench.implementations import GRADWIRE, MODEL, PYTORCH
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, summarize, tables
 from gradwire.bench.record import EXPOSED_MS, LINK_RATE, SENT_PER_STEP, STEP_MS, Measured, Record, load
+from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.tables import find
+from gradwire.comm import GroupTransport
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600
@@ -141,6 +143,19 @@ def test_emulated_message_takes_latency_and_transmission_time():
     assert wire_seconds(125_000_000, Rate.parse("1gbit"), 2) == pytest.approx(1 + LATENCY)
     assert wire_seconds(125_000_000, Rate.parse("10gbit"), 8) == pytest.approx(0.175 + LATENCY)
     assert wire_seconds(125_000_000, Rate.parse("unlimited"), 8) == 0
+
+
+def test_emulated_link_delays_both_shots_and_leaves_them_exact(monkeypatch, world_of_one):
+    rate, spins = Rate.parse("1gbit"), []
+    monkeypatch.setattr(emulated, "timed", lambda *_: 0.1)  # a calibration of 1e8 cycles
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    transport, sent = GroupTransport(dist.group.WORLD), torch.arange(96, dtype=torch.uint8).view(2, 1, 48)
+    received, gathered = torch.zeros_like(sent), torch.zeros_like(sent)
+    with gpu_on_cpu(), emulated.emulated_link(rate, 4, torch.device("cpu")):
+        transport.run(transport.all_to_all(received, sent))
+        transport.run(transport.all_gather(gathered, received[:, 0]))
+    assert torch.equal(gathered, sent)
+    assert spins == [int(1e9 * wire_seconds(24, rate, 4))] * 4, "one for each piece of each shot"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

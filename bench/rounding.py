@@ -1,0 +1,198 @@
+"""Error of the mean gradient against fp64, for every wire format and both ways to add.
+
+All ranks are simulated in one process, with the kernels of the hooks. A ring all-reduce adds in the wire's dtype, so an
+element is rounded once for each rank on its way around the ring. A two-shot all-reduce rounds once before the exchange
+and once after it, and adds in fp32 in between. Over several steps, its error memories make up for these roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import quantiles
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from gradwire.bench.record import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, Measured, Record, unique
+from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
+from gradwire.kernels import (
+    WIRE_FORMATS,
+    BlockTable,
+    MessageLayout,
+    WireFormat,
+    commit_errors,
+    dequantize,
+    quantize,
+    reduce_quantized,
+)
+
+RING = "ring, sum in wire dtype"
+TWO_SHOT = "two-shot, sum in fp32"
+RINGS = ("fp32", "fp16", "bf16")
+TWO_SHOTS = ("fp16", "bf16", "fp8_e4m3", "int8", "int4", "int2", "sign")
+WORLD_SIZES = (2, 8, 32)  # powers of two, so that the check is exact
+NUMEL = 1 << 18
+BLOCK_SIZE = 64
+SEEDS = 5
+STEPS, STEPS_WORLD_SIZE = 16, 8  # of the measurement with error feedback
+
+Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of one shape, and returns their mean
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A simulated all-reduce.
+
+    Attributes:
+        wire: its format.
+        implementation: `RING` or `TWO_SHOT`.
+        start: takes the format and the number of ranks, and returns the function of a step. The error memories of a
+            two-shot all-reduce are empty before the first step.
+    """
+
+    wire: WireFormat
+    implementation: str
+    start: Callable[[WireFormat, int], Mean]
+
+
+def ring_mean(gradients: Sequence[Tensor], wire: WireFormat) -> Tensor:
+    """The mean that a ring all-reduce in a format without scales computes.
+
+    The gradients are divided by the number of ranks before the cast, as gradwire's hooks divide them. Chunk c of n
+    travels from rank c + 1 around the ring to rank c.
+    """
+    n = len(gradients)
+    chunks = [(gradient * (1 / n)).to(wire.dtype).tensor_split(n) for gradient in gradients]
+    sums = []
+    for c in range(n):
+        total = chunks[(c + 1) % n][c]
+        for hop in range(2, n + 1):
+            total = total + chunks[(c + hop) % n][c]
+        sums.append(total)
+    return torch.cat(sums).to(gradients[0].dtype)
+
+
+class TwoShot:
+    """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantisation hooks.
+
+    Args:
+        wire: the format.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, wire: WireFormat, world_size: int) -> None:
+        table = BlockTable([torch.empty(NUMEL)], BLOCK_SIZE, keys=[0])
+        self._layout = MessageLayout([(wire, table)], world_size)
+        (self._section,) = self._layout.sections
+        self._errors, self._pending = torch.zeros(2, world_size, table.numel + self._layout.shard_numel(self._section))
+
+    def mean(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The mean that every rank computes in one step."""
+        n, layout, section = len(gradients), self._layout, self._section
+        of_first_shot, of_second_shot = slice(section.table.numel), slice(section.table.numel, None)
+        messages = torch.zeros(n, *layout.message_shape, dtype=torch.uint8)
+        for rank, gradient in enumerate(gradients):
+            errors, pending = self._errors[rank, of_first_shot], self._pending[rank, of_first_shot]
+            quantize([gradient], section, messages[rank], scale=1 / n, errors=errors, pending=pending)
+        gathered = torch.zeros(layout.message_shape, dtype=torch.uint8)
+        for rank in range(n):
+            errors, pending = self._errors[rank, of_second_shot], self._pending[rank, of_second_shot]
+            received, result = messages[:, :, rank].transpose(0, 1).contiguous(), gathered[:, rank].clone()
+            reduce_quantized(received, section, result, rank=rank, errors=errors, pending=pending)
+            gathered[:, rank] = result
+        mean = torch.empty_like(gradients[0])
+        dequantize(gathered, section, [mean])
+        commit_errors(gathered, self._pending.flatten(), self._errors.flatten())
+        return mean
+
+
+def make_exchanges() -> list[Exchange]:
+    """Every all-reduce, in the order of the table."""
+    return [
+        *(Exchange(WIRE_FORMATS[name], RING, lambda wire, _: partial(ring_mean, wire=wire)) for name in RINGS),
+        *(Exchange(WIRE_FORMATS[name], TWO_SHOT, lambda wire, n: TwoShot(wire, n).mean) for name in TWO_SHOTS),
+    ]
+
+
+def check(exchange: Exchange, world_size: int) -> None:
+    """Raise RuntimeError unless the mean of equal gradients on the grid of the format is exact."""
+    gradient = max(exchange.wire.levels, 1) * (2.0 * torch.randint(2, (NUMEL,)) - 1)
+    if not torch.equal(exchange.start(exchange.wire, world_size)([gradient] * world_size), gradient):
+        raise RuntimeError(
+            f"The mean of {world_size} equal gradients is wrong: {exchange.wire.name}, {exchange.implementation}. "
+            "Nothing is measured."
+        )
+
+
+def relative_error(exchange: Exchange, world_size: int, steps: int, seed: int) -> float:
+    """The norm of the error of the mean of normal gradients over ranks and steps, relative to their mean in fp64."""
+    generator, mean_of = torch.Generator().manual_seed(seed), exchange.start(exchange.wire, world_size)
+    actual, expected = torch.zeros(2, NUMEL, dtype=torch.float64)
+    for _ in range(steps):
+        gradients = [torch.randn(NUMEL, generator=generator) for _ in range(world_size)]
+        actual += mean_of(gradients)
+        expected += torch.stack(gradients).double().mean(0)
+    return float((actual - expected).norm() / expected.norm())
+
+
+def measure() -> Measured:
+    """The relative error of every exchange for every world size.
+
+    Raises:
+        RuntimeError: an exchange is wrong.
+    """
+    torch.manual_seed(0)
+    records = []
+    for exchange in track(make_exchanges(), description="rounding"):
+        records.append(_record(exchange, 1, BITS, p50=8 * exchange.wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE))
+        for world_size in WORLD_SIZES:
+            check(exchange, world_size)
+            errors = [relative_error(exchange, world_size, 1, seed) for seed in range(SEEDS)]
+            p20, p50, p80 = (float(f"{cut:.4g}") for cut in quantiles(errors, n=10, method="inclusive")[1:8:3])
+            records.append(_record(exchange, world_size, RELATIVE_ERROR, p20=p20, p50=p50, p80=p80))
+        error = relative_error(exchange, STEPS_WORLD_SIZE, STEPS, seed=0)
+        records.append(_record(exchange, STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, p50=float(f"{error:.4g}")))
+    return Measured({"numel": NUMEL, "block_size": BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
+
+
+def _record(exchange: Exchange, world_size: int, metric: str, **numbers: Any) -> Record:
+    case = {"wire": exchange.wire.name}
+    return Record(
+        bench="rounding", case=case, implementation=exchange.implementation, ranks=world_size, metric=metric, **numbers
+    )
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """One table: a row per exchange, a column per world size."""
+    facts = records[0].provenance["settings"]
+    names = {"wire": lambda record: record["wire"], "all-reduce": lambda record: record.implementation}
+    metrics = (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)
+    sizes = {metric: unique(record.ranks for record in records if record.metric == metric) for metric in metrics}
+    columns = [
+        ("bits per element", value(BITS)),
+        *((count(size, "rank"), _error(RELATIVE_ERROR, size)) for size in sizes[RELATIVE_ERROR]),
+        *(
+            (f"{count(size, 'rank')}, {facts['steps']} steps", _error(RELATIVE_ERROR_OF_STEPS, size))
+            for size in sizes[RELATIVE_ERROR_OF_STEPS]
+        ),
+    ]
+    notes = (
+        f"relative error: norm of the error in units of the norm of the mean in fp64; {facts['numel']:,} normally "
+        f"distributed elements on each simulated rank, median of {facts['seeds']} seeds",
+        "ring: the gradients are divided by the number of ranks before the cast",
+        f"two-shot: rounded before the exchange and after the sum; blocks of {facts['block_size']}",
+        f"{facts['steps']} steps: of the mean over as many steps with new gradients, with error feedback if two-shot",
+    )
+    return [pivot("relative error of the mean gradient", records, names, columns, notes)]
+
+
+def _error(metric: str, world_size: int) -> Cell:
+    def cell(group: Group) -> str:
+        found = median_of([record for record in group if record.ranks == world_size], metric)
+        return "" if found is None else f"{found:.1e}"
+
+    return cell

@@ -1,0 +1,76 @@
+"""`gradwire bench rounding`: the simulated all-reduces, their checks, the table, and a run of the command."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradwire.bench import rounding
+from gradwire.bench.commands import app
+from gradwire.bench.record import RELATIVE_ERROR, Measured, load
+from gradwire.bench.rounding import RING, TWO_SHOT, TWO_SHOTS, check, make_exchanges, ring_mean, tables
+from gradwire.kernels import WIRE_FORMATS
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(rounding, "NUMEL", 1 << 12)
+    monkeypatch.setattr(rounding, "SEEDS", 2)
+    monkeypatch.setattr(rounding, "STEPS", 2)
+    monkeypatch.setattr(rounding, "WORLD_SIZES", (2, 4))
+
+
+def test_ring_rounds_every_partial_sum_in_ring_order():
+    # In fp16, 2048 + 1 rounds to 2048. Chunk 0 is added in the order 1, 2, 0, chunk 1 in the order 2, 0, 1, and so on.
+    ranks = [torch.full((3,), 3.0 * value) for value in (2048, 1, 1)]
+    assert ring_mean(ranks, WIRE_FORMATS["fp16"]).tolist() == [2050, 2048, 2048]
+    assert ring_mean(ranks, WIRE_FORMATS["fp32"]).tolist() == [2050] * 3
+
+
+@pytest.mark.parametrize("exchange", make_exchanges(), ids=lambda e: f"{e.wire.name}-{e.implementation[:4].strip()}")
+def test_equal_gradients_on_the_grid_pass_and_wrong_sums_fail_the_check(exchange):
+    check(exchange, 4)
+    wrong = replace(exchange, start=lambda *_: sum)
+    with pytest.raises(RuntimeError, match="The mean of 4 equal gradients is wrong"):
+        check(wrong, 4)
+
+
+def error_of(name, implementation, world_size, steps=1):
+    (exchange,) = (e for e in make_exchanges() if (e.wire.name, e.implementation) == (name, implementation))
+    return rounding.relative_error(exchange, world_size, steps, seed=0)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_error_of_ring_grows_with_world_size_and_error_of_two_shots_does_not(name):
+    assert error_of(name, RING, 32) > 2 * error_of(name, RING, 2)
+    assert error_of(name, TWO_SHOT, 32) < 1.2 * error_of(name, TWO_SHOT, 2)
+
+
+def test_error_falls_with_every_bit():
+    errors = [error_of(name, TWO_SHOT, 4) for name in ("int2", "int4", "int8", "bf16", "fp16")]
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("name", TWO_SHOTS)
+def test_error_feedback_makes_up_for_single_steps(name):
+    assert error_of(name, TWO_SHOT, 4, steps=16) < 0.7 * error_of(name, TWO_SHOT, 4, steps=1)
+
+
+def test_table_has_a_row_per_exchange_and_fits_80_columns(facts, printed):
+    records = Measured(*rounding.measure()).with_provenance(facts)
+    (table,) = tables(records)
+    columns = ["bits per element", "2 ranks", "4 ranks", "8 ranks, 2 steps"]
+    assert table.headers == ["wire", "all-reduce", *columns]
+    assert [tuple(row[:2]) for row in table.rows] == [(e.wire.name, e.implementation) for e in make_exchanges()]
+    assert [row[2] for row in table.rows if row[0] in ("int4", "fp32")] == ["32", "4.25"]
+    assert max(map(len, printed(table).splitlines())) <= 80
+
+
+def test_command_writes_the_results_it_prints(tmp_path):
+    path = tmp_path / "rounding.jsonl"
+    done = CliRunner().invoke(app, ["bench", "rounding", "--output", str(path)])
+    assert done.exit_code == 0, done.output
+    found = {record["wire"] for record in load(path) if record.metric == RELATIVE_ERROR}
+    assert found <= set(WIRE_FORMATS)
+    assert "Relative error of the mean gradient" in done.output
