@@ -191,9 +191,13 @@ def test_training_resynchronized_after_faults_continues_with_equal_ranks(worlds,
         check_recovered(ranks)
 
 
+# PyTorch's hook uses the process group itself, which cannot be replaced: there `resynchronize` raises as it should.
+REPLACEABLE = [hook for hook in HOOKS if hook != "fp16_of_pytorch"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", *HOOKS])
+@pytest.mark.parametrize("hook", ["none", *REPLACEABLE])
 def test_training_resynchronized_after_many_faults_continues_with_equal_ranks(worlds, hook, model):
     seeds = range(100, 160)
     for ranks in zip(*worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model), strict=True):
