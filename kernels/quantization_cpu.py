@@ -1,11 +1,12 @@
 """Quantisation on CPUs: run by run, so that the scratch of each run stays in cache.
 
-The formats take few passes over each run. A byte is packed by float arithmetic, sum of q_t 2^(t bits), which
-are small integers, and converted once; the offset of the codes is added to the byte. Unpacking moves each plane to the
-top of its byte, eight bytes at a time, where the conversion from int8 extends its sign; the factor 2^(8 - bits) is
-divided out with the scale. All products are exact, so fused multiply-adds, which vectorised loops contain and others do
-not, change nothing. Other cases take the way of the reference, run by run: fp8, stochastic rounding, an error memory in
-bf16, signs of partial blocks, and elements that are not finite or too large for their scale.
+A byte is packed by float arithmetic, the sum of q_t 2^(t bits), a small integer, and converted once; the offset of the
+codes is added to the byte. Unpacking moves each plane to the top of its byte, eight bytes at a time, where the
+conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
+fused multiply-adds, which vectorised loops contain and others do not, change nothing.
+
+Other cases call the reference, run by run: fp8, stochastic rounding, an error memory in bf16, signs of partial blocks,
+and elements that are not finite or too large for their scale.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ class RunCodec:
             out.copy_(decode(None if scales is None else scales.unsqueeze(1), payload, self.wire))
 
     def _decode_planes(self, scales: Tensor, payload: Tensor, out: Tensor) -> None:
+        """`decode` of integers and signs, plane by plane."""
         bits, (n, width) = self.wire.bits, payload.shape
         codes = payload.view(torch.int64)
         plane = self._scratch.view(torch.int8).view(-1)[: n * width].view(n, width)

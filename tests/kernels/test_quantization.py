@@ -180,7 +180,7 @@ def test_error_is_at_most_half_a_step(wire, kind, device):
     decoded, _, scales = single(wire, values, device)
     levels = WIRE_FORMATS[wire].levels
     # The derivation is in the docstring of `quantization`.
-    bound = scales.double().repeat_interleave(64) / 2 * (1 + 2 * levels * 2.0**-22)
+    bound = scales.double().repeat_interleave(64) / 2 * (1 + levels * 2.0**-20)
     assert ((decoded.double() - values.double()).abs() <= bound).all()
     # A step is the largest element over the levels, rounded up to 8 bits, and at least the smallest normal number.
     absmax = values.view(-1, 64).abs().amax(1).double()
