@@ -18,8 +18,8 @@ Without stochastic rounding the error of an element of an integer format is at m
 
     |x - s q| <= s / 2 * (1 + levels * 2^-20)
 
-because x * fl(1 / s) deviates from x / s, which is at most the number of levels, by two roundings: by 2^-23 of it, or by
-2^-21 if 1 / s is subnormal, which int2 scales above 2^126 are. Where the scale is lowered so that s * levels is finite,
+because x * fl(1 / s) deviates from x / s, which is at most the number of levels, by two roundings: by 2^-23 of it, or
+by 2^-21 if 1 / s is subnormal, as for int2 scales above 2^126. Where the scale is lowered so that s * levels is finite,
 in the last 2^-7 below fp32's largest number, elements deviate by s * levels / 128 at most.
 
 Traffic for N elements, with s bytes per gradient element, e bytes per element of the error memory (0 without), and
@@ -30,8 +30,8 @@ b = bits / 8 + 2 / block_size bytes per element of the message:
     dequantize          (s + b) N
     commit_errors       2 e (N + N / n)
 
-For int4 with blocks of 64 and fp32 gradients, these are 25.6 N with an error memory in fp32 and 17.6 N with one in bf16,
-if n is large.
+For int4 with blocks of 64, fp32 gradients and many ranks, these are 25.6 N with an error memory in fp32, and 17.6 N
+with one in bf16.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def test_full_and_partial_chunks_match_reference(wire, device):
     check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=2, world_size=3), device)
 
 
+# The interpreter, which is slow, meets the others in the slow lane.
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("wire", ("int4", "fp8_e4m3") if INTERPRETED else FORMATS)
 def test_extreme_magnitudes_match_reference(wire, kind, device):
     check(Exchange(wire, layouts=(Layout((1021,), (1,)), Layout((640,), (1,))), kind=kind), device)
 
@@ -110,12 +111,13 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
 
 
-@pytest.mark.parametrize("world_size", [5, 7])
-def test_more_ranks_than_blocks_leaves_shards_empty(world_size, device):
-    case = Exchange(layouts=(Layout((100,), (1,)), Layout((3,), (1,))), world_size=world_size, pieces=2)
+@pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])
+def test_more_cells_than_blocks_leaves_shards_empty(world_size, pieces, device):
+    case = Exchange(layouts=(Layout((100,), (1,)), Layout((3,), (1,))), world_size=world_size, pieces=pieces)
     check(case, device)
     outcome = exchange(case, PUBLIC, device)
-    assert all(not pending.any() for pending in outcome.shard_pending[3:]), "no block, no error"
+    with_errors = torch.stack([pending.view(-1, 64).any(1) for pending in outcome.shard_pending])
+    assert with_errors.sum() <= 3, "no block, no error"
 
 
 def test_section_without_elements_does_nothing(device):
