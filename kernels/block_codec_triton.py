@@ -287,6 +287,7 @@ def store_errors(
     pointers = tl.multiple_of(pending_ptr, 16) + tl.arange(0, error.shape[0])[:, None] * error.shape[1] + columns
     if not FULL:
         error = tl.where(columns < counts[:, None], error, 0.0)
+    error += 0.0  # the error of -0 is 0, whatever the sign of its code
     if ERROR == tl.bfloat16:
         error = _round_to_bf16(error, random_bits_triton(key, step, index))
     if FULL:

@@ -1,15 +1,17 @@
 """Quantisation on CPUs: run by run, so that the scratch of each run stays in cache.
 
-The integer formats take few passes over each run. A byte is packed by float arithmetic, sum of q_t 2^(t bits), which
-are small integers, and converted once; the offset of the codes is added to the byte. Unpacking moves each plane to the
-top of its byte, eight bytes at a time, where the conversion from int8 extends its sign; the factor 2^(8 - bits) is
-divided out with the scale. All products are exact, so fused multiply-adds, which vectorised loops contain and others do
-not, change nothing. Other formats, stochastic rounding, and runs with an element that is not finite or too large for
-its scale take the way of the reference.
+A byte is packed by float arithmetic, the sum of q_t 2^(t bits), a small integer, and converted once; the offset of the
+codes is added to the byte. Unpacking moves each plane to the top of its byte, eight bytes at a time, where the
+conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
+fused multiply-adds, which vectorised loops contain and others do not, change nothing.
+
+Other cases call the reference, run by run: fp8, stochastic rounding, an error memory in bf16, signs of partial blocks,
+and elements that are not finite or too large for their scale.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from math import frexp
 
@@ -17,10 +19,26 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.block_table import RUN_NUMEL, BlockTable, Run, Section
-from gradwire.kernels.flattening_cpu import all_within
 from gradwire.kernels.quantization_reference import encode_with_errors
 from gradwire.kernels.segment_table import memory_order
 from gradwire.kernels.wire_formats import BF16_MAX, MIN_SCALE, Rounding, WireFormat, decode
+
+
+class Scratch(threading.local):
+    """Buffers of one thread, kept between calls: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def get(self, name: str, rows: int, columns: int) -> Tensor:
+        """An uninitialised fp32 tensor. A later call with the same name returns the same memory."""
+        numel = rows * columns
+        if name not in self._buffers or self._buffers[name].numel() < numel:
+            self._buffers[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return self._buffers[name][:numel].view(rows, columns)
+
+
+SCRATCH = Scratch()
 
 
 class CellPart:
@@ -50,6 +68,10 @@ class RunCodec:
     Args:
         section: the layout and the format.
         rounding: the random numbers.
+
+    Attributes:
+        n_blocks: of the largest run.
+        values: a buffer for the callers, [n_blocks, block_size], fp32.
     """
 
     def __init__(self, section: Section, rounding: Rounding | None = None) -> None:
@@ -57,14 +79,13 @@ class RunCodec:
         self.wire: WireFormat = section.format
         self.block_size = section.table.block_size
         self.is_stochastic = rounding is not None and rounding.stochastic
-        n_blocks = min(RUN_NUMEL // self.block_size, section.table.n_blocks)
-        shape = n_blocks, self.block_size
-        self.values = torch.empty(shape, dtype=torch.float32, device="cpu")  # for the callers
-        self._scratch = torch.empty(shape, dtype=torch.float32, device="cpu")
-        self._absmax = torch.empty(n_blocks, 1, dtype=torch.float32, device="cpu")
-        self._scales, self._inverses = torch.empty_like(self._absmax), torch.empty_like(self._absmax)
-        self._levels = torch.full_like(self._absmax, max(self.wire.levels, 1))
-        self._bytes = torch.empty(n_blocks, self.wire.payload_bytes(self.block_size), dtype=torch.int8, device="cpu")
+        self.n_blocks = min(RUN_NUMEL // self.block_size, section.table.n_blocks)
+        self.values = SCRATCH.get("values", self.n_blocks, self.block_size)
+        self._scratch = SCRATCH.get("codes", self.n_blocks, self.block_size)
+        self._absmax, self._scales, self._inverses, self._levels = (
+            SCRATCH.get(name, self.n_blocks, 1) for name in ("absmax", "scales", "inverses", "levels")
+        )
+        self._levels.fill_(max(self.wire.levels, 1))
 
     def encode(
         self, values: Tensor, first_block: int, scales: Tensor | None, payload: Tensor, pending: Tensor | None
@@ -81,12 +102,18 @@ class RunCodec:
         Returns:
             Whether all elements are finite.
         """
-        is_plain = not self.is_stochastic and (pending is None or pending.dtype == torch.float32)
-        if is_plain and self.wire.is_integer and self._encode_integers(values, scales, payload, pending):
-            return True
-        if is_plain and not self.wire.is_scaled and self._encode_floats(values, payload, pending):
-            return True
-        blocks = self.section.table.blocks(first_block, first_block + values.shape[0])
+        table, last_block = self.section.table, first_block + values.shape[0]
+        if not self.is_stochastic and (pending is None or pending.dtype == torch.float32):
+            if scales is None:
+                is_done = self._encode_floats(values, payload, pending)
+            elif self.wire.is_integer:
+                is_done = self._encode_integers(values, scales, payload, pending)
+            else:
+                is_whole = not table.partial_between(first_block, last_block) and payload.shape[1] % 8 == 0
+                is_done = self.wire.bits == 1 and is_whole and self._encode_signs(values, scales, payload, pending)
+            if is_done:
+                return True
+        blocks = table.blocks(first_block, last_block)
         encoded_scales, encoded = encode_with_errors(values, blocks, self.section, pending, self.rounding)
         payload.copy_(encoded)
         if scales is None or encoded_scales is None:
@@ -94,26 +121,13 @@ class RunCodec:
         scales.copy_(encoded_scales.squeeze(1))
         return not scales.isnan().any()
 
-    def _encode_floats(self, values: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
-        """`encode` to a format without scales; False, with nothing done, if an element is beyond its range."""
-        assert self.wire.dtype is not None
-        if not all_within(values.view(-1), torch.finfo(self.wire.dtype).max):
-            return False
-        codes = payload.view(self.wire.dtype).copy_(values)
-        if pending is not None:
-            torch.sub(values, self._scratch[: values.shape[0]].copy_(codes), out=pending)
-        return True
-
-    def _encode_integers(self, values: Tensor, scales: Tensor | None, payload: Tensor, pending: Tensor | None) -> bool:
-        """`encode` to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
-        n = values.shape[0]
-        q, absmax, scale = self._scratch[:n], self._absmax[:n], self._scales[:n]
-        torch.abs(values, out=q)
-        torch.amax(q, 1, keepdim=True, out=absmax)
+    def _round_scales(self, absmax: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
+        n, scale = absmax.shape[0], self._scales[: absmax.shape[0]]
         smallest, largest = (bound.item() for bound in torch.aminmax(absmax))
         # Above this bound a scale may be lowered, and elements saturate. A NaN fails the comparison.
         if not largest < self.wire.max_scale * self.wire.levels * 0.99:
-            return False
+            return None
         torch.div(absmax, self._levels[:n], out=scale)
         scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
         if smallest < MIN_SCALE * 2 * self.wire.levels:
@@ -121,13 +135,58 @@ class RunCodec:
         inverse = torch.reciprocal(scale, out=self._inverses[:n])
         if smallest == 0:
             scale.masked_fill_(absmax == 0, 0)
+        return scale, inverse
+
+    def _encode_integers(self, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+        """`encode` to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
+        q = torch.abs(values, out=self._scratch[: values.shape[0]])
+        rounded = self._round_scales(torch.amax(q, 1, keepdim=True, out=self._absmax[: values.shape[0]]))
+        if rounded is None:
+            return False
+        scale, inverse = rounded
         torch.mul(values, inverse, out=q)
         q.round_()
         if pending is not None:
             torch.addcmul(values, q, scale, value=-1, out=pending)
-        assert scales is not None
         scales.copy_(scale.view(-1))
         self._pack(q, payload)
+        return True
+
+    def _encode_signs(self, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+        """`encode` of whole blocks to signs; False, with nothing done, if a block is out of the ordinary."""
+        n, half = values.shape[0], self.block_size
+        q = torch.abs(values, out=self._scratch[:n]).mul_(1 / half)
+        while half > 1:
+            half //= 2
+            q[:, :half] += q[:, half : 2 * half]
+        absmean = self._absmax[:n].copy_(q[:, :1])
+        rounded = self._round_scales(absmean)
+        if rounded is None:
+            return False
+        scale, _ = rounded
+        positive = values >= 0
+        if pending is not None:
+            torch.where(positive, scale, -scale, out=q)
+            torch.sub(values, q, out=pending)
+            pending += 0.0  # the error of -0 is 0
+        scales.copy_(scale.view(-1))
+        # Each plane is bytes of 0 or 1, so that a shift of eight of them stays within the bytes.
+        planes = positive.view(torch.int64).view(n, 8, -1)
+        packed = payload.view(torch.int64).copy_(planes[:, 0])
+        for plane in range(1, 8):
+            packed |= planes[:, plane] << plane
+        return True
+
+    def _encode_floats(self, values: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+        """`encode` without scales; False, with nothing done, if an element is not finite or saturates."""
+        assert self.wire.dtype is not None
+        limit = torch.finfo(self.wire.dtype).max
+        smallest, largest = (bound.item() for bound in torch.aminmax(values))
+        if not (-limit <= smallest and largest <= limit):
+            return False
+        encoded = payload.view(self.wire.dtype).copy_(values)
+        if pending is not None:
+            torch.sub(values, self._scratch[: values.shape[0]].copy_(encoded), out=pending)
         return True
 
     def _pack(self, q: Tensor, payload: Tensor) -> None:
@@ -139,20 +198,26 @@ class RunCodec:
             packed.add_(q[:, plane * width : (plane + 1) * width], alpha=1 << plane * bits)
             offset += 1 << plane * bits + bits - 1
         payload.view(torch.int8).copy_(packed)
-        payload.add_(offset)
+        if bits == 8:
+            payload.view(torch.int64).bitwise_xor_(_in_each_byte(offset))  # the sum, eight bytes at a time
+        else:
+            payload.add_(offset)
 
     def decode(self, scales: Tensor | None, payload: Tensor, out: Tensor) -> None:
         """Decode blocks into ``out``, [n, block_size], fp32."""
         if self.wire.dtype is None and payload.shape[1] % 8 == 0:
             assert scales is not None
             self._decode_planes(scales, payload, out)
+        elif scales is None and self.wire.dtype is not None:
+            out.copy_(payload.view(self.wire.dtype))
         else:
             out.copy_(decode(None if scales is None else scales.unsqueeze(1), payload, self.wire))
 
     def _decode_planes(self, scales: Tensor, payload: Tensor, out: Tensor) -> None:
+        """`decode` of integers and signs, plane by plane."""
         bits, (n, width) = self.wire.bits, payload.shape
         codes = payload.view(torch.int64)
-        plane = self._bytes[:n]
+        plane = self._scratch.view(torch.int8).view(-1)[: n * width].view(n, width)
         words = plane.view(torch.int64)
         scale = self._scales[:n]
         scale.copy_(scales.unsqueeze(1))
@@ -250,8 +315,8 @@ def reduce_quantized_cpu(
     """`reduce_quantized` on a CPU."""
     codec, block_size = RunCodec(section, rounding), section.table.block_size
     pieces, world_size, _ = received.shape
-    room = codec.values.shape[0]
-    decoded = torch.empty_like(codec.values)
+    room = codec.n_blocks
+    decoded = SCRATCH.get("decoded", room, block_size)
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)
         at = piece * section.blocks_per_cell

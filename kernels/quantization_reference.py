@@ -30,7 +30,7 @@ def encode_with_errors(
     if pending is not None:
         error = values - decode(scales, payload, section.format)
         is_valid = torch.arange(block_size, device=values.device) < blocks.counts.unsqueeze(1)
-        error = torch.where(is_valid, error, 0.0)
+        error = torch.where(is_valid, error, 0.0) + 0.0  # the error of -0 is 0, whatever the sign of its code
         if pending.dtype == torch.bfloat16:
             assert rounding is not None
             error = round_to_bf16(error, _draws(blocks, block_size, rounding, rounding.error_salt))

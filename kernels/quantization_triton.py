@@ -46,7 +46,7 @@ def _locate(message, blocks, blocks_per_cell, cell_units, scales_unit, payload_u
 
 
 @jit
-def _quantize_chunk(
+def _quantize_part(
     source,  # address of [remaining]
     errors,  # address of [N * BLOCK]
     pending,  # address of [N * BLOCK]
@@ -67,11 +67,11 @@ def _quantize_chunk(
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a chunk of one gradient, which has all its elements if FULL."""
-    N: tl.constexpr = CHUNK // BLOCK
+    """Encode a part of a chunk, which has all its elements if FULL."""
+    N: tl.constexpr = PART // BLOCK
     source_ptr = source.to(tl.pointer_type(SOURCE))
     rows = tl.arange(0, N)
     offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
@@ -95,6 +95,47 @@ def _quantize_chunk(
         store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
 
 
+@jit
+def _quantize_parts(
+    source,  # address of [remaining]
+    errors,  # address of [blocks * BLOCK]
+    pending,  # address of [blocks * BLOCK]
+    message,  # address
+    blocks_per_cell,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    first_block,  # int32
+    remaining,  # int32
+    start,
+    multiplier,
+    key,
+    error_key,
+    step,
+    SOURCE: tl.constexpr,
+    ERROR: tl.constexpr,
+    FORMAT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Encode a chunk of one gradient, part by part."""
+    ERROR_BYTES: tl.constexpr = 0 if ERROR is None else ERROR.primitive_bitwidth // 8
+    place = (message, blocks_per_cell, cell_units, scales_unit, payload_unit)
+    numbers = (multiplier, key, error_key, step)
+    while remaining > 0:
+        at = (first_block, remaining, start)
+        memory = (source, errors, pending)
+        _quantize_part(*memory, *place, *at, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, FULL)
+        source += PART * SOURCE.primitive_bitwidth // 8
+        errors += PART * ERROR_BYTES
+        pending += PART * ERROR_BYTES
+        first_block += PART // BLOCK
+        remaining -= PART
+        start += PART
+
+
 @kernel
 def _quantize_kernel(
     table_ptr,  # [4 S + 2 C] int64: `BlockTable.packed`
@@ -116,6 +157,7 @@ def _quantize_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """One chunk of one gradient into the message."""
@@ -125,33 +167,21 @@ def _quantize_kernel(
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     first_block += start // BLOCK
     step = start if step_ptr is None else tl.load(step_ptr)
-    numbers = (tl.full((), scale, tl.float32), key + salt, key + error_salt, step)
     place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
+    key_salted, error_key = key + salt, key + error_salt
+    multiplier = tl.full((), scale, tl.float32)
+    numbers = (first_block.to(tl.int32), remaining, start, multiplier, key_salted, error_key, step)
     # Pointers travel as numbers: as an offset from an argument below 2 GiB, AMD's compiler would lose their alignment.
     ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
-    ERROR_BYTES: tl.constexpr = 0 if errors_ptr is None else ERROR.primitive_bitwidth // 8
     errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
     pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
-    block = first_block.to(tl.int32)
-    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
+    memory = (source, errors, pending)
+    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own. Scalar
+    # accesses take many registers, so the other branch works on smaller parts of the chunk.
     if (remaining == CHUNK) & (source % 16 == 0):
-        tile = (source, errors, pending)
-        _quantize_chunk(
-            *tile, *place, block, remaining, start, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, CHUNK, True
-        )
+        _quantize_parts(*memory, *place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, True)
     else:
-        # Narrow accesses take many registers, so this branch works on a part of the chunk at a time.
-        while remaining > 0:
-            tile = (source, errors, pending)
-            _quantize_chunk(
-                *tile, *place, block, remaining, start, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False
-            )
-            source += TAIL * SOURCE.primitive_bitwidth // 8
-            errors += TAIL * ERROR_BYTES
-            pending += TAIL * ERROR_BYTES
-            block += TAIL // BLOCK
-            remaining -= TAIL
-            start += TAIL
+        _quantize_parts(*memory, *place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
 
 
 @jit
@@ -258,10 +288,7 @@ def place(section: Section, message: Tensor) -> dict[str, int]:
 
 
 def randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, Any]:
-    """The arguments of the random numbers. A kernel that needs none is compiled without a step.
-
-    Their 64-bit arithmetic takes many registers; with twice the threads, each has half of the elements.
-    """
+    """The arguments of the random numbers. A kernel that needs none is compiled without a step."""
     is_stochastic = rounding is not None and rounding.stochastic
     is_needed = is_stochastic or (pending is not None and pending.dtype == torch.bfloat16)
     return {
@@ -269,12 +296,11 @@ def randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, A
         "salt": 0 if rounding is None else rounding.salt,
         "error_salt": 0 if rounding is None else rounding.error_salt,
         "STOCHASTIC": is_stochastic,
-        "num_warps": 2 * NUM_WARPS if is_needed else NUM_WARPS,
     }
 
 
 # Multiply and add stay separate instructions: the same bits as on a CPU.
-OPTIONS = {"enable_fp_fusion": False}
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 
 def quantize_triton(
@@ -288,7 +314,7 @@ def quantize_triton(
     rounding: Rounding | None,
 ) -> None:
     """`quantize` in one launch."""
-    table = section.table
+    table, random = section.table, randomness(rounding, pending)
     with torch.cuda.device_of(message):
         _quantize_kernel[(table.n_chunks,)](
             table_ptr=table.packed(tensors),
@@ -302,9 +328,10 @@ def quantize_triton(
             FORMAT=section.format,
             BLOCK=table.block_size,
             **place(section, message),
-            **randomness(rounding, pending),
+            **random,
             **OPTIONS,
             CHUNK=CHUNK_NUMEL,
+            PART=CHUNK_NUMEL if random["step_ptr"] is None else CHUNK_NUMEL // 2,
             TAIL=TAIL_NUMEL,
         )
 
@@ -321,7 +348,6 @@ def dequantize_triton(gathered: Tensor, section: Section, tensors: Sequence[Tens
             TARGET=triton_dtype(table.dtype),
             FORMAT=section.format,
             BLOCK=table.block_size,
-            num_warps=NUM_WARPS,
             **place(section, gathered),
             **OPTIONS,
             CHUNK=CHUNK_NUMEL,

@@ -1,4 +1,4 @@
-"""`reduce_quantized` in Triton: a program decodes, sums and encodes 4096 elements of one cell."""
+"""`reduce_quantized` in Triton: a program decodes, sums and encodes 1024 elements of one cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.kernels.quantization_triton import OPTIONS, place, randomness
 from gradwire.kernels.wire_formats import Rounding
 
 # Elements per program: sums, their random numbers and the received codes are in registers at once.
-REDUCE_NUMEL = 2048
+REDUCE_NUMEL = 1024
 
 
 @kernel
@@ -57,14 +57,6 @@ def _reduce_kernel(
     slots = first_slot + tl.arange(0, N)
     blocks = (piece * world_size + rank) * blocks_per_cell + slots
     exists = (slots < blocks_per_cell) & (blocks < n_blocks)
-    segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)
-    lengths = tl.load(layout_ptr + segments)
-    starts = (blocks - tl.load(layout_ptr + n_segments + segments)) * BLOCK  # [N] int64
-    counts = tl.where(exists, tl.minimum(lengths - starts, BLOCK), 0).to(tl.int32)
-    keys = tl.load(layout_ptr + 2 * n_segments + segments)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    index = starts[:, None] + columns  # [N, BLOCK]
-    step = program if step_ptr is None else tl.load(step_ptr)
 
     # Whole blocks are masked, never parts of them, so accesses stay wide.
     cell_bytes = unit_bytes(cell_units)
@@ -74,6 +66,16 @@ def _reduce_kernel(
         scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
         total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
         received += cell_bytes
+
+    # Read after the loop, which needs the registers.
+    segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)
+    lengths = tl.load(layout_ptr + segments)
+    starts = (blocks - tl.load(layout_ptr + n_segments + segments)) * BLOCK  # [N] int64
+    counts = tl.where(exists, tl.minimum(lengths - starts, BLOCK), 0).to(tl.int32)
+    keys = tl.load(layout_ptr + 2 * n_segments + segments)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    index = starts[:, None] + columns  # [N, BLOCK]
+    step = program if step_ptr is None else tl.load(step_ptr)
     has_room = slots < blocks_per_cell
     errors_at = (piece * blocks_per_cell + first_slot).to(tl.int64) * BLOCK
     if errors_ptr is not None:

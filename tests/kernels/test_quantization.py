@@ -74,8 +74,9 @@ def test_full_and_partial_chunks_match_reference(wire, device):
     check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=2, world_size=3), device)
 
 
+# The interpreter, which is slow, meets the others in the slow lane.
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("wire", ("int4", "fp8_e4m3") if INTERPRETED else FORMATS)
 def test_extreme_magnitudes_match_reference(wire, kind, device):
     check(Exchange(wire, layouts=(Layout((1021,), (1,)), Layout((640,), (1,))), kind=kind), device)
 
@@ -110,12 +111,13 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
 
 
-@pytest.mark.parametrize("world_size", [5, 7])
-def test_more_ranks_than_blocks_leaves_shards_empty(world_size, device):
-    case = Exchange(layouts=(Layout((100,), (1,)), Layout((3,), (1,))), world_size=world_size, pieces=2)
+@pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])
+def test_more_cells_than_blocks_leaves_shards_empty(world_size, pieces, device):
+    case = Exchange(layouts=(Layout((100,), (1,)), Layout((3,), (1,))), world_size=world_size, pieces=pieces)
     check(case, device)
     outcome = exchange(case, PUBLIC, device)
-    assert all(not pending.any() for pending in outcome.shard_pending[3:]), "no block, no error"
+    with_errors = torch.stack([pending.view(-1, 64).any(1) for pending in outcome.shard_pending])
+    assert with_errors.sum() <= 3, "no block, no error"
 
 
 def test_section_without_elements_does_nothing(device):
@@ -180,7 +182,7 @@ def test_error_is_at_most_half_a_step(wire, kind, device):
     decoded, _, scales = single(wire, values, device)
     levels = WIRE_FORMATS[wire].levels
     # The derivation is in the docstring of `quantization`.
-    bound = scales.double().repeat_interleave(64) / 2 * (1 + 2 * levels * 2.0**-22)
+    bound = scales.double().repeat_interleave(64) / 2 * (1 + levels * 2.0**-20)
     assert ((decoded.double() - values.double()).abs() <= bound).all()
     # A step is the largest element over the levels, rounded up to 8 bits, and at least the smallest normal number.
     absmax = values.view(-1, 64).abs().amax(1).double()
@@ -196,6 +198,18 @@ def test_sent_plus_pending_is_the_value_to_the_bit(wire, kind, device):
     decoded, pending, _ = single(wire, values, device)
     assert_same_bits(decoded + pending[:12289], values + 0.0, "the sum")  # + 0: the sum of 0 and -0 is 0
     assert not pending[12289:].any(), "missing elements have no error"
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("wire", FORMATS)
+def test_negative_zeros_match_reference(wire, stochastic, device):
+    case = Exchange(wire, layouts=(Layout((256,), (1,)),), world_size=1, stochastic=stochastic)
+    values = torch.randn(256)
+    values[::2] = -0.0
+    values[64:128] = -0.0
+    errors = [torch.full((256,), -0.0, device=device)]
+    both = [exchange(case, f, device, gradients=[[values]], errors=errors) for f in (PUBLIC, REFERENCE)]
+    assert_same_outcome(*both, case)
 
 
 @pytest.mark.parametrize("wire", [f for f in FORMATS if f != "sign"])

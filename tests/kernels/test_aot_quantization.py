@@ -1,0 +1,175 @@
+"""The quantisation kernels, compiled ahead of time: no spills, few registers, wide accesses, few variants."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import ahead_of_time
+import pytest
+import torch
+from ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
+from cases import name
+
+from gradwire.kernels import (
+    WIRE_FORMATS,
+    BlockTable,
+    MessageLayout,
+    Rounding,
+    commit_errors,
+    dequantize,
+    quantization,
+    quantization_triton,
+    quantize,
+    quantized_reduction_triton,
+    reduce_quantized,
+)
+
+MODULES = [quantization, quantization_triton, quantized_reduction_triton]
+# The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8
+# warps share a multiprocessor, 80 three, 128 two. Stochastic fp8 takes the most. The comments are the largest numbers
+# measured with Triton 3.7.1, on a sample of formats and dtypes.
+LIMITS = {
+    "quantize": {80: 128, 90: 128, 100: 128, "gfx942": 96},  # 116  120  114  61
+    "reduce": {80: 80, 90: 80, 100: 80, "gfx942": 64},  # 64  64  64  34
+    "dequantize": {80: 96, 90: 96, 100: 96, "gfx942": 64},  # 66  79  64  46
+    "commit_errors": {80: 64, 90: 64, 100: 64, "gfx942": 32},  # 56  56  56  18
+}
+FORMATS = tuple(WIRE_FORMATS)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One exchange on a bucket that is aligned and has full chunks."""
+
+    wire: str
+    gradient: torch.dtype = FP32
+    errors: torch.dtype | None = FP32
+    stochastic: bool = False
+    block_size: int = 64
+    n_tensors: int = 2
+
+    def __str__(self):
+        rounding = "stochastic" if self.stochastic else "nearest"
+        return f"{self.wire}-{self.block_size}-{name(self.gradient)}-{name(self.errors)}-{rounding}"
+
+
+def memory(numel, dtype):
+    return None if dtype is None else torch.zeros(numel, dtype=dtype)
+
+
+def launch_all(launch, length=8192, world_size=2, pieces=1):
+    """Call all four functions."""
+    tensors = [torch.zeros(length, dtype=launch.gradient) for _ in range(launch.n_tensors)]
+    table = BlockTable(tensors, launch.block_size, list(range(launch.n_tensors)))
+    layout = MessageLayout([(WIRE_FORMATS[launch.wire], table)], world_size, pieces)
+    (section,) = layout.sections
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+    result = torch.zeros(layout.result_shape, dtype=torch.uint8)
+    is_random = launch.stochastic or launch.errors == BF16
+    rounding = Rounding(torch.zeros(1, dtype=torch.int64), world_size, launch.stochastic) if is_random else None
+
+    def memories(numel):
+        return {"errors": memory(numel, launch.errors), "pending": memory(numel, launch.errors), "rounding": rounding}
+
+    quantize(tensors, section, message, scale=1 / world_size, **memories(table.numel))
+    shard = memories(layout.shard_numel(section))
+    reduce_quantized(message, section, result, rank=world_size - 1, **shard)
+    dequantize(message, section, tensors)
+    if launch.errors is not None:
+        commit_errors(message, memory(table.numel, launch.errors), memory(table.numel, launch.errors))
+
+
+@cache
+def recorded(launch):
+    return ahead_of_time.recorded(MODULES, lambda: launch_all(launch))
+
+
+@cache
+def compiled(launch, kernel, target):
+    return ahead_of_time.compiled(*recorded(launch)[kernel], target)
+
+
+def check(launch, target):
+    for kernel, (_, arguments) in recorded(launch).items():
+        binary = compiled(launch, kernel, target)
+        assert binary.spills == 0, (kernel, binary)
+        assert binary.fences == 0, (kernel, binary)
+        assert binary.registers <= LIMITS[kernel][target], (kernel, binary)
+        numel = arguments.get("PART", arguments["CHUNK"])
+        threads = arguments["num_warps"] * TARGETS[target].warp_size
+
+        def wide(*dtypes, numel=numel, threads=threads):
+            """Bytes of those dtypes, unless a thread has less than 16 of them, as it may have on gfx942."""
+            return sum(numel * d.itemsize for d in dtypes if d is not None and numel * d.itemsize >= 16 * threads)
+
+        if kernel == "quantize":
+            # At least: the errors are wide in the branch for tails, too, and so are payloads of 16 bits or more.
+            assert binary.loaded >= wide(launch.gradient, launch.errors), (kernel, binary)
+            assert binary.stored >= wide(launch.errors), (kernel, binary)
+        elif kernel == "reduce":
+            assert binary.loaded >= wide(launch.errors), (kernel, binary)
+            assert binary.stored >= wide(launch.errors), (kernel, binary)
+        elif kernel == "dequantize":
+            assert binary.stored >= wide(launch.gradient), (kernel, binary)
+        else:
+            assert (binary.loaded, binary.stored) == (wide(launch.errors),) * 2, (kernel, binary)
+
+
+USUAL = [
+    Launch("int4"),
+    Launch("int8", BF16, BF16, stochastic=True),
+    Launch("sign", BF16, None),
+    Launch("fp8_e4m3"),
+    Launch("bf16", BF16, BF16),
+]
+
+
+@pytest.mark.parametrize("launch", USUAL, ids=str)
+def test_usual_quantization_kernels_for_sm_90_do_not_spill_and_are_vectorised(launch):
+    check(launch, 90)
+
+
+@pytest.mark.parametrize("target", [80, 100, "gfx942"])
+@pytest.mark.parametrize("launch", USUAL[:2], ids=str)
+def test_usual_quantization_kernels_for_other_gpus_do_not_spill_and_are_vectorised(launch, target):
+    check(launch, target)
+
+
+EVERY = [
+    Launch(wire, gradient, errors, stochastic, block_size)
+    for wire in FORMATS
+    for gradient, errors, stochastic, block_size in (
+        (FP32, FP32, False, 64),
+        (FP32, FP32, True, 32),
+        (FP32, BF16, False, 128),
+        (BF16, BF16, True, 64),
+        (BF16, None, False, 64),
+        (FP16, FP32, False, 1024),
+        (FP64, FP32, False, 64),
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("launch", EVERY, ids=str)
+def test_every_quantization_kernel_for_every_gpu_does_not_spill_and_is_vectorised(launch, target):
+    check(launch, target)
+
+
+def test_program_id_is_widened_to_64_bits_before_arithmetic():
+    for kernel in recorded(Launch("int4")).values():
+        ahead_of_time.check_program_number(ahead_of_time.intermediate(*kernel, 90))
+
+
+@pytest.mark.parametrize("errors", [None, FP32, BF16], ids=name)
+@pytest.mark.parametrize("wire", ["int4", "bf16"])
+def test_buckets_worlds_and_steps_share_one_variant_of_each_kernel(wire, errors):
+    launch = Launch(wire, errors=errors)
+    variants = {}
+    for length, world_size, pieces in ((8192, 2, 1), (4100, 3, 2), (64, 16, 1), (100_000, 1, 1)):
+        for n_tensors in (1, 2, 16):
+            each = Launch(wire, errors=errors, n_tensors=n_tensors)
+            call = lambda: launch_all(each, length, world_size, pieces)  # noqa: B023, E731
+            for kernel, function, arguments in ahead_of_time.recorded_launches(MODULES, call):
+                variants.setdefault(kernel, set()).add(ahead_of_time.variant(function, arguments, 90))
+    assert {kernel: len(keys) for kernel, keys in variants.items()} == dict.fromkeys(recorded(launch), 1)

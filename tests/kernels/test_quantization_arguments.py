@@ -1,0 +1,140 @@
+"""Arguments of the quantisation kernels that do not fit are refused with a remedy."""
+
+import pytest
+import torch
+
+from gradwire.kernels import (
+    WIRE_FORMATS,
+    BlockTable,
+    MessageLayout,
+    Rounding,
+    commit_errors,
+    dequantize,
+    quantize,
+    reduce_quantized,
+)
+
+TENSORS = [torch.ones(100), torch.ones(64)]
+TABLE = BlockTable(TENSORS, 64, [1, 2])
+LAYOUT = MessageLayout([(WIRE_FORMATS["int4"], TABLE)], 2)
+(SECTION,) = LAYOUT.sections
+MESSAGE = torch.zeros(LAYOUT.message_shape, dtype=torch.uint8)
+RESULT = torch.zeros(LAYOUT.result_shape, dtype=torch.uint8)
+STEP = torch.zeros(1, dtype=torch.int64)
+
+
+def errors(dtype=torch.float32, numel=TABLE.numel):
+    return {"errors": torch.zeros(numel, dtype=dtype), "pending": torch.zeros(numel, dtype=dtype)}
+
+
+def unaligned(tensor):
+    return torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)[8:].view(tensor.shape)
+
+
+MESSAGES = {
+    "dtype": (MESSAGE.to(torch.int8), "expected a contiguous torch.uint8"),
+    "dimensions": (MESSAGE[0], r"expected \[pieces, n, cell_bytes\]"),
+    "stride": (torch.zeros(1, 2, 2 * LAYOUT.cell_bytes, dtype=torch.uint8)[..., ::2], "expected a contiguous"),
+    "device": (MESSAGE.to("meta"), "on cpu"),
+    "alignment": (unaligned(MESSAGE), "no multiple of 16"),
+    "size": (torch.zeros(1, 1, LAYOUT.cell_bytes, dtype=torch.uint8), "the section needs room for 3 blocks"),
+    "cell": (torch.zeros(1, 2, 32, dtype=torch.uint8), "2 in each cell, which end at byte 96"),
+}
+
+
+@pytest.mark.parametrize("message, match", MESSAGES.values(), ids=MESSAGES)
+def test_misfitting_message_raises(message, match):
+    with pytest.raises(ValueError, match=f"message.*{match}"):
+        quantize(TENSORS, SECTION, message, scale=1.0)
+    with pytest.raises(ValueError, match=f"received.*{match}"):
+        reduce_quantized(message, SECTION, RESULT, rank=0)
+    with pytest.raises(ValueError, match=f"gathered.*{match}"):
+        dequantize(message, SECTION, TENSORS)
+
+
+def test_other_tensors_raise():
+    for call in (
+        lambda: quantize(TENSORS[:1], SECTION, MESSAGE, scale=1.0),
+        lambda: dequantize(MESSAGE, SECTION, TENSORS[:1]),
+    ):
+        with pytest.raises(ValueError, match="table of 2"):
+            call()
+
+
+MEMORIES = {
+    "one": ({"errors": torch.zeros(TABLE.numel)}, "come together"),
+    "size": (errors(numel=100), "expected a contiguous 1-D tensor of 192 elements"),
+    "dtype": (errors(torch.float16), "in torch.float32 or torch.bfloat16"),
+    "two dtypes": (
+        {"errors": torch.zeros(TABLE.numel), "pending": torch.zeros(TABLE.numel, dtype=torch.bfloat16)},
+        "expected one dtype",
+    ),
+    "alignment": (
+        {"errors": torch.zeros(TABLE.numel), "pending": torch.zeros(TABLE.numel + 1)[1:]},
+        "no multiple of 16",
+    ),
+    "bf16 without random numbers": (errors(torch.bfloat16), r"pass rounding=Rounding\(step\)"),
+    "step of another dtype": ({"rounding": Rounding(torch.zeros(1))}, "expected one element of torch.int64"),
+    "two steps": ({"rounding": Rounding(torch.zeros(2, dtype=torch.int64))}, "expected one element of torch.int64"),
+}
+
+
+@pytest.mark.parametrize("memory, match", MEMORIES.values(), ids=MEMORIES)
+def test_misfitting_error_memory_or_rounding_raises(memory, match):
+    with pytest.raises(ValueError, match=match):
+        quantize(TENSORS, SECTION, MESSAGE, scale=1.0, **memory)
+
+
+def test_misfitting_arguments_of_the_reduction_raise():
+    with pytest.raises(ValueError, match="rank is 2; expected a number from 0 to 1"):
+        reduce_quantized(MESSAGE, SECTION, RESULT, rank=2)
+    with pytest.raises(ValueError, match="result is"):
+        reduce_quantized(MESSAGE, SECTION, RESULT[:, :-16], rank=0)
+    with pytest.raises(ValueError, match="1-D tensor of 128 elements"):
+        reduce_quantized(MESSAGE, SECTION, RESULT, rank=0, **errors())
+
+
+def test_misfitting_arguments_of_commit_raise():
+    with pytest.raises(ValueError, match="one dtype and size"):
+        commit_errors(MESSAGE, torch.zeros(5), torch.zeros(6))
+    with pytest.raises(ValueError, match="one dtype and size"):
+        commit_errors(MESSAGE, torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="gathered is"):
+        commit_errors(MESSAGE.float(), torch.zeros(5), torch.zeros(5))
+
+
+def test_random_numbers_are_repeatable_and_depend_on_step_salt_and_key():
+    tensor = [torch.randn(6400)]
+
+    def codes(key=1, step=0, salt=0):
+        table = BlockTable(tensor, 64, [key])
+        layout = MessageLayout([(WIRE_FORMATS["int4"], table)], 1)
+        message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+        rounding = Rounding(torch.tensor([step]), salt, stochastic=True)
+        quantize(tensor, layout.sections[0], message, scale=1.0, rounding=rounding)
+        return message
+
+    first = codes()
+    assert torch.equal(codes(), first)
+    for other in (codes(key=2), codes(step=1), codes(salt=1)):
+        assert not torch.equal(other, first)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "int2", "fp8_e4m3", "bf16", "fp16"])
+def test_stochastic_rounding_is_unbiased(wire):
+    # 2^16 equal elements beside one large one in each block of 64. With a step of size s, the mean of n draws is within
+    # 5 s / (2 sqrt(n)) of the value, five standard deviations of the widest distribution between two neighbours.
+    values = torch.full((1024, 64), 0.7310585)
+    values[:, 0] = 1.0
+    table = BlockTable([values], 64, [17])
+    layout = MessageLayout([(WIRE_FORMATS[wire], table)], 1)
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+    rounding = Rounding(STEP, stochastic=True)
+    quantize([values], layout.sections[0], message, scale=1.0, rounding=rounding)
+    decoded = torch.empty_like(values)
+    dequantize(message, layout.sections[0], [decoded])
+    step = {"int8": 1 / 127, "int4": 1 / 7, "int2": 1.0, "fp8_e4m3": 2.0**-3, "bf16": 2.0**-8, "fp16": 2.0**-11}[wire]
+    n = 1024 * 63
+    deviation = decoded[:, 1:].double().mean() - 0.7310585
+    assert abs(deviation) <= 5 * step * 1.01 / (2 * n**0.5)
+    assert len(decoded[:, 1:].unique()) == 2, "the two neighbours"
