@@ -27,6 +27,10 @@ from gradwire.kernels.matrix_table import (
 BLOCK = 32
 # Rows or columns of M that a program of a product sums over.
 STRIP = 512
+# Tiles of M in flight, by padded rank, of the product M' P of 16-bit matrices. With Triton's default, 3, its registers
+# spill at rank 64 (sm_80, Triton 3.7.1) and at rank 16 (sm_100, Triton 3.6.0).
+STAGES_OF_16_BIT = {16: 2, 32: 3, 64: 1}
+STAGES = 3
 # Columns of the tile that a program of `reconstruct` writes, 32 x 64.
 RECONSTRUCT_COLUMNS = 64
 # Elements of a factor that one program adds up.
@@ -307,6 +311,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             BLOCK=BLOCK,
             STRIP=STRIP,
             num_warps=4 if rank == 16 else 8,
+            num_stages=STAGES if to_p or table.dtype.itemsize > 2 else STAGES_OF_16_BIT[rank],
         )
         _sum_partials_kernel[(of_chunks.shape[1],)](
             partial_ptr=partials,
