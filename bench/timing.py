@@ -74,8 +74,11 @@ def peak_memory(device: torch.device) -> int:
     """Peak memory so far in bytes: on a GPU of its tensors, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not ru_maxrss: on Linux a process inherits that of the one that started it.
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) * 1024
 
 
 class DriverCalls(NamedTuple):

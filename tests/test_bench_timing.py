@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -61,11 +63,21 @@ def test_time_of_this_process_is_part_of_total_time():
     assert elapsed > 0
 
 
-@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_peak_memory_of_process_is_in_bytes(monkeypatch, system, unit):
-    monkeypatch.setattr(timing.sys, "platform", system)
+def test_peak_memory_on_macos_is_the_maximum_resident_size(monkeypatch):
+    monkeypatch.setattr(timing.sys, "platform", "darwin")
     monkeypatch.setattr(timing.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=50_000))
-    assert timing.peak_memory(torch.device("cpu")) == 50_000 * unit
+    assert timing.peak_memory(torch.device("cpu")) == 50_000
+
+
+def test_peak_memory_is_of_the_process_and_not_of_the_one_that_started_it():
+    before = timing.peak_memory(torch.device("cpu"))
+    block = b"x" * (before + 10**9)
+    after = timing.peak_memory(torch.device("cpu"))
+    assert after > len(block)
+    del block
+    program = "import torch; from gradwire.bench import timing; print(timing.peak_memory(torch.device('cpu')))"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 10**7 < int(child.stdout) < after - 10**8
 
 
 def test_provenance_names_machine_versions_and_date():
