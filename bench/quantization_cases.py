@@ -41,7 +41,10 @@ class _Buckets:
         tables = [BlockTable(tensors, BLOCK_SIZE, [0] * len(tensors)) for tensors in self.gradients]
         self.layouts = [MessageLayout([(WIRE_FORMATS[wire], table)], RANKS) for table in tables]
         self.numels = [table.numel for table in tables]
-        self.errors = [0.01 * torch.randn(table.numel, device=device) for table in tables]
+        self.errors = [torch.zeros(table.numel, device=device) for table in tables]
+        for table, errors in zip(tables, self.errors, strict=True):
+            for view in table.error_views(errors):  # blocks may lack elements, which have no errors
+                view.normal_(std=0.01)
         self.pending = [torch.full_like(errors, torch.nan) for errors in self.errors]
         self.messages = [torch.zeros(layout.message_shape, dtype=torch.uint8, device=device) for layout in self.layouts]
         for i, tensors in enumerate(self.gradients):  # codes of gradients, for the kernels that decode

@@ -49,7 +49,7 @@ class Transport:
             counts half of the message, of which it sends (n - 1) / n.
     """
 
-    def __init__(self, world_size: int, rank: int) -> None:
+    def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
         self.rank = rank
         self.payload_bytes = 0

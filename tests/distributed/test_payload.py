@@ -48,7 +48,7 @@ def transport(monkeypatch):
     """Of two ranks; nothing is sent."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: None)
     monkeypatch.setattr("gradwire.comm.collectives._all_reduce", lambda tensor, op, group: Done())
-    return GroupTransport(SimpleNamespace(size=lambda: 2))
+    return GroupTransport(SimpleNamespace(size=lambda: 2, rank=lambda: 0))
 
 
 def drive(transport, steps):

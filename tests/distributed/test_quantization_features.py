@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
 from features import FEATURES, Parts, views, wrap
-from test_quantization import hook_of, summed
+from test_quantization_laws import hook_of, summed
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_hooks
 from training import SMALL, WRAPPERS, build, gradients, message_of, register, train
 from zoo import Probe

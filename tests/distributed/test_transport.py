@@ -39,7 +39,7 @@ def test_sparse_all_reduces_run_one_at_a_time():
         assert sum(work.is_sparse and not work.is_done for work in works) <= 1
         return works[-1]
 
-    transport = GroupTransport(SimpleNamespace(size=lambda: 2, allreduce=allreduce))
+    transport = GroupTransport(SimpleNamespace(size=lambda: 2, rank=lambda: 0, allreduce=allreduce))
     dense, sparse = torch.ones(3), torch.eye(3).to_sparse()
     for tensor in [sparse, dense, sparse, dense, sparse]:
         transport.start(transport.all_reduce(tensor))
@@ -49,7 +49,7 @@ def test_sparse_all_reduces_run_one_at_a_time():
 @pytest.mark.parametrize("way", ["run", "start"])
 def test_payload_counts_each_tensor_once(monkeypatch, way):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
-    group = SimpleNamespace(size=lambda: 2, allreduce=lambda tensors, _: Unfinished(*tensors))
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, allreduce=lambda tensors, _: Unfinished(*tensors))
     transport = GroupTransport(group)
     both = torch.ones(3), torch.ones(5, dtype=torch.bfloat16)
     sizes = []

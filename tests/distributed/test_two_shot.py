@@ -117,7 +117,9 @@ def test_pieces_may_lie_apart_and_own_cells_in_the_result(world):
 @pytest.mark.parametrize("nbytes", [0, 16, 7])
 def test_both_shots_together_count_the_message_once(way, nbytes):
     done = SimpleNamespace(wait=lambda: None)
-    group = SimpleNamespace(size=lambda: 3, alltoall_base=lambda *_: done, _allgather_base=lambda *_: done)
+    group = SimpleNamespace(
+        size=lambda: 3, rank=lambda: 0, alltoall_base=lambda *_: done, _allgather_base=lambda *_: done
+    )
     transport, sent = GroupTransport(group), message(0, 5, 3, nbytes)
     getattr(transport, way)(transport.all_to_all(torch.empty_like(sent), sent))
     assert transport.payload_bytes == sent.nbytes // 2
@@ -132,7 +134,9 @@ def test_every_piece_is_in_flight_before_any_is_awaited():
         log.append("launched")
         return SimpleNamespace(wait=lambda: log.append("awaited"))
 
-    transport = GroupTransport(SimpleNamespace(size=lambda: 2, alltoall_base=launch, _allgather_base=launch))
+    transport = GroupTransport(
+        SimpleNamespace(size=lambda: 2, rank=lambda: 0, alltoall_base=launch, _allgather_base=launch)
+    )
     sent = message(0, 4, 2, 16)
     for collective in (transport.all_to_all(torch.empty_like(sent), sent), transport.all_gather(sent, sent[:, 0])):
         log.clear()
@@ -162,7 +166,7 @@ def test_failed_shot_keeps_no_work():
         made.append(weakref.ref(work))
         return work
 
-    transport = GroupTransport(SimpleNamespace(size=lambda: 2, alltoall_base=launch))
+    transport = GroupTransport(SimpleNamespace(size=lambda: 2, rank=lambda: 0, alltoall_base=launch))
     sent = message(0, 5, 2, 16)
     with pytest.raises(RuntimeError, match="Connection closed by peer") as failure:
         transport.run(transport.all_to_all(torch.empty_like(sent), sent))
