@@ -41,8 +41,8 @@ from gradwire.bench.tables import (
 
 Records = Sequence[Record]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK = (
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and a brown in place of their yellow.
+_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK, _BROWN = (
     "#0072b2",
     "#e69f00",
     "#009e73",
@@ -50,9 +50,10 @@ _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK = (
     "#56b4e9",
     "#cc79a7",
     "#222222",
+    "#8c564b",
 )
 _SIDES = {PYTORCH: (_RED, "s"), GRADWIRE: (_BLUE, "o")}
-_HOOK_COLOURS = (_BLACK, _BLUE, _GREEN, _RED, _PURPLE, _SKY, _ORANGE)
+_HOOK_COLOURS = (_BLACK, _BLUE, _GREEN, _RED, _PURPLE, _SKY, _ORANGE, _BROWN)
 # Colour and marker of each implementation in `draw_kernels`.
 _KERNEL_STYLES = {
     GRADWIRE: (_BLUE, "o"),
@@ -257,6 +258,7 @@ _CURVE_STYLES: tuple[dict[str, Any], ...] = (
     {"color": _BLUE, "linewidth": 2.0},
     {"color": _GREEN, "linewidth": 2.0},
     {"color": _RED, "linewidth": 2.0},
+    {"color": _BROWN, "linewidth": 2.0},
 )
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from gradwire.bench import converge, plots, tables
 from gradwire.bench import demo as demo_bench
-from gradwire.bench import plots, tables
-from gradwire.bench.hook_registry import HOOKS
+from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, load
 
@@ -255,3 +255,9 @@ def test_bytes_are_formatted_with_decimal_unit(count, text):
 
 def test_running_mean_is_of_each_window():
     assert plots.running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.5, 2.5, 4.5]
+
+
+def test_every_default_hook_has_a_colour_of_its_own():
+    styles = {str(sorted(style.items(), key=str)) for style in plots._CURVE_STYLES[: len(DEMO_HOOKS)]}
+    assert len(styles) == len(DEMO_HOOKS)
+    assert len(set(plots._HOOK_COLOURS)) >= len(converge.DEFAULT_HOOKS)
