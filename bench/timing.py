@@ -76,7 +76,7 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Not ru_maxrss: on Linux a process inherits that of the one that started it.
+    # Not ru_maxrss: on Linux a child inherits its parent's.
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(peak.split()[1]) * 1024
 

@@ -24,7 +24,7 @@ class Collective(ABC):
     @property
     @abstractmethod
     def payload_bytes(self) -> int:
-        """What the collective adds to `Transport.payload_bytes`."""
+        """Bytes to add to `Transport.payload_bytes`."""
 
     @abstractmethod
     def run(self, group: dist.ProcessGroup) -> None:

@@ -37,7 +37,6 @@ async def quantized_all_reduce(
     iteration: int,
     transport: Transport,
     workspace: Workspace,
-    divisor: int | None = None,
 ) -> None:
     """Write the mean of ``source`` over all ranks into ``target``, quantised on the way to the sum and back.
 
@@ -48,7 +47,6 @@ async def quantized_all_reduce(
         iteration: number of the step, equal on all ranks.
         transport: the two shots over the ranks; the one that the bucket was built for.
         workspace: provides the messages.
-        divisor: n, by default the world size; lower if some ranks contribute nothing.
 
     Example: without a process group, on a list of tensors. The same gradient is quantised to 4 bit in 20 steps; error
     feedback sends in later steps what earlier ones left out, so the mean of the results is closer to it than any of
@@ -72,13 +70,12 @@ async def quantized_all_reduce(
         True
     """
     step = bucket.start_step(source, target, iteration, workspace)
-    scale = 1 / (divisor or transport.world_size)
     for part in step.parts:
         quantize(
             part.source,
             part.section,
             step.message,
-            scale=scale,
+            scale=1 / transport.world_size,
             errors=part.errors,
             pending=part.pending,
             rounding=step.first_rounding,

@@ -1,8 +1,8 @@
 """`ErrorFeedbackState`: step count and checkpoints of the hooks with error feedback."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,13 @@ STATE_DICT_TIMEOUT = timedelta(seconds=10)
 PREPARE_TIMEOUT = timedelta(minutes=2)
 
 
+class Policy(Protocol):
+    """Options by name pattern."""
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern that matches none of the names; None if all match."""
+
+
 class ErrorFeedbackState(NamedState):
     """A hook's state with error memory by parameter name, which is summed over the ranks for a checkpoint.
 
@@ -35,7 +42,37 @@ class ErrorFeedbackState(NamedState):
         self.iter = 0
         self._hook_name = hook
         self._is_loaded = False  # whether the memory is from a checkpoint
+        self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+
+    @property
+    def policy(self) -> Policy:
+        """How each parameter is compressed, as the options say now."""
+        raise NotImplementedError
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take parameter names from ``module``; see `NamedState.bind`.
+
+        Raises:
+            ValueError: the state is bound to another model, or a name pattern in the options matches no parameter of
+                ``module``.
+        """
+        super().bind(module)
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        """Raise ValueError if a pattern matches no parameter, once all names are known."""
+        if self._patterns_match or not self._names.is_complete:
+            return
+        names = sorted(self._names.known())
+        if (unmatched := self.policy.unmatched_pattern(names)) is not None:
+            numbered = all(is_number(name) for name in names)
+            remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
+            raise ValueError(
+                f"{unmatched} matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
+                f"{remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
+            )
+        self._patterns_match = True
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step if ``bucket`` is its last."""

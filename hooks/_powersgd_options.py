@@ -1,6 +1,6 @@
 """`PowerSGDOptions`: the options of PowerSGD's hooks, validated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
@@ -10,7 +10,6 @@ import torch
 
 from gradwire.compress import LowRankPolicy
 from gradwire.compress._options import check_flag, check_number, check_patterns, check_whole_number
-from gradwire.hooks._parameter_names import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +87,6 @@ class PowerSGDOptions:
         """A copy of the options that must be equal on all ranks: all but the logging frequency."""
         options = dict(zip(_REPLICATED, _replicated(self), strict=True))
         return {**options, "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
-
-    def check_patterns_match(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a pattern in ``ranks`` or ``stacks`` matches none of a model's parameter names."""
-        unmatched = self.policy.unmatched_pattern(names)
-        if unmatched is not None:
-            numbered = all(is_number(name) for name in names)
-            remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
-            raise ValueError(
-                f"{unmatched} matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
-                f"{remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
-            )
 
     def why_nothing_is_compressed(self, layouts: Mapping[str, torch.Tensor]) -> str:
         """Why none of these parameters is compressed: the largest matrix, its rate, and the option to change."""

@@ -109,7 +109,6 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         self._settings_of_buckets: dict[str, object] | None = None
         self._is_batched = False  # whether the hook of the latest step is batched_powerSGD_hook
         self._fits_parameters = True  # whether the loaded memory was compared with every parameter
-        self._patterns_match = False  # whether every pattern in ranks and stacks is known to match a parameter
         self._has_compressed = False  # whether a compressed step is over
 
     def __repr__(self) -> str:
@@ -145,16 +144,6 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         """Bytes of the error memory on this rank."""
         return sum(each.error.nbytes for each in self._memory.values() if each.error is not None)
 
-    def bind(self, module: torch.nn.Module) -> None:
-        """Take parameter names from ``module``; see `NamedState.bind`.
-
-        Raises:
-            ValueError: the state is bound to another model, or a pattern in ``ranks`` or ``stacks`` matches no
-                parameter of ``module``.
-        """
-        super().bind(module)
-        self._check_patterns()
-
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step if ``bucket`` is its last."""
         super().maybe_increase_iter(bucket)
@@ -175,12 +164,6 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
                 "Compression after %s steps: rate %.1f, elements %s -> %s", self.iter, *self.compression_stats()
             )
             self.next_stats_report = self.iter + self.options.compression_stats_logging_frequency
-
-    def _check_patterns(self) -> None:
-        """Raise ValueError if a pattern matches no parameter, once all names are known."""
-        if not self._patterns_match and self._names.is_complete:
-            self.options.check_patterns_match(sorted(self._names.known()))
-            self._patterns_match = True
 
     def take_back(self, name: str, gradient: torch.Tensor) -> None:
         """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""

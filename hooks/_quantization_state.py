@@ -50,6 +50,10 @@ class QuantizationOptions:
         _ = self.policy  # validates the other options
         object.__setattr__(self, "wires", dict(self.wires))
 
+    def values(self) -> dict[str, Any]:
+        """The options by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @cached_property
     def policy(self) -> WirePolicy:
         """The wire format of each parameter."""
@@ -150,15 +154,14 @@ class QuantizationState(ErrorFeedbackState):
         self._errors: dict[str, Tensor] = {}
         # The errors of all ranks together, from a checkpoint, until a bucket takes this rank's share.
         self._loaded: dict[str, Tensor] = {}
-        self._patterns_match = False  # whether every pattern in wires is known to match a parameter
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{each.name}={getattr(self.options, each.name)!r}" for each in fields(self.options))
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.values().items())
         return f"{type(self).__name__}(iter={self.iter}, {options})"
 
     def settings(self) -> dict[str, object]:
         """The options, which must be equal on all ranks."""
-        return {"hook": "quantization_hook", **vars(self.options)}
+        return {"hook": "quantization_hook", **self.options.values()}
 
     def replicated(self) -> dict[str, object]:
         """The number of steps; after a load also the number of errors."""
@@ -168,15 +171,10 @@ class QuantizationState(ErrorFeedbackState):
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
         return self._names.of(bucket, "A pattern in wires or exempt" if self.options.needs_names else None)
 
-    def bind(self, module: torch.nn.Module) -> None:
-        """Take parameter names from ``module``; see `NamedState.bind`.
-
-        Raises:
-            ValueError: the state is bound to another model, or a pattern in ``wires`` matches no parameter of
-                ``module``.
-        """
-        super().bind(module)
-        self._check_patterns()
+    @property
+    def policy(self) -> WirePolicy:
+        """The wire format of each parameter."""
+        return self.options.policy
 
     @property
     def error_memory_bytes(self) -> int:
@@ -209,7 +207,7 @@ class QuantizationState(ErrorFeedbackState):
         share = {name: self._loaded[name] / transport.world_size for name in names if name in self._loaded}
         made = QuantizedBucket(
             layouts,
-            self.options.policy.wire_formats(parameter_layouts, names),
+            self.policy.wire_formats(parameter_layouts, names),
             transport,
             self.options.quantization,
             names=names,
@@ -229,18 +227,6 @@ class QuantizationState(ErrorFeedbackState):
             if not members.isdisjoint(key):
                 self._errors.update(bucket.folded_errors())
                 del self._buckets[key]
-
-    def _check_patterns(self) -> None:
-        """Raise ValueError if a pattern matches no parameter, once all names are known."""
-        if self._patterns_match or not self._names.is_complete:
-            return
-        names = sorted(self._names.known())
-        if (unmatched := self.options.policy.unmatched_pattern(names)) is not None:
-            raise ValueError(
-                f"{unmatched} matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
-                "Correct or remove it: patterns of whole names as in `fnmatch`, such as '*.weight'."
-            )
-        self._patterns_match = True
 
     def take_back(self, name: str, gradient: Tensor) -> None:
         """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
@@ -323,8 +309,12 @@ class QuantizationState(ErrorFeedbackState):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
-        options = {each.name: getattr(self.options, each.name) for each in fields(self.options)}
-        return {"options": options, "iter": self.iter, "errors": self._folded_errors(), "loaded": self._loaded}
+        return {
+            "options": self.options.values(),
+            "iter": self.iter,
+            "errors": self._folded_errors(),
+            "loaded": self._loaded,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]

@@ -50,7 +50,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     names, iteration = state.parameter_names(bucket), state.iter
     state._names.note(names, bucket)
     quantized = None
-    if state.options.policy.has_started(iteration) and not is_sparse(bucket):
+    if state.policy.has_started(iteration) and not is_sparse(bucket):
         transport = executor_for(state.process_group, bucket_device(bucket)).transport
         quantized = state.bucket(names, bucket_dtype(bucket), bucket, transport)
 

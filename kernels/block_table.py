@@ -61,7 +61,7 @@ def load_block_chunk(table_ptr, n_segments, n_chunks, chunk):
 
 
 class Blocks(NamedTuple):
-    """What a range of consecutive blocks holds; int64, one element for each block.
+    """Contents of consecutive blocks: int64, one element per block.
 
     Attributes:
         counts: the number of elements.
@@ -98,7 +98,7 @@ class BlockTable:
 
     Attributes:
         segments: the tensors, without blocks. `Fitting(tensors, table.segments)` passes `check` at once.
-        dtype: that of the tensors' real elements: a complex element counts twice.
+        dtype: of the tensors' real elements; a complex element counts twice.
         lengths: the number of real elements of each tensor.
         first_blocks: the number of blocks before each tensor.
         n_blocks: of all tensors.
@@ -149,7 +149,7 @@ class BlockTable:
 
     @cached_property
     def layout(self) -> Tensor:
-        """What does not depend on addresses, on the device: lengths, first blocks and keys, [3, S], int64."""
+        """Lengths, first blocks and keys of the tensors, on the device: int64 [3, S]."""
         rows = [*self.lengths, *self.first_blocks, *self.keys]
         return pinned(rows, self.device).to(self.device, non_blocking=True).view(3, -1)
 
@@ -177,7 +177,7 @@ class BlockTable:
         return [(first + n // self.block_size, n % self.block_size) for first, n in layout if n % self.block_size]
 
     def partial_between(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Those of `partial_blocks` from ``first`` to ``last - 1``."""
+        """The `partial_blocks` from ``first`` to ``last - 1``."""
         start, stop = (bisect_left(self.partial_blocks, (block, 0)) for block in (first, last))
         return self.partial_blocks[start:stop]
 
@@ -203,14 +203,9 @@ class BlockTable:
 
     def views(self, flat: Tensor, first: int, last: int) -> list[Tensor]:
         """Views of the blocks of the tensors ``first`` to ``last - 1``, which ``flat`` holds, as in `error_views`."""
-        views = []
-        for i in range(first, last):
-            start = flat.storage_offset() + (self.first_blocks[i] - self.first_blocks[first]) * self.block_size
-            shape, stride = tuple(self.segments.shapes[i]), self.segments.strides[i]
-            if self.segments.is_complex:
-                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
-            views.append(flat.as_strided(shape, stride, start))
-        return views
+        base = self.first_blocks[first]
+        starts = {i: (self.first_blocks[i] - base) * self.block_size for i in range(first, last)}
+        return [self.segments.view(i, flat, start) for i, start in starts.items()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,14 +37,14 @@ def flatten_cpu(
             torch._foreach_copy_(views, pieces)
             x.mul_(multiplier)
         wire = out[block.start : block.stop]
-        if all_within(x, limit):
+        if _all_within(x, limit):
             wire.copy_(x if x.dtype == wire.dtype else x.float())
         else:
             torch._foreach_copy_(views, pieces)
             saturating_cast(x, wire, scale, limit, counters)
 
 
-def all_within(x: Tensor, limit: float) -> bool:
+def _all_within(x: Tensor, limit: float) -> bool:
     """Whether all of ``x`` is finite and within ``limit``."""
     # The sum of squares bounds the largest magnitude at a third of the cost of finding it, unless squares underflow.
     if limit > 1e-15 and torch.dot(x, x).item() < 0.5 * limit * limit:

@@ -240,15 +240,18 @@ class SegmentTable:
         length = block.stop - block.start
         return [memory_order(tensors[block.first])[begin : begin + length]], [self._scratch[:length]]
 
+    def view(self, index: int, flat: Tensor, start: int) -> Tensor:
+        """The elements of ``flat`` from ``start`` on, in the layout of one tensor, a complex one as in `as_real`."""
+        shape, stride = tuple(self.shapes[index]), self.strides[index]
+        if self.is_complex:
+            shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+        return flat[start : start + self.lengths[index]].as_strided(shape, stride)
+
     def _shaped(self, wire: Tensor, indices: range, base: int) -> list[Tensor]:
         """Views of ``wire``, which begins at wire element ``base``, in the layouts of the tensors ``indices``."""
         views = []
         for i in indices:
-            start = self.offsets[i] - base
-            shape, stride = tuple(self.shapes[i]), self.strides[i]
-            if self.is_complex:
-                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
-            views.append(wire[start : start + self.lengths[i]].as_strided(shape, stride))
+            views.append(self.view(i, wire, self.offsets[i] - base))
         return views
 
     def chunks(self) -> list[int]:
