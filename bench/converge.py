@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook, label
+from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook, display_name
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of
@@ -177,7 +177,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     rate, seeds = link_named(settings["rate"]), settings["seeds"]
     if rate != LOOPBACK:
         namespaces.limit(rate)
-    pairs = list(itertools.product(settings["hooks"], (PYTORCH, GRADWIRE)))
+    pairs = [(hook, by) for hook in settings["hooks"] for by in implementations_of(hook)]
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
@@ -196,6 +196,12 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
             records += [record for training in trainings for record in training.records(seed)]
     of = {"task": settings["task"], "rate": settings["rate"]}
     return [replace(record, case=of | record.case) for record in records]
+
+
+def implementations_of(hook: str) -> list[str]:
+    """Who trains with a hook: PyTorch only where it has that hook, for its closest would train like another row."""
+    pytorch = TRAINED_HOOKS[hook].pytorch
+    return [PYTORCH, GRADWIRE] if pytorch is not None and pytorch.is_same else [GRADWIRE]
 
 
 def to_target(records: Iterable[Record], metric: str) -> list[float] | None:
@@ -265,7 +271,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         f"{settings['task']}, {settings['parameters']:,} parameters, {count(settings['hosts'], 'host')}, "
         f"link: {format_rate(settings['rate'])}; target: {target_of(settings)}"
     )
-    names = {"hook": lambda record: label(record["hook"]), "": lambda record: record.implementation}
+    names = {"hook": lambda record: display_name(record["hook"]), "": lambda record: record.implementation}
     columns = [
         (STEPS, _at_target(STEPS)),
         (TARGET_S, _time_to_target),

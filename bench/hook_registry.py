@@ -141,13 +141,18 @@ HOOKS: dict[str, HookEntry] = {
 DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "int8", "int4", "powersgd-r4", "powersgd-r4-bf16")
 
 
+_TITLES = {"none": "no hook"}
 # Footnote of tables and plots that mark hooks by `label`.
 STAR_NOTE = "*: PyTorch has no such hook, or one that fails; beside it runs PyTorch's closest"
-_LABELS = {"none": "no hook"}
+
+
+def display_name(hook: str) -> str:
+    """The name of a hook in tables and plots of gradwire's hooks."""
+    return _TITLES.get(hook, hook)
 
 
 def label(hook: str) -> str:
-    """The name of a hook in tables and plots, with a star where PyTorch only has a similar one."""
+    """Its name beside PyTorch's hooks, with a star where PyTorch only has a similar one."""
     entry = HOOKS.get(hook)
     is_same = entry is None or entry.pytorch is None or entry.pytorch.is_same
-    return f"{_LABELS.get(hook, hook)}{'' if is_same else ' *'}"
+    return f"{display_name(hook)}{'' if is_same else ' *'}"

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from gradwire.bench import converge, demo, kernels, network
-from gradwire.bench.hook_registry import STAR_NOTE, label
+from gradwire.bench.hook_registry import STAR_NOTE, display_name, label
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import (
     ACCURACY,
@@ -147,7 +147,7 @@ def draw_converge(records: Records, path: Path) -> None:
         dots.annotate(
             format_number(median(seconds)), (max(seconds), y), (6, -3), textcoords="offset points", fontsize=8
         )
-    _name_rows(dots, [label(hook) for hook in hooks])
+    _name_rows(dots, [display_name(hook) for hook in hooks])
     for name, colour in zip(dots.get_yticklabels(), colours.values(), strict=True):
         name.set_color(colour)
     dots.margins(x=0.15)
@@ -161,7 +161,7 @@ def draw_converge(records: Records, path: Path) -> None:
     dots.legend(handles=sides, title=f"median and range, {seeds}", loc="lower right", fontsize=9, title_fontsize=9)
     for hook in hooks:
         seconds, scores = _median_training([r for r in records if r["hook"] == hook], settings["score"])
-        curves.plot(seconds, scores, color=colours[hook], linewidth=1.8, label=label(hook))
+        curves.plot(seconds, scores, color=colours[hook], linewidth=1.8, label=display_name(hook))
         curves.plot(seconds[-1:], scores[-1:], "o", color=colours[hook], markersize=6)
     curves.axhline(settings["target"], color="#444444", linestyle="--", linewidth=1, label="target")
     if settings["rises"]:

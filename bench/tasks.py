@@ -105,7 +105,7 @@ class Text(Task):
     score = "validation loss (nats per byte)"
     target = 2.5
     rises = False
-    evaluate_every = 10
+    evaluate_every = 5
     max_steps = 600
     length, batch = 64, 4  # bytes of a sequence, sequences of a rank in a step
     validation_sequences = 32

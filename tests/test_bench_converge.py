@@ -13,6 +13,7 @@ from gradwire.bench.converge import (
     TRAINED_HOOKS,
     Training,
     compressed_step_ms,
+    implementations_of,
     tables,
     to_target,
 )
@@ -58,6 +59,12 @@ def records(facts):
     settings = {"task": "A task", "parameters": 1234, "score": ACCURACY, "target": 97.5, "rises": True}
     settings |= {"rate": "100mbit", "hosts": 2, "plain_steps": 10}
     return Measured(settings, [*NONE, *FP16, *POWERSGD]).with_provenance(facts)
+
+
+def test_pytorch_trains_with_hooks_of_its_own_only():
+    both = {hook for hook in DEFAULT_HOOKS if implementations_of(hook) == [PYTORCH, GRADWIRE]}
+    assert both == {"none", "fp16", "powersgd-r4", "powersgd-r16", "powersgd-r4-no-feedback"}
+    assert implementations_of("int4") == [GRADWIRE]
 
 
 def test_target_that_one_seed_missed_counts_as_missed():
