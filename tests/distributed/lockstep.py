@@ -3,13 +3,15 @@
 import torch
 import torch.distributed as dist
 
+from gradwire.comm.collectives import AllGather, AllToAll
+
 
 def run_in_lockstep(algorithms, watch=None):
-    """Run one algorithm for each rank to its end; each collective reduces what all of them await.
+    """Run one algorithm for each rank to its end; each collective combines what all of them await.
 
     Args:
         algorithms: the coroutines, by rank.
-        watch: called with the list of every rank's tensors before each collective.
+        watch: called with the list of every rank's tensors before each all-reduce.
     """
     while True:
         awaited = []
@@ -21,10 +23,33 @@ def run_in_lockstep(algorithms, watch=None):
         if not awaited:
             return
         assert len(awaited) == len(algorithms), "some ranks have ended"
-        if watch is not None:
-            watch([collective.tensors for collective in awaited])
-        for tensors in zip(*(collective.tensors for collective in awaited), strict=True):
-            stacked = torch.stack(tensors)
-            reduced = stacked.amax(0) if awaited[0].op == dist.ReduceOp.MAX else stacked.sum(0, dtype=tensors[0].dtype)
-            for tensor in tensors:
-                tensor.copy_(reduced)
+        kind = type(awaited[0])
+        assert {type(collective) for collective in awaited} == {kind}, "the ranks await different collectives"
+        if kind is AllToAll:
+            _all_to_all(awaited)
+        elif kind is AllGather:
+            _all_gather(awaited)
+        else:
+            _all_reduce(awaited, watch)
+
+
+def _all_reduce(awaited, watch):
+    if watch is not None:
+        watch([collective.tensors for collective in awaited])
+    for tensors in zip(*(collective.tensors for collective in awaited), strict=True):
+        stacked = torch.stack(tensors)
+        reduced = stacked.amax(0) if awaited[0].op == dist.ReduceOp.MAX else stacked.sum(0, dtype=tensors[0].dtype)
+        for tensor in tensors:
+            tensor.copy_(reduced)
+
+
+def _all_to_all(awaited):
+    for rank, shot in enumerate(awaited):
+        for peer, other in enumerate(awaited):
+            shot.target[:, peer] = other.source[:, rank]
+
+
+def _all_gather(awaited):
+    for shot in awaited:
+        for peer, other in enumerate(awaited):
+            shot.target[:, peer] = other.source

@@ -148,6 +148,18 @@ def test_law1_holds_with_errors_in_bf16_up_to_their_rounding(worlds, wire):
             assert (lost.abs() <= 4 * 2.0**-7 * sizes[name].max()).all(), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+@wrappers
+def test_laws_1_and_2_hold_on_4_ranks(worlds, wire, wrapper):
+    steps, world = 4, worlds(4)
+    for missing, sizes in world.run(unapplied, wrapper=wrapper, model="mlp", steps=steps, wire=wire):
+        for name, lost in missing.items():
+            assert (lost.abs() <= steps * (world.size + 2) * 2.0**-23 * sizes[name].max()).all(), name
+    training = {"model": "mixed", "bucket_cap_mb": SMALLEST, "options": {"wire": wire}}
+    assert_same_on_all_ranks(world.run(train_quantized, wrapper=wrapper, **training))
+
+
 # --- laws 2, 3 and 4
 
 

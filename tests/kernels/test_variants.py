@@ -19,8 +19,12 @@ from gradwire.compress import (
     Gradients,
     LowRankBucket,
     LowRankPolicy,
+    Quantization,
+    QuantizedBucket,
+    WirePolicy,
     cast_all_reduce,
     powersgd_all_reduce,
+    quantized_all_reduce,
     scaled_cast_all_reduce,
 )
 from gradwire.kernels import (
@@ -32,6 +36,9 @@ from gradwire.kernels import (
     lowrank_triton,
     orthogonalization,
     orthogonalization_triton,
+    quantization,
+    quantization_triton,
+    quantized_reduction_triton,
 )
 
 MODULES = [
@@ -42,15 +49,29 @@ MODULES = [
     orthogonalization,
     orthogonalization_triton,
     column_norms,
+    quantization,
+    quantization_triton,
+    quantized_reduction_triton,
 ]
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")
 
 
 class OneRank:
-    world_size = 1
+    """A transport whose collectives do nothing."""
+
+    world_size, rank = 1, 0
+
+    def pieces(self, nbytes):
+        return 1
 
     async def all_reduce(self, *tensors):
+        pass
+
+    async def all_to_all(self, received, sent):
+        pass
+
+    async def all_gather(self, gathered, own):
         pass
 
 
@@ -91,6 +112,20 @@ def powersgd(model, rank, factor_dtype):
         return [
             powersgd_all_reduce(b, tensors, tensors, iteration, OneRank(), workspace)
             for b, tensors in zip(low_rank, model, strict=True)
+        ]
+
+    return step
+
+
+def quantized(model, wire, options):
+    workspace, policy, made = Workspace(CPU), WirePolicy(wire=wire), []
+
+    def step(iteration):
+        new = model[len(made) :]
+        made.extend(QuantizedBucket(tensors, policy.wire_formats(tensors), OneRank(), options) for tensors in new)
+        return [
+            quantized_all_reduce(b, tensors, tensors, iteration, OneRank(), workspace)
+            for b, tensors in zip(made, model, strict=True)
         ]
 
     return step
@@ -154,3 +189,22 @@ def test_gpt2_compiles_each_scaled_cast_kernel_once_and_in_the_first_step(model)
     first, *later = compiled_in(scaled_cast(model, torch.float16))
     assert first == Counter(["flatten", "unflatten", "update_scale", "update_scale"])  # of the last bucket, of others
     assert not any(later), f"compiled in mid-training: {later}"
+
+
+@pytest.mark.parametrize(
+    ("wire", "options"),
+    [
+        ("int4", Quantization()),
+        ("int8", Quantization(error_dtype=torch.bfloat16, stochastic_rounding=True)),
+        ("sign", Quantization(error_dtype=None, block_size=128)),
+    ],
+    ids=["int4", "int8-stochastic", "sign-no-feedback"],
+)
+def test_gpt2_compiles_each_quantization_kernel_once_per_format_and_in_the_first_step(model, wire, options):
+    first, *later = compiled_in(quantized(model, wire, options))
+    assert not any(later), f"compiled in mid-training: {later}"
+    # Vectors are sent in bf16, a format of their own.
+    expected = Counter(["quantize", "reduce", "dequantize"] * 2)
+    if options.error_dtype is not None:
+        expected["commit_errors"] += 1
+    assert first == expected
