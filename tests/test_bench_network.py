@@ -18,17 +18,19 @@ from gradwire.bench import emulated, implementations, namespaces, network
 from gradwire.bench.commands import app
 from gradwire.bench.emulated import LATENCY, wire_seconds
 from gradwire.bench.hook_registry import HOOKS, label
-from gradwire.bench.implementations import GRADWIRE, MODEL, PYTORCH
+from gradwire.bench.implementations import GRADWIRE, LAYERS, MODEL, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, summarize, tables
 from gradwire.bench.record import EXPOSED_MS, LINK_RATE, SENT_PER_STEP, STEP_MS, Measured, Record, load
 from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.tables import find
 from gradwire.comm import GroupTransport
+from gradwire.kernels import WIRE_FORMATS
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600
 OBSTACLE = namespaces.obstacle()
+KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
 BENCH = [sys.executable, "-m", "gradwire.bench", "bench", "network"]
 
 
@@ -208,8 +210,8 @@ def test_invalid_option_is_refused(arguments, option):
     assert option in done.stderr
 
 
-def run_command(path, *arguments):
-    command = [*BENCH, "--steps", "2", "--hooks", "fp16", "--output", str(path), *arguments]
+def run_command(path, *arguments, hooks="fp16"):
+    command = [*BENCH, "--steps", "2", "--hooks", hooks, "--output", str(path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     records = load(path)
@@ -230,15 +232,31 @@ def test_command_runs_over_loopback(tmp_path):
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
 @pytest.mark.slow
 def test_command_limits_the_link_and_counts_its_bytes(tmp_path):
-    records, _ = run_command(tmp_path / "network.jsonl", "--rates", "200mbit,unlimited")
+    hooks = ("fp16", "int8", "int4", "int2", "sign")
+    records, _ = run_command(tmp_path / "network.jsonl", "--rates", "200mbit,unlimited", hooks=",".join(hooks))
     assert 0 < find(records, LINK_RATE).p50 < 210
     sent = {(r["rate"], r["hook"], r.implementation): r.p50 for r in records if r.metric == SENT_PER_STEP}
-    payload = 2 * 12 * 512 * 2048
-    for rate in ("200mbit", "unlimited"):
-        for name in (PYTORCH, GRADWIRE):
+    for name in (PYTORCH, GRADWIRE):
+        for rate in ("200mbit", "unlimited"):
             assert sent[rate, "noop", name] < 10_000
-            # Of two ranks each sends the payload once; headers are at most a tenth of it.
-            assert payload <= sent[rate, "fp16", name] < 1.1 * payload
+        # A token bucket cuts messages into packets, with a header each: a tenth of the payload at most.
+        assert payload("fp16") <= sent["200mbit", "fp16", name] < 1.1 * payload("fp16")
+        assert payload("fp16") <= sent["unlimited", "fp16", name] < 1.03 * payload("fp16")
+    for hook in hooks:
+        assert payload(hook) <= sent["unlimited", hook, GRADWIRE] < 1.03 * payload(hook), hook
+
+
+def payload(hook):
+    """Bytes that each of two ranks sends in a step of the model: 2 (n - 1) / n times its elements, which is 1."""
+    return NARROW * WIDE * LAYERS * WIRE_FORMATS[hook].block_bytes(64) // 64
+
+
+def test_kept_bytes_at_the_interface_are_those_of_the_formula():
+    kept = [r for r in load(KEPT) if r.metric == SENT_PER_STEP and r.implementation == GRADWIRE]
+    sent = {(r["rate"], r["hook"]): r.p50 for r in kept}
+    for rate in ("1gbit", "unlimited"):
+        for hook in ("fp16", "bf16", "int8", "int4", "int2"):
+            assert payload(hook) <= sent[rate, hook] < 1.03 * payload(hook), (rate, hook)
 
 
 def marked(mark):
