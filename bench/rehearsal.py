@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.futures import Future
 
 from gradwire.comm import connections, stream_executor
 
@@ -184,6 +183,11 @@ class _NoStream:
     def wait_stream(self, _: object) -> None:
         """Do nothing: no work is in flight on a CPU."""
 
+    wait_event = wait_stream
+
+    def record_event(self) -> None:
+        """Stand in for an event that is recorded: on a CPU it has passed."""
+
 
 class _NoGraph:
     """Stands in for a captured CUDA graph: its work ran once, during the capture."""
@@ -204,8 +208,11 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _future_without_devices(devices: object = None) -> Future[Any]:
-    return Future()
+class _ResultOnCpu(stream_executor.Result):
+    """The future of a task on CPU tensors, which belong to no device."""
+
+    def __init__(self, executor: stream_executor.StreamExecutor, _: object) -> None:
+        super().__init__(executor, [])
 
 
 @contextmanager
@@ -223,7 +230,7 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "graph", _run_once),
             (torch.cuda, "synchronize", _nothing),
             (torch.cuda, "set_sync_debug_mode", _nothing),
-            (stream_executor, "Future", _future_without_devices),
+            (stream_executor, "Result", _ResultOnCpu),
             (connections, "has_streams", lambda _: True),
         ):
             patches.enter_context(mock.patch.object(module, name, stand_in))

@@ -3,7 +3,7 @@
 An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
 the same collectives in the same order, however long each of them takes.
 
-- `StreamExecutor`, on a GPU: enqueues the whole task on a side stream at once. The host never waits.
+- `StreamExecutor`, on a GPU: enqueues kernels and collectives on two side streams. The host never waits.
 - `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight. It has process groups of its own: two
   threads that issue collectives on one gloo group take their order from thread timing.
 
@@ -24,6 +24,7 @@ from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
 Task = Callable[[Workspace], Steps[Any]]
+CLOSED = "The executor is closed: an exchange on its process group failed, or it was destroyed."
 
 
 class Executor:
@@ -43,8 +44,14 @@ class Executor:
         """Whether a task has raised; every later task fails."""
         raise NotImplementedError
 
-    def submit(self, task: Task) -> Future[Any]:
-        """Queue ``task``; its future gets the result or the exception. Futures complete in order."""
+    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:
+        """Queue ``task``; its future gets the result or the exception. Futures complete in order.
+
+        Args:
+            task: makes the algorithm's coroutine, for a workspace.
+            is_last: whether no other task follows in this step. Until the last one is submitted, a GPU may hold back
+                the end of a task, whose future then completes when somebody waits for it.
+        """
         raise NotImplementedError
 
     def close(self, timeout: float) -> None:

@@ -1,40 +1,145 @@
-"""`StreamExecutor`: bucket algorithms on a CUDA side stream."""
+"""`StreamExecutor`: bucket algorithms on two CUDA streams, one for kernels and one for collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from gradwire.comm.executor import Executor, Task
-from gradwire.comm.transport import GroupTransport, run_algorithm
+from gradwire.comm.executor import CLOSED, Executor, Task
+from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
+
+HIGH_PRIORITY = -1  # so that the few kernels of a hook do not queue behind those of the backward
+MAX_TASKS_IN_FLIGHT = 2  # the one that waits at its first collective, and the one after it
 
 
 class StreamExecutor(Executor):
-    """Runs tasks on a CUDA side stream, which first waits for the work already in the current stream."""
+    """Runs tasks on two CUDA streams: kernels of one bucket overlap collectives of another. The host never waits.
+
+    A task is enqueued up to its first collective; then the task before it is enqueued to its end. With kernels A, B and
+    D before, between and after two collectives:
+
+        kernels        A1     A2     B1     D1     A3     B2     D2     B3     D3
+        collectives        C1     C2    C1'           C3     C2'           C3'
+
+    So the order of the collectives depends on the order of the tasks only, as on a CPU: the first collective of a task
+    comes before the later ones of the task before it. A task goes on when the next one is submitted, when it is the
+    last one of the step, or when its future is asked for the result.
+
+    Once a task has failed, this rank issues no more collectives. So the task before it fails too, and all later ones.
+    """
 
     def __init__(self, transport: GroupTransport, device: torch.device) -> None:
-        super().__init__(transport, [Workspace(device)])
+        super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        self._latest: _Run | None = None  # the latest task, unless it was enqueued to its end
+        self._n_submitted = 0  # since all tasks were enqueued to their ends
         self._error: Exception | None = None
 
     @property
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
-        future: Future[Any] = Future(devices=[self._device])
+    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:  # noqa: D102
+        future = Result(self, [self._device])
         if self._error is not None:
             future.set_exception(self._error)
             return future
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            try:
-                future.set_result(run_algorithm(task(*self.workspaces), self.transport))
-            except Exception as error:
-                self._error = error
-                future.set_exception(error)
+        self._kernels.wait_stream(torch.cuda.current_stream(self._device))
+        workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
+        self._n_submitted += 1
+        before, self._latest = self._latest, _Run(task(workspace), future)
+        self._advance(self._latest)
+        self._run_to_end(before)
+        if is_last:
+            self.finish()
         return future
+
+    def finish(self) -> None:
+        """Enqueue what is left of the latest task."""
+        latest, self._latest = self._latest, None
+        self._run_to_end(latest)
+        self._n_submitted = 0  # a bucket usually gets the same workspace in each step, so cached views fit
+
+    def close(self, timeout: float) -> None:  # noqa: D102
+        self.abandon()
+
+    def abandon(self) -> None:  # noqa: D102
+        self._error = self._error or RuntimeError(CLOSED)
+        self.finish()
+
+    def _run_to_end(self, run: _Run | None) -> None:
+        while run is not None and not run.is_done:
+            self._advance(run)
+
+    def _advance(self, run: _Run) -> None:
+        """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
+        with torch.cuda.stream(self._kernels), torch.no_grad():
+            try:
+                if self._error is not None:
+                    run.steps.close()
+                    raise self._error
+                if run.collective_done is not None:
+                    self._kernels.wait_event(run.collective_done)
+                collective = run.steps.send(None)
+                self._collectives.wait_stream(self._kernels)
+                with torch.cuda.stream(self._collectives):
+                    self.transport.run(collective)
+                run.collective_done = self._collectives.record_event()
+            except StopIteration as end:
+                run.is_done = True
+                run.future.set_result(end.value)
+            except Exception as error:
+                self._error = self._error or error
+                run.is_done = True
+                run.future.set_exception(error)
+
+
+class Result(Future[Any]):
+    """The future of a task. Asking for the result enqueues the rest of the task.
+
+    So a hook may wait for another hook's future in the middle of a backward.
+
+    Args:
+        executor: runs the task.
+        devices: of the result.
+    """
+
+    def __init__(self, executor: StreamExecutor, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices=list(devices))
+        self._executor = executor
+
+    def done(self) -> bool:  # noqa: D102
+        if not super().done():
+            self._executor.finish()
+        return super().done()
+
+    def wait(self) -> Any:  # noqa: D102
+        self.done()
+        return super().wait()
+
+    def value(self) -> Any:  # noqa: D102
+        self.done()
+        return super().value()
+
+
+class _Run:
+    """A submitted task.
+
+    Attributes:
+        steps: its coroutine.
+        future: its result.
+        collective_done: recorded behind the collective that it awaits; None before the first one.
+        is_done: whether the future was completed.
+    """
+
+    def __init__(self, steps: Steps[Any], future: Result) -> None:
+        self.steps = steps
+        self.future = future
+        self.collective_done: torch.cuda.Event | None = None
+        self.is_done = False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
-from gradwire.comm.executor import Executor, Task, let_go_of_locals
+from gradwire.comm.executor import CLOSED, Executor, Task, let_go_of_locals
 from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
@@ -45,9 +45,9 @@ class WorkerExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return self._worker.error is not None
 
-    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:  # noqa: D102
         if self._is_closed:
-            raise RuntimeError("The executor is closed: an exchange on its process group failed, or it was destroyed.")
+            raise RuntimeError(CLOSED)
         run = _Run(task)
         self._worker.events.put(run)
         return run.future

@@ -17,9 +17,9 @@ class Workspace:
     ``STEPS_BEFORE_SHRINKING`` steps needed less.
 
     On a GPU, kernels still queued in a stream may read a buffer that has been replaced. The allocator does not reuse
-    its memory before they are done, because each stream that used the buffer is recorded. A CUDA graph replays the
-    addresses that it was captured with. So a buffer used in a capture never shrinks and lives as long as the workspace,
-    even after a larger one has replaced it.
+    its memory before they are done, because the stream of the kernels is recorded. It waits for the collectives on the
+    buffer before another bucket gets it. A CUDA graph replays the addresses that it was captured with. So a buffer used
+    in a capture never shrinks and lives as long as the workspace, even after a larger one has replaced it.
     """
 
     STEPS_BEFORE_SHRINKING = 4

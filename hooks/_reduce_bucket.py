@@ -181,4 +181,4 @@ def reduce_bucket(
         await algorithm(work.source, work.target, transport, workspace)
         return work.result
 
-    return cast("Future[torch.Tensor]", executor.submit(task))
+    return cast("Future[torch.Tensor]", executor.submit(task, is_last=bucket.is_last()))

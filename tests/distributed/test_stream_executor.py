@@ -1,0 +1,250 @@
+"""`StreamExecutor`: the order of kernels and collectives on its two streams, by a double that finds missing edges."""
+
+import pytest
+import torch
+from stream_double import Race, Stream, StreamTransport, stream_double
+
+from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.compress import (
+    BucketScale,
+    DelayedScaling,
+    Gradients,
+    LowRankBucket,
+    LowRankPolicy,
+    Quantization,
+    QuantizedBucket,
+    WirePolicy,
+    alternating_all_reduce,
+    cast_all_reduce,
+    powersgd_all_reduce,
+    quantized_all_reduce,
+    scaled_cast_all_reduce,
+)
+from gradwire.kernels import SegmentTable
+
+CPU = torch.device("cpu")
+N_BUCKETS, STEPS = 3, 3
+
+
+def make_gradients():
+    return [torch.empty(48, 32), torch.empty(32)]
+
+
+class Cast:
+    def __init__(self, _):
+        pass
+
+    def __call__(self, tensors, iteration, is_last, transport, workspace):
+        gradients = Gradients(tensors, SegmentTable(tensors))
+        return cast_all_reduce(gradients, gradients, torch.bfloat16, transport, workspace)
+
+
+class ScaledCast:
+    counters = None
+
+    def __init__(self, _):
+        self.scale = BucketScale(torch.zeros(2, dtype=torch.int32))
+        ScaledCast.counters = torch.zeros(4, dtype=torch.int64)
+
+    def __call__(self, tensors, iteration, is_last, transport, workspace):
+        gradients, rest = Gradients(tensors, SegmentTable(tensors)), (self.counters, is_last, transport, workspace)
+        return scaled_cast_all_reduce(gradients, gradients, DelayedScaling(), self.scale, *rest)
+
+
+class PowerSGD:
+    algorithm, options = staticmethod(powersgd_all_reduce), {}
+
+    def __init__(self, _):
+        layouts = [torch.zeros_like(each) for each in make_gradients()]
+        self.bucket = LowRankBucket(layouts, LowRankPolicy(rank=2).matrix_shapes(layouts), **self.options)
+
+    def __call__(self, tensors, iteration, is_last, transport, workspace):
+        return self.algorithm(self.bucket, tensors, tensors, iteration, transport, workspace)
+
+
+class Alternating(PowerSGD):
+    algorithm, options = staticmethod(alternating_all_reduce), {"alternating": True}
+
+
+class Quantized:
+    def __init__(self, transport):
+        layouts = [torch.zeros_like(each) for each in make_gradients()]
+        formats = WirePolicy(wire="int4").wire_formats(layouts)
+        self.bucket = QuantizedBucket(layouts, formats, transport, Quantization())
+
+    def __call__(self, tensors, iteration, is_last, transport, workspace):
+        return quantized_all_reduce(self.bucket, tensors, tensors, iteration, transport, workspace)
+
+
+ALGORITHMS = {each.__name__: each for each in (Cast, ScaledCast, PowerSGD, Alternating, Quantized)}
+algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def train(device, algorithm):
+    """Steps of a few buckets: the main stream writes gradients, the executor averages them, the main stream reads."""
+    transport = StreamTransport(device)
+    executor = StreamExecutor(transport, CPU)
+    hooks = [ALGORITHMS[algorithm](transport) for _ in range(N_BUCKETS)]
+    for iteration in range(STEPS):
+        futures, buckets = [], []
+        for k, hook in enumerate(hooks):
+            tensors, is_last = [each.normal_() for each in make_gradients()], k == N_BUCKETS - 1
+            buckets.append(tensors)
+
+            async def task(workspace, hook=hook, tensors=tensors, is_last=is_last, iteration=iteration):
+                await hook(tensors, iteration, is_last, transport, workspace)
+                return tensors
+
+            futures.append(executor.submit(task, is_last=is_last))
+        for future, tensors in zip(futures, buckets, strict=True):
+            assert future.wait() is tensors
+            for tensor in tensors:  # as the optimizer does
+                tensor.add_(1)
+    return executor
+
+
+@algorithms
+def test_streams_wait_for_all_that_they_use(algorithm):
+    with stream_double() as device:
+        executor = train(device, algorithm)
+    assert len(device.collectives) >= N_BUCKETS * STEPS
+    assert executor._kernels.priority == executor._collectives.priority == -1
+
+
+def edges_between(device, executor):
+    """The kinds of waits of a run, by the streams that they join."""
+    roles = {"main": "main", executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
+    return {(roles[source], roles[target]) for source, target in device.edges}
+
+
+EDGES = [("main", "kernels"), ("kernels", "collectives"), ("collectives", "kernels"), ("kernels", "main")]
+
+
+@algorithms
+def test_only_necessary_streams_are_joined(algorithm):
+    with stream_double() as device:
+        executor = train(device, algorithm)
+    assert edges_between(device, executor) == set(EDGES)
+
+
+@pytest.mark.parametrize("missing", EDGES, ids=lambda edge: f"{edge[0]}-to-{edge[1]}")
+@algorithms
+def test_double_finds_every_missing_edge(monkeypatch, algorithm, missing):
+    """Without the waits between two streams, there is a race: the double sees what it must, and no wait is in vain."""
+    executors, join = [], Stream.wait_event
+
+    def forgetful(self, event):
+        roles = {"main": "main"}
+        for executor in executors:
+            roles |= {executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
+        if (roles[event.stream.name], roles[self.name]) != missing:
+            join(self, event)
+
+    create = StreamExecutor.__init__
+
+    def remember(self, *arguments):
+        create(self, *arguments)
+        executors.append(self)
+
+    monkeypatch.setattr(StreamExecutor, "__init__", remember)
+    monkeypatch.setattr(Stream, "wait_event", forgetful)
+    with stream_double() as device, pytest.raises(Race):
+        train(device, algorithm)
+
+
+def noted(executor, events, name, fails_at=None):
+    """A task of two collectives that notes what it does."""
+
+    async def task(workspace):
+        buffer = workspace.wire(8, torch.float32).zero_()
+        for part in range(3):
+            if part == fails_at:
+                raise ValueError("expected")
+            buffer.add_(1)
+            events.append((name, part, workspace))
+            if part < 2:
+                await executor.transport.all_reduce(buffer)
+        return name
+
+    return task
+
+
+def test_first_collective_of_a_task_comes_before_later_ones_of_the_task_before():
+    events = []
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+        for _ in range(2):
+            futures = [executor.submit(noted(executor, events, k), is_last=k == 3) for k in (1, 2, 3)]
+            assert [future.wait() for future in futures] == [1, 2, 3]
+    # A1, A2, B1, D1, A3, B2, D2, B3, D3: a collective stands behind each A and B.
+    parts = [(1, 0), (2, 0), (1, 1), (1, 2), (3, 0), (2, 1), (2, 2), (3, 1), (3, 2)]
+    assert [event[:2] for event in events] == parts * 2
+    used = [workspace for _, part, workspace in events if part == 0]
+    assert used == [executor.workspaces[k] for k in (0, 1, 0)] * 2, "the same ones in every step"
+
+
+def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
+    known = []
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+        transport = executor.transport
+
+        async def task(workspace):
+            buffer = workspace.wire(8, torch.float32).zero_()
+            await transport.all_reduce(buffer)
+            known.append(device.current[-1].known[executor._collectives.name])
+            await transport.all_reduce(buffer)
+
+        for k in range(3):
+            executor.submit(task, is_last=k == 2)
+    # Of the collectives C1, C2, C1', C3, C2', C3': B1 comes behind the first, B2 behind D1 and thus the third, B3
+    # behind D2 and the fifth.
+    assert known == [1, 3, 5]
+
+
+def test_future_of_a_task_before_the_last_completes_when_somebody_waits():
+    events = []
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+        assert executor.submit(noted(executor, events, 1)).wait() == 1
+        first = executor.submit(noted(executor, events, 2))
+        seen = []
+        first.add_done_callback(lambda future: seen.append(future.value()))
+        assert seen == []
+        assert first.done()
+        assert seen == [2]
+        assert executor.submit(noted(executor, events, 3)).value() == 3
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
+    events = []
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+        first = executor.submit(noted(executor, events, 1))
+        second = executor.submit(noted(executor, events, 2, fails_at=part))
+        third = executor.submit(noted(executor, events, 3), is_last=True)
+        fourth = executor.submit(noted(executor, events, 4), is_last=True)
+        outcomes = []
+        for future in (first, second, third, fourth):
+            try:
+                outcomes.append(future.wait())
+            except ValueError as error:
+                outcomes.append(str(error))
+        # The first is behind its second collective unless the second fails at once.
+        assert outcomes == ["expected" if part == 0 else 1, *["expected"] * 3]
+        assert executor.has_failed
+        begun = [name for name, number, _ in events if number == 0]
+        assert begun == ([1] if part == 0 else [1, 2, 3])
+
+
+def test_abandoned_executor_fails_the_task_in_flight():
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+        future = executor.submit(noted(executor, [], 1))
+        executor.abandon()
+        with pytest.raises(RuntimeError, match="The executor is closed"):
+            future.wait()
+        with pytest.raises(RuntimeError, match="The executor is closed"):
+            executor.submit(noted(executor, [], 2), is_last=True).wait()
+        assert len(device.collectives) == 1
