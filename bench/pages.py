@@ -7,27 +7,28 @@ between them is replaced. `TABLES` lists the names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.bench import converge, demo, hooks, kernels, network, reducer, rounding
+from gradwire.bench import converge, demo, hooks, kernels, network, reducer, rounding, wires
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
 
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/quantization.md")
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
 
-# By the name of the results file. A page may name a table NAME-SUFFIX: the results are those of NAME.
-TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
-    "demo": demo.tables,
-    "network": network.tables,
-    "converge_digits": converge.tables,
-    "converge_text": converge.tables,
-    "hooks": hooks.tables,
-    "reducer": reducer.tables,
-    "kernels": kernels.tables,
-    "rounding": rounding.tables,
+# By name: the results files, and the function of their records.
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
+    "demo": (("demo",), demo.tables),
+    "network": (("network",), network.tables),
+    "converge_digits": (("converge_digits",), converge.tables),
+    "converge_text": (("converge_text",), converge.tables),
+    "hooks": (("hooks",), hooks.tables),
+    "reducer": (("reducer",), reducer.tables),
+    "kernels": (("kernels",), kernels.tables),
+    "rounding": (("rounding",), rounding.tables),
+    "wires": (("converge_text", "rounding"), wires.tables),
 }
 
 
@@ -71,11 +72,13 @@ def fill(page: str, results: Results) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         name = match["name"]
-        bench = name.partition("-")[0]
-        if name not in TABLES or bench not in results:
-            raise PageError(f"There is no table {name!r}, or no bench/results/{bench}.jsonl for it. Run that bench.")
-        table = to_markdown(TABLES[name](results[bench]))
-        return f"<!-- begin {name} -->\n{table}\n{source(results[bench][0])}<!-- end {name} -->"
+        files, tables = TABLES.get(name, ((name,), None))
+        missing = [f"bench/results/{file}.jsonl" for file in files if file not in results]
+        if tables is None or missing:
+            raise PageError(f"There is no table {name!r}, or no {' and no '.join(missing)} for it. Run that bench.")
+        found = [results[file] for file in files]
+        sources = "\n".join(source(records[0]) for records in found)
+        return f"<!-- begin {name} -->\n{to_markdown(tables(*found))}\n{sources}<!-- end {name} -->"
 
     return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)
 

@@ -178,7 +178,7 @@ def encode_blocks(
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
             if FORMAT.is_integer:
                 q = _round(scaled, random, STOCHASTIC)
-                codes = q.to(tl.int32) + (1 << (FORMAT.bits - 1))
+                codes = q.to(tl.int32) + FORMAT.offset
             else:
                 codes = _to_e4m3(scaled, random, STOCHASTIC)
                 q = _from_e4m3(codes)
@@ -217,7 +217,8 @@ def load_blocks(
         if FORMAT.bits == 1:
             q = (2 * codes - 1).to(tl.float32)
         elif FORMAT.is_integer:
-            q = (codes - (1 << (FORMAT.bits - 1))).to(tl.float32)
+            signed = codes << 24 >> 24 if FORMAT.bits == 8 else codes - FORMAT.offset
+            q = signed.to(tl.float32)
         else:
             q = _from_e4m3(codes)
         scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))

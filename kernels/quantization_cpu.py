@@ -192,20 +192,20 @@ class RunCodec:
     def _pack(self, q: Tensor, payload: Tensor) -> None:
         """Pack integers, [n, block_size] in fp32. They are overwritten."""
         bits, width = self.wire.bits, payload.shape[1]
-        offset = 1 << bits - 1
-        packed = q[:, :width]
+        packed, offset = q[:, :width], self.wire.offset
         for plane in range(1, 8 // bits):
             packed.add_(q[:, plane * width : (plane + 1) * width], alpha=1 << plane * bits)
-            offset += 1 << plane * bits + bits - 1
+            offset += self.wire.offset << plane * bits
         payload.view(torch.int8).copy_(packed)
-        if bits == 8:
-            payload.view(torch.int64).bitwise_xor_(_in_each_byte(offset))  # the sum, eight bytes at a time
-        else:
+        if offset:
             payload.add_(offset)
 
     def decode(self, scales: Tensor | None, payload: Tensor, out: Tensor) -> None:
         """Decode blocks into ``out``, [n, block_size], fp32."""
-        if self.wire.dtype is None and payload.shape[1] % 8 == 0:
+        if self.wire.bits == 8 and self.wire.is_integer:
+            assert scales is not None
+            out.copy_(payload.view(torch.int8)).mul_(self._scales[: out.shape[0]].copy_(scales.unsqueeze(1)))
+        elif self.wire.dtype is None and payload.shape[1] % 8 == 0:
             assert scales is not None
             self._decode_planes(scales, payload, out)
         elif scales is None and self.wire.dtype is not None:
@@ -214,7 +214,7 @@ class RunCodec:
             out.copy_(decode(None if scales is None else scales.unsqueeze(1), payload, self.wire))
 
     def _decode_planes(self, scales: Tensor, payload: Tensor, out: Tensor) -> None:
-        """`decode` of integers and signs, plane by plane."""
+        """`decode` of signs and of integers of fewer than eight bits, plane by plane."""
         bits, (n, width) = self.wire.bits, payload.shape
         codes = payload.view(torch.int64)
         plane = self._scratch.view(torch.int8).view(-1)[: n * width].view(n, width)
@@ -226,11 +226,8 @@ class RunCodec:
         top = _in_each_byte(256 - (1 << 8 - bits))
         middle = _in_each_byte(0x40 if bits == 1 else 0x80)
         for i in range(8 // bits):
-            if bits < 8:
-                torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
-                words.bitwise_and_(top).bitwise_xor_(middle)
-            else:
-                torch.bitwise_xor(codes, middle, out=words)
+            torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
+            words.bitwise_and_(top).bitwise_xor_(middle)
             out[:, i * width : (i + 1) * width].copy_(plane)
         out.mul_(scale)
 

@@ -1,7 +1,8 @@
 """Wire formats: how a block of fp32 numbers becomes bytes.
 
     format          bits  scale s            code of an element x                                    decoded
-    int8 int4 int2  8 4 2 absmax / levels    rint(x * (1 / s)) + 2^(bits - 1)                        s * q
+    int8            8     absmax / levels    q = rint(x * (1 / s)), in two's complement              s * q
+    int4 int2       4 2   absmax / levels    q + 2^(bits - 1)                                        s * q
     sign            1     mean of |x|        x >= 0                                                  +-s
     fp8_e4m3        8     absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even          s * q
     bf16 fp16 fp32  16 32 none               x, saturated at the format's largest number             x
@@ -66,6 +67,11 @@ class WireFormat:
     def is_integer(self) -> bool:
         """Whether the codes are integers of two bits or more."""
         return self.dtype is None and self.bits > 1
+
+    @property
+    def offset(self) -> int:
+        """Added to an integer to make its code. A byte holds any integer of int8 as it is."""
+        return 0 if self.bits == 8 else 1 << self.bits - 1
 
     @property
     def scale_bytes(self) -> int:
@@ -177,7 +183,7 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
         payload = _encode_float(scaled, wire.dtype, draws).view(torch.uint8)
     else:
         rounded = scaled.round() if draws is None else round_stochastically(scaled, draws)
-        payload = pack((rounded + (1 << wire.bits - 1)).to(torch.uint8), wire.bits)
+        payload = pack(rounded.to(torch.int32) + wire.offset, wire.bits)
     # By their bits: the conversion of NaN to bf16 differs between devices.
     return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
 
@@ -187,13 +193,13 @@ def decode(scales: Tensor | None, payload: Tensor, wire: WireFormat) -> Tensor:
     if wire.dtype is not None:
         values = payload.view(wire.dtype).to(torch.float32)
     else:
-        codes = unpack(payload, wire.bits).to(torch.float32)
-        values = 2 * codes - 1 if wire.bits == 1 else codes - (1 << wire.bits - 1)
+        codes = (payload.view(torch.int8) if wire.bits == 8 else unpack(payload, wire.bits)).to(torch.float32)
+        values = 2 * codes - 1 if wire.bits == 1 else codes - wire.offset
     return values if scales is None else values * scales.to(torch.float32)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack the codes of blocks, [n, block_size] in uint8, in planes: [n, block_size * bits / 8]."""
+    """Pack the codes of blocks, [n, block_size], in planes: [n, block_size * bits / 8] in uint8."""
     planes = 8 // bits
     parts = codes.to(torch.int32).view(codes.shape[0], planes, codes.shape[1] // planes)
     shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=codes.device).view(1, planes, 1)

@@ -29,12 +29,13 @@ def test_every_table_is_on_a_page():
 
 @pytest.mark.parametrize("name", TABLES)
 def test_table_has_equal_rows_and_its_source(name):
-    stem = name.partition("-")[0]
     lines = fill(f"<!-- begin {name} -->\n<!-- end {name} -->", RESULTS).splitlines()
     for first, *rest in _tables(lines):
         assert {row.count("|") for row in rest} == {first.count("|")}
-    command = stem if stem == "demo" else f"bench {stem.partition('_')[0]}"
-    assert lines[-2].startswith(f"`gradwire {command}")
+    commands = [file if file == "demo" else f"bench {file.partition('_')[0]}" for file in TABLES[name][0]]
+    sources = [line for line in lines if line.startswith("`gradwire ")]
+    assert len(sources) == len(commands)
+    assert all(line.startswith(f"`gradwire {command}") for line, command in zip(sources, commands, strict=True))
 
 
 def _tables(lines):

@@ -122,6 +122,14 @@ def test_integer_codes_are_offset():
     assert (unpack(payload, 4)[0, :4]).tolist() == [15, 1, 10, 8]
 
 
+def test_codes_of_int8_are_in_twos_complement():
+    block = torch.zeros(1, 32)
+    block[0, :3] = torch.tensor([127.0, -127.0, 2.0])
+    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int8"], None)
+    assert scales == 1
+    assert payload[0, :4].tolist() == [127, 129, 2, 0]
+
+
 def test_ties_round_to_even():
     block = torch.zeros(1, 32)
     block[0, :5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -3.5])
