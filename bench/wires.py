@@ -40,16 +40,24 @@ def tables(converge: Sequence[Record], rounding: Sequence[Record]) -> list[Table
                 format_number(steps),
                 format_number(seconds),
                 format_bytes(sent),
-                *("" if error is None else f"{error.p50:.0e}" for error in errors),
+                *("" if error is None or error.p50 is None else f"{100 * error.p50:.2g}" for error in errors),
             ]
         )
     ranks = count(STEPS_WORLD_SIZE, "rank")
-    headers = ["hook", "bits per element", "steps", "time to target (s)", "sent", "error", f"{measured['steps']} steps"]
+    headers = [
+        "hook",
+        "bits per element",
+        "steps",
+        "time to target (s)",
+        "sent",
+        "error (%)",
+        f"error, {measured['steps']} steps (%)",
+    ]
     notes = [
         f"steps, time and bytes until {target_of(trained)}: {trained['parameters']:,} parameters, "
         f"{count(trained['hosts'], 'host')} at {format_rate(trained['rate'])}, medians over the seeds",
         f"error: of the mean gradient of {ranks}, relative to its norm; normally distributed gradients",
-        f"{measured['steps']} steps: error of the mean over as many steps, with error feedback if quantised",
+        f"error, {measured['steps']} steps: of the mean over as many steps, with error feedback if quantised",
     ]
     return [Table(title="Wire formats", headers=headers, rows=rows, notes=notes)]
 
