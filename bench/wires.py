@@ -40,7 +40,7 @@ def tables(converge: Sequence[Record], rounding: Sequence[Record]) -> list[Table
                 format_number(steps),
                 format_number(seconds),
                 format_bytes(sent),
-                *("" if error is None or error.p50 is None else f"{100 * error.p50:.2g}" for error in errors),
+                *("" if error is None or error.p50 is None else format_number(100 * error.p50) for error in errors),
             ]
         )
     ranks = count(STEPS_WORLD_SIZE, "rank")
