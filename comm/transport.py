@@ -25,7 +25,7 @@ POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a w
 # gloo announces that a rank can receive a message only behind the data that this rank sends in it. So a message on its
 # own uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
-MIN_CELL_BYTES = 1 << 17  # at 1 Gb/s, smaller cells wait longer for gloo's announcements than for the wire
+MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, smaller cells wait longer for gloo's announcements than for the wire
 # An algorithm in flight: it yields each collective that it awaits, and is sent None once that collective is done.
 Steps = Coroutine[Collective, None, T]
 
