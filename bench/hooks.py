@@ -8,7 +8,6 @@ implementations of a round, noop_hook included, take turns step by step, so that
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -82,7 +81,9 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
     """
     device = bench_device()
     settings = {"model": MODEL, "steps": steps, "threads": threads, "first_compressed_step": FIRST_COMPRESSED}
-    records = [r for size in ranks for r in launch.run(MODULE, settings | {"hooks": list(hooks)}, size, device)]
+    # New processes for each hook: PyTorch's DDP does not free all of a model that had one.
+    runs = [(size, settings | {"hook": hook}) for size in ranks for hook in hooks]
+    records = [record for size, of_hook in runs for record in launch.run(MODULE, of_hook, size, device)]
     for hook in track(unique(("noop", *hooks)), description=f"{'memory':<24}"):
         for name in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH):
             records += launch.run(MODULE, settings | {"memory_of": [hook, name]}, 1, device)
@@ -90,11 +91,11 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Measure all hooks as one rank; returns the records."""
+    """Measure a hook as one rank; returns the records."""
     if "memory_of" in settings:
         hook, name = settings["memory_of"]
         return [measure_memory(hook, name, device)]
-    return [record for hook in settings["hooks"] for record in measure_round(hook, settings["steps"], device)]
+    return measure_round(settings["hook"], settings["steps"], device)
 
 
 def measure_memory(hook: str, name: str, device: torch.device) -> Record:
@@ -136,10 +137,7 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
         implementation.seconds = slowest(implementation.seconds)
     for implementation in implementations:
         implementation.calls = driver_calls(partial(implementation.step, batch), device)
-    records = summarize(dist.get_world_size(), implementations, references)
-    del everything, implementations, implementation, references
-    gc.collect()  # a DDP is part of a cycle, and a round holds gigabytes
-    return records
+    return summarize(dist.get_world_size(), implementations, references)
 
 
 def summarize(

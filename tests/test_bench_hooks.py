@@ -150,19 +150,20 @@ def test_nothing_is_timed_after_a_failed_check(small_model, monkeypatch):
         measure_round("noop", 1, CPU)
 
 
-def test_each_world_size_and_each_memory_is_measured_in_its_own_processes(small_model, monkeypatch):
-    """The costs, with the world sizes asked for; then the peak of every hook and implementation, each on one rank."""
+def test_each_hook_world_size_and_memory_is_measured_in_its_own_processes(small_model, monkeypatch):
+    """The costs of each hook, with the world sizes asked for; then the peak of each implementation, on one rank."""
     asked = []
 
     def run(module, settings, ranks, device):
-        asked.append((settings.get("memory_of", settings.get("hooks")), ranks))
+        asked.append((settings.get("memory_of", settings.get("hook")), ranks))
         return [len(asked)]
 
     monkeypatch.setattr(launch, "run", run)
-    measured = hooks.measure(["fp16"], ranks=[1, 2], steps=3, threads=1)
-    places = [(hook, name) for hook in ("noop", "fp16") for name in SIDES]
-    assert asked == [(["fp16"], 1), (["fp16"], 2), *(([hook, name], 1) for hook, name in places)]
-    assert measured.records == [1, 2, 3, 4, 5, 6, 7, 8]
+    measured = hooks.measure(["fp16", "int8"], ranks=[1, 2], steps=3, threads=1)
+    costs = [(hook, ranks) for ranks in (1, 2) for hook in ("fp16", "int8")]
+    places = [(hook, name) for hook in ("noop", "fp16", "int8") for name in SIDES]
+    assert asked == [*costs, *(([hook, name], 1) for hook, name in places)]
+    assert measured.records == list(range(1, 14))
     assert measure_memory("fp16", GRADWIRE, CPU).p50 > 2**20
 
 
