@@ -82,10 +82,12 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
         torch.cuda.current_stream(device).wait_stream(wire)
         return None
 
-    def shot(real: Callable[..., object]) -> Callable[..., None]:
+    def shot(real: Callable[..., dist.Work | None]) -> Callable[..., None]:
         def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> None:
             assert not is_async  # on a GPU, executors enqueue shots on their own stream
-            real(target, source, group, is_async=False)
+            work = real(target, source, group, is_async=False)
+            if work is not None:  # gloo's, in a rehearsal
+                work.wait()
             spin(target.nbytes // 2)
             torch.cuda.current_stream(device).wait_stream(wire)
 
