@@ -86,6 +86,7 @@ bench-converge: install
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
+	$(BIN)/gradwire bench compiled --output bench/results/compiled.jsonl
 	$(BIN)/gradwire bench rounding --output bench/results/rounding.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl

@@ -1,25 +1,20 @@
 """The commands of ``gradwire``: parse options, measure, print and save."""
 
 import os
-import shlex
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import torch
 import typer
-from rich.console import Console
 
 import gradwire
-from gradwire.bench import compare, converge, kernels, namespaces, network, reducer, rounding
+from gradwire.bench import compare, compiled, converge, kernels, namespaces, network, reducer, rounding
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import hooks as hook_bench
+from gradwire.bench.command_runs import measured, report
 from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
-from gradwire.bench.launch import LaunchError
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.options import (
@@ -38,11 +33,11 @@ from gradwire.bench.options import (
     refuse_beside,
 )
 from gradwire.bench.pages import PageError, write_pages
-from gradwire.bench.record import Measured, Record, RecordError, provenance, save
+from gradwire.bench.record import Measured, Record, RecordError
 from gradwire.bench.shapes import SHAPES
-from gradwire.bench.tables import Table, print_tables
+from gradwire.bench.tables import print_tables
 from gradwire.bench.tasks import TASKS
-from gradwire.bench.timing import BackgroundLoad, backend_of, bench_device
+from gradwire.bench.timing import bench_device
 
 
 def _listed(hooks: dict[str, HookEntry]) -> str:
@@ -69,6 +64,7 @@ _NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)
 _TRAINED_HOOKS = ", ".join(converge.DEFAULT_HOOKS)
 _MODELS = ", ".join(SHAPES)
 _SIZES = ", ".join(map(str, kernels.DEFAULT_SIZES))
+_TARGETS = ", ".join(compiled.TARGET_NAMES)
 _NETWORK_RATES = ", ".join(network.DEFAULT_RATES)
 
 
@@ -108,7 +104,7 @@ def demo(
     _make_folder(output)
     typer.echo(f"Training with {', '.join(names)} in turns; processes: {processes} ...")
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    records = _measure(
+    records = measured(
         "gradwire demo",
         partial(demo_bench.measure, names, processes, epochs, seed),
         demo_bench.demo_device(processes),
@@ -119,7 +115,7 @@ def demo(
     results, plot = output / "results.jsonl", output / "loss_vs_bytes.png"
     draw_demo(records, plot)
     typer.echo()
-    _report(records, demo_bench.tables, results)
+    report(records, demo_bench.tables, results)
     typer.echo(f"Plot:    {plot}\nResults: {results}")
 
 
@@ -144,7 +140,25 @@ def bench_kernels(
     device = bench_device()
     torch.set_num_threads(threads)
     measure = partial(kernels.measure, names, full, 5 if quick else rounds, device)
-    _report(_measure("gradwire bench kernels", measure, device, threads), kernels.tables, output)
+    report(measured("gradwire bench kernels", measure, device, threads), kernels.tables, output)
+
+
+@bench.command("compiled")
+def bench_compiled(
+    targets: Annotated[str, typer.Option(help="Kinds of GPUs, separated by commas.")] = _TARGETS,
+    output: OutputOption = None,
+) -> None:
+    """Compile every kernel ahead of time; count registers, spills, wide accesses, instructions and bank conflicts.
+
+    Needs Triton, and no GPU. Takes a few minutes.
+    """
+    names = parse_choices(targets, compiled.TARGET_NAMES, "--targets")
+    obstacle = compiled.obstacle()
+    if obstacle is not None:
+        typer.echo(f"gradwire bench compiled: {obstacle}. Kernels can only be compiled with Triton.", err=True)
+        raise typer.Exit(1)
+    measure = partial(compiled.measure, targets=names)
+    report(measured("gradwire bench compiled", measure, torch.device("cpu")), compiled.tables, output)
 
 
 @bench.command("rounding")
@@ -153,7 +167,7 @@ def bench_rounding(output: OutputOption = None) -> None:
 
     The ranks are simulated in one process. Takes half a minute.
     """
-    _report(_measure("gradwire bench rounding", rounding.measure, torch.device("cpu")), rounding.tables, output)
+    report(measured("gradwire bench rounding", rounding.measure, torch.device("cpu")), rounding.tables, output)
 
 
 @bench.command("reducer")
@@ -172,7 +186,7 @@ def bench_reducer(
     device = bench_device()
     sizes = [1] if quick else parse_ranks(ranks, device)
     measure = partial(reducer.measure, names, sizes, 20 if quick else steps)
-    _report(_measure("gradwire bench reducer", measure, device), reducer.tables, output)
+    report(measured("gradwire bench reducer", measure, device), reducer.tables, output)
 
 
 @bench.command("hooks", epilog=_listed(HOOKS))
@@ -197,7 +211,7 @@ def bench_hooks(
     device = bench_device()
     sizes = [1] if quick else parse_ranks(ranks, device)
     measure = partial(hook_bench.measure, names, sizes, 10 if quick else steps, threads)
-    _report(_measure("gradwire bench hooks", measure, device, threads), hook_bench.tables, output)
+    report(measured("gradwire bench hooks", measure, device, threads), hook_bench.tables, output)
 
 
 @bench.command("network", epilog=_listed(HOOKS))
@@ -243,7 +257,7 @@ def bench_network(
         partial(network.measure, names, links, 5 if quick else steps, hosts, emulated),
         bench_device() if emulated else torch.device("cpu"),
     )
-    _report(records, network.tables, output)
+    report(records, network.tables, output)
 
 
 @bench.command("converge", epilog=_listed(converge.TRAINED_HOOKS))
@@ -277,7 +291,7 @@ def bench_converge(
         partial(converge.measure, chosen, names, link, 1 if quick else seeds, hosts),
         torch.device("cpu"),
     )
-    _report(records, converge.tables, output)
+    report(records, converge.tables, output)
 
 
 @bench.command("compare")
@@ -332,7 +346,7 @@ def _measure_over_network(
     if obstacle is not None:
         _refuse_network(command, obstacle)
     try:
-        return _measure(f"gradwire bench {command}", measure, device)
+        return measured(f"gradwire bench {command}", measure, device)
     except NamespaceError as error:
         _refuse_network(command, str(error))
 
@@ -346,44 +360,8 @@ def _refuse_network(command: str, reason: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _measure(command: str, measure: Callable[[], Measured], device: torch.device, threads: int = 1) -> list[Record]:
-    """Records of a bench with their provenance; exits cleanly if it is interrupted or fails."""
-    facts = provenance(device, backend_of(device), threads) | {"command": shlex.join(["gradwire", *sys.argv[1:]])}
-    load = BackgroundLoad()
-    with _stoppable(command, Console()):
-        measured = measure()
-    return measured.with_provenance(facts | {"background_cpu_load": load.busy_cpus()})
-
-
-def _report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[Table]], output: Path | None) -> None:
-    print_tables(tables(records))
-    if output is not None:
-        save(records, output)
-
-
-@contextmanager
-def _stoppable(command: str, console: Console) -> Iterator[None]:
-    """End the command cleanly if it is interrupted or terminated, or if a worker fails."""
-    for end in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
-        signal.signal(end, _terminate)
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("\nInterrupted.", err=True)
-        raise typer.Exit(128 + signal.SIGINT) from None
-    except LaunchError as error:
-        typer.echo(f"{error.log}\n{command}: {error}", err=True)
-        raise typer.Exit(1) from None
-    finally:
-        console.show_cursor()  # a stopped worker may have hidden it
-
-
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}.", param_hint="--output") from None
-
-
-def _terminate(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
