@@ -59,7 +59,7 @@ class WireWork:
 def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None]:
     """A context in which all-reduces and the shots of `gradwire.comm` take as long as between ``ranks`` ranks."""
     wire = torch.cuda.Stream(device, priority=-1)  # it must not queue behind kernels that fill the GPU
-    times = [timed(lambda: torch.cuda._sleep(_CALIBRATION), device) for _ in range(5)]
+    times = [timed(lambda: torch.cuda._sleep(_CALIBRATION), device).seconds for _ in range(5)]
     cycles_a_second = _CALIBRATION / median(times[1:])
 
     def spin(nbytes: int) -> None:
@@ -86,7 +86,7 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
         def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> None:
             assert not is_async  # on a GPU, executors enqueue shots on their own stream
             work = real(target, source, group, is_async=False)
-            if work is not None:  # gloo's, in a rehearsal
+            if work is not None:  # in a rehearsal, over gloo
                 work.wait()
             spin(target.nbytes // 2)
             torch.cuda.current_stream(device).wait_stream(wire)

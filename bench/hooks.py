@@ -136,7 +136,7 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
     for implementation in everything:
         implementation.seconds = slowest(implementation.seconds)
     for implementation in implementations:
-        implementation.calls = driver_calls(partial(implementation.step, batch), device)
+        implementation.calls = driver_calls(partial(implementation.backward, batch), device)
     return summarize(dist.get_world_size(), implementations, references)
 
 
@@ -218,7 +218,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
         "on gradwire's only",
         "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
         "host time: CPU time of all threads of rank 0 until the backward returns",
-        "launches: kernels, copies and fills handed to the GPU. Host waits: for a stream or an event",
+        "launches: kernels, copies and fills handed to the GPU. Host waits: for the device, a stream or an event",
         "memory: peak of a process (on a GPU, of its tensors) beyond that with noop_hook on gradwire's DDP",
         BUCKETS_NOTE,
         STAR_NOTE,

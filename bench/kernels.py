@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from statistics import median
 from typing import Any
@@ -20,14 +19,12 @@ from rich.progress import Progress
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
-from gradwire.bench.record import BANDWIDTH, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
+from gradwire.bench.kernel_timing import ROTATION_MIB, checked, copy_bandwidth, time_case
+from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
 from gradwire.bench.shapes import SHAPES, buckets
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value
-from gradwire.bench.timing import in_turn, timed
 
 DEFAULT_SIZES = (25, 1024)  # MiB at which a bucket is full: DDP's default, and whole models
-ROTATION_MIB = 100  # of buckets in rotation, so that no cache holds them
-WARM_UP = 2
 COPY = "copy_"
 
 
@@ -62,42 +59,21 @@ def _record(case: dict[str, Any], implementation: str, metric: str, **numbers: A
     return Record(bench="kernels", case=case, implementation=implementation, ranks=1, metric=metric, **numbers)
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """GB/s of ``copy_``, reads and writes counted, of 64 MiB that no cache holds."""
-    pairs = [torch.ones(2, 16 << 20, device=device) for _ in range(4)]
-    seconds = [timed(partial(pair[1].copy_, pair[0]), device) for _ in range(5) for pair in pairs]
-    return 1e-9 * pairs[0].nbytes / median(seconds[len(pairs) :])
-
-
 def run(case: Case, model: str, bucket_mib: int, rounds: int, device: torch.device) -> list[Record]:
     """Check a case, then time its implementations in turns."""
-    case.implementations[GRADWIRE](0)
-    try:
-        case.check()
-    except AssertionError as error:
-        raise RuntimeError(f"{case.kernel} of {model} is wrong; nothing is timed.") from error
-    seconds: dict[str, list[float]] = {name: [] for name in case.implementations}
-    for turn in range(WARM_UP + rounds):
-        order = in_turn(list(case.implementations.items()), turn)
-        for (name, implementation), bucket in itertools.product(order, range(len(case.nbytes))):
-            duration = timed(partial(implementation, bucket), device)
-            if turn >= WARM_UP:
-                seconds[name].append(duration)
-    # Buckets differ in size, so the median is that of the rounds' means over the buckets.
-    count = len(case.nbytes)
-    means = {
-        name: [sum(times[i : i + count]) / count for i in range(0, len(times), count)]
-        for name, times in seconds.items()
-    }
-    nbytes = sum(case.nbytes) / count
+    timings = time_case(checked(case, model), rounds, device)
+    seconds = {name: [timing.seconds for timing in of_rounds] for name, of_rounds in timings.items()}
+    nbytes = sum(case.nbytes) / len(case.nbytes)
     records = []
-    for name, times in means.items():
+    for name, times in seconds.items():
         of = {"kernel": case.kernel, "model": model, "bucket_mib": bucket_mib}
         records += [
             _record(of, name, TIME_MS, **percentiles_ms(times)),
             _record(of, name, BANDWIDTH, p50=round(1e-9 * nbytes / median(times), 2)),
-            _record(of, name, VS_GRADWIRE, p50=float(f"{median(times) / median(means[GRADWIRE]):.4g}")),
+            _record(of, name, VS_GRADWIRE, p50=float(f"{median(times) / median(seconds[GRADWIRE]):.4g}")),
         ]
+        host = [timing.host_seconds for timing in timings[name] if timing.host_seconds is not None]
+        records += [_record(of, name, HOST_MS, **percentiles_ms(host))] if host else []
     return records
 
 
@@ -111,6 +87,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     for (kernel,), group in groups:
         columns = [
             *((name, value(TIME_MS, name)) for name in unique(record.implementation for record in group)),
+            (HOST_MS, value(HOST_MS, GRADWIRE)),
             (BANDWIDTH, value(BANDWIDTH, GRADWIRE)),
             ("of a copy", lambda rows: f"{100 * (median_of(rows, BANDWIDTH, GRADWIRE) or 0) / copied:.0f} %"),
         ]
@@ -121,8 +98,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _notes(records: Sequence[Record], copied: float) -> list[str]:
     rounds = records[0].provenance["settings"]["rounds"]
+    has_host_time = any(record.metric == HOST_MS for record in records)
     return [
         f"time: per bucket, median of {rounds} rounds over the buckets, in turns",
+        *(["host time: until gradwire's call returns; the device starts later"] if has_host_time else []),
         "effective bandwidth: the bytes that gradwire's kernel reads and writes, divided by its time",
         f"of a copy: in units of the bandwidth of copy_, {format_number(copied)} GB/s in the same run",
     ]

@@ -1,11 +1,12 @@
 """The GPU lane on a CPU: `gradwire.bench.gpu_lane` uses it where there is no GPU.
 
-`NcclRules` is gloo that raises where NCCL fails. `gpu_on_cpu` makes executors take the code path of a GPU, with streams
-that do nothing: on a CPU, work is done in program order.
+`NcclRules` is gloo that raises where NCCL fails. `gpu_on_cpu` makes executors and timings take the code path of a GPU,
+with streams that do nothing: on a CPU, work is done in program order.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.futures import Future
 
+from gradwire.bench import emulated, timing
 from gradwire.comm import connections, stream_executor
 
 BACKEND = "gradwire_nccl_rules"
@@ -204,8 +207,55 @@ def _run_once(*_: object, **__: object) -> Iterator[None]:
     yield
 
 
+class _Device:
+    """Stands in for the clock of a GPU. A spin delays its events; work takes as long as it takes the host."""
+
+    def __init__(self) -> None:
+        self.spins_until = 0.0
+
+    def spin(self, cycles: int) -> None:
+        """Let events that are recorded from now on wait, for a nanosecond per cycle."""
+        self.spins_until = max(self.spins_until, time.perf_counter()) + 1e-9 * cycles
+
+    def synchronize(self, *_: object) -> None:
+        """End the spin."""
+        self.spins_until = 0.0
+
+    def event(self, enable_timing: bool = False) -> _Event:
+        """A new event."""
+        return _Event(self)
+
+
+class _Event:
+    """Stands in for a CUDA event."""
+
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        """Note the time, and until when the device spins."""
+        self._recorded = time.perf_counter()
+        self._due = max(self._recorded, self._device.spins_until)
+
+    def query(self) -> bool:
+        """Whether the spin before the event has ended."""
+        return time.perf_counter() >= self._due
+
+    def synchronize(self) -> None:
+        """End the spin."""
+        self._device.synchronize()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds of the host between two events."""
+        return 1e3 * (end._recorded - self._recorded)
+
+
 def _nothing(*_: object) -> None:
     pass
+
+
+def _future_without_devices(devices: object = None) -> Future[Any]:
+    return Future()
 
 
 class _ResultOnCpu(stream_executor.Result):
@@ -219,8 +269,10 @@ class _ResultOnCpu(stream_executor.Result):
 def gpu_on_cpu() -> Iterator[None]:
     """A context in which gradwire runs bucket algorithms on CPU tensors with its `StreamExecutor`, as on a GPU.
 
-    It applies to process groups whose first hook runs in it.
+    It applies to process groups whose first hook runs in it. Timings are those of the CPU, behind spins that take no
+    time; a replay of a graph takes none either.
     """
+    device = _Device()
     with ExitStack() as patches:
         for module, name, stand_in in (
             (torch.cuda, "Stream", _NoStream),
@@ -228,8 +280,12 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "stream", _NoStream),
             (torch.cuda, "CUDAGraph", _NoGraph),
             (torch.cuda, "graph", _run_once),
-            (torch.cuda, "synchronize", _nothing),
+            (torch.cuda, "Event", device.event),
+            (torch.cuda, "_sleep", device.spin),
+            (torch.cuda, "synchronize", device.synchronize),
             (torch.cuda, "set_sync_debug_mode", _nothing),
+            (timing, "has_events", lambda _: True),
+            (emulated, "Future", _future_without_devices),
             (stream_executor, "Result", _ResultOnCpu),
             (connections, "has_streams", lambda _: True),
         ):

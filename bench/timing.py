@@ -37,19 +37,79 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """The duration of ``work`` in seconds; on a GPU between two events around it in the current stream."""
-    if device.type != "cuda":
+class Timing(NamedTuple):
+    """The duration of a piece of work.
+
+    Attributes:
+        seconds: of the device, on which the work runs without a gap; on a CPU, of the call.
+        host_seconds: until the call returned, with all work enqueued; None on a CPU.
+        includes_host: True on a GPU if the call waits for the device or enqueues more than the device's queue holds.
+            ``seconds`` then include the time of the host.
+    """
+
+    seconds: float
+    host_seconds: float | None = None
+    includes_host: bool = False
+
+
+# Cycles for which the device spins before the work, about 1 to 64 ms, while the host enqueues the work.
+SPIN_CYCLES = tuple(1 << exponent for exponent in range(21, 28))
+
+
+def has_events(device: torch.device) -> bool:
+    """Whether work on the device is timed between two events, and its driver calls are counted."""
+    return device.type == "cuda"
+
+
+def timed(work: Callable[[], object], device: torch.device) -> Timing:
+    """The duration of ``work``, which is called once on a CPU, and on a GPU once or several times.
+
+    On a GPU, two events around the call would time the host, which enqueues small kernels more slowly than they run.
+    So the device first spins, and the host enqueues all work in the meantime. If the spin ends too early, the timing
+    is repeated behind a spin of twice the length.
+    """
+    if not has_events(device):
         start = time.perf_counter()
         work()
-        return time.perf_counter() - start
+        return Timing(time.perf_counter() - start)
+    for cycles in SPIN_CYCLES:
+        timing = _timed_behind(cycles, work)
+        if not timing.includes_host:
+            return timing
+    return _timed_behind(0, work)
+
+
+def _timed_behind(cycles: int, work: Callable[[], object]) -> Timing:
+    """The duration of ``work`` in the current stream behind a spin of ``cycles``; 0 for none."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if cycles > 0:
+        torch.cuda._sleep(cycles)
     begin.record()
+    start = time.perf_counter()
     work()
+    host_seconds = time.perf_counter() - start
     end.record()
+    has_spin_ended = begin.query()
     end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return 1e-3 * milliseconds
+    return Timing(1e-3 * begin.elapsed_time(end), host_seconds, has_spin_ended)
+
+
+def timed_replay(work: Callable[[], object], device: torch.device) -> Timing:
+    """The duration of a replay of ``work``, captured once in a CUDA graph; call it after a warm-up of ``work``."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # caches of this stream are filled outside the capture
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        work()
+    graph.replay()
+    timing = timed(graph.replay, device)
+    torch.cuda.synchronize()
+    graph.reset()
+    return timing
 
 
 def in_turn(implementations: Sequence[T], turn: int) -> list[T]:
@@ -86,7 +146,7 @@ class DriverCalls(NamedTuple):
 
     Attributes:
         launches: kernels, copies and fills that were handed to the GPU.
-        synchronizations: waits of the host for a stream or an event.
+        synchronizations: waits of the host for the device, a stream or an event.
     """
 
     launches: int
@@ -103,17 +163,32 @@ class DriverCalls(NamedTuple):
 
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
-_SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_SYNCHRONIZATIONS = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+)
+_COUNTED = "gradwire: driver calls"
 
 
 def driver_calls(work: Callable[[], object], device: torch.device) -> DriverCalls | None:
     """Profile ``work`` and count its driver calls; on a CPU, None, and ``work`` does not run."""
-    if device.type != "cuda":
+    if not has_events(device):
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        work()
-    return DriverCalls.among(event.name for event in profile.events())
+        with torch.profiler.record_function(_COUNTED):
+            work()
+        torch.cuda.synchronize()
+    # The profiler synchronises too, outside the marked range.
+    events = list(profile.events())
+    marked = next(event.time_range for event in events if event.name == _COUNTED)
+    counted = (event for event in events if marked.start <= event.time_range.start < marked.end)
+    return DriverCalls.among(event.name for event in counted)
 
 
 class BackgroundLoad:

@@ -6,15 +6,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import kernels, shapes
+from gradwire.bench import kernel_timing, shapes
 from gradwire.bench.commands import app
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
 from gradwire.bench.kernels import COPY, run, tables
-from gradwire.bench.record import BANDWIDTH, TIME_MS, VS_GRADWIRE, Measured, Record, load
+from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, load
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 from gradwire.bench.tables import find
+from gradwire.bench.timing import Timing
 
 CPU = torch.device("cpu")
 SMALL = [[(40, 30), (40,)], [(64, 3, 3, 3), (7,), (1, 50, 20)]]
@@ -43,18 +44,19 @@ def test_buckets_equal_those_of_ddp(mib):
 class Clock:
     """Stands in for `timed`: a call takes as long as the implementation returns."""
 
-    def __init__(self):
+    def __init__(self, host_seconds=None):
+        self.host_seconds = host_seconds
         self.ran = []
 
     def __call__(self, work, device):
         seconds = work()
         self.ran.append(seconds)
-        return seconds
+        return Timing(seconds, self.host_seconds)
 
 
 def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(kernels, "timed", clock)
+    monkeypatch.setattr(kernel_timing, "timed", clock)
     calls = {GRADWIRE: lambda i: (1e-3, 3e-3)[i], "other": lambda i: (2e-3, 6e-3)[i]}
     case = Case("copy", [1_000_000, 3_000_000], calls, lambda: None)
     records = run(case, "resnet50", 25, rounds=3, device=CPU)
@@ -64,6 +66,14 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
     of_ours, of_other = [1e-3, 3e-3], [2e-3, 6e-3]
     rounds = [clock.ran[i : i + 4] for i in range(0, len(clock.ran), 4)]
     assert {tuple(ran) for ran in rounds} == {(*of_ours, *of_other), (*of_other, *of_ours)}, "each goes first at times"
+
+
+def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
+    case = Case("copy", [1], {GRADWIRE: lambda i: 1e-3}, lambda: None)
+    for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
+        monkeypatch.setattr(kernel_timing, "timed", Clock(host_seconds))
+        found = find(run(case, "resnet50", 25, rounds=3, device=CPU), HOST_MS)
+        assert (found and found.p50) == recorded
 
 
 @pytest.mark.parametrize("make", MAKERS)

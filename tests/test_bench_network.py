@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gradwire.bench import emulated, implementations, namespaces, network
+from gradwire.bench import emulated, implementations, namespaces, network, rehearsal
 from gradwire.bench.commands import app
 from gradwire.bench.emulated import LATENCY, wire_seconds
 from gradwire.bench.hook_registry import HOOKS, label
@@ -24,6 +24,7 @@ from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, summarize, tables
 from gradwire.bench.record import EXPOSED_MS, LINK_RATE, SENT_PER_STEP, STEP_MS, Measured, Record, load
 from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.tables import find
+from gradwire.bench.timing import Timing
 from gradwire.comm import GroupTransport
 from gradwire.kernels import WIRE_FORMATS
 
@@ -149,8 +150,8 @@ def test_emulated_message_takes_latency_and_transmission_time():
 
 def test_emulated_link_delays_both_shots_and_leaves_them_exact(monkeypatch, world_of_one):
     rate, spins = Rate.parse("1gbit"), []
-    monkeypatch.setattr(emulated, "timed", lambda *_: 0.1)  # a calibration of 1e8 cycles
-    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    monkeypatch.setattr(emulated, "timed", lambda *_: Timing(0.1))  # a calibration of 1e8 cycles
+    monkeypatch.setattr(rehearsal._Device, "spin", lambda _, cycles: spins.append(cycles))
     transport, sent = GroupTransport(dist.group.WORLD), torch.arange(96, dtype=torch.uint8).view(2, 1, 48)
     received, gathered = torch.zeros_like(sent), torch.zeros_like(sent)
     with gpu_on_cpu(), emulated.emulated_link(rate, 4, torch.device("cpu")):
