@@ -64,28 +64,36 @@ def both_shots(
     layout = MessageLayout([(WIRE_FORMATS[wire], table)], WORLD_SIZE, PIECES)
     (section,) = layout.sections
     step = torch.full((1,), 5, dtype=torch.int64, device=device)
+    # Blocks and cells may lack elements, which have no errors.
+    present = torch.zeros(table.numel, device=device)
+    for view in table.error_views(present):
+        view.fill_(1)
+    of_shard = torch.zeros(layout.shard_numel(section), device=device)
+    for piece, cell in enumerate(of_shard.split(section.blocks_per_cell * table.block_size)):
+        begin, end = (table.block_size * block for block in section.cell_blocks(piece * WORLD_SIZE + RANK))
+        cell[: end - begin] = present[begin:end]
 
     def run(functions: tuple) -> list[Tensor]:  # type: ignore[type-arg]
         quantizer, reducer, dequantizer, commit = functions
         messages, memory = [], []
 
-        def errors_of(numel: int, seed: int) -> tuple[Tensor | None, Tensor | None]:
+        def errors_of(where: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
             if error_dtype is None:
                 return None, None
             generator = torch.Generator().manual_seed(seed)
-            errors = (0.01 * torch.randn(numel, generator=generator)).to(device, error_dtype)
+            errors = (where * (0.01 * torch.randn(len(where), generator=generator)).to(device)).to(error_dtype)
             return errors, torch.full_like(errors, torch.nan)
 
         for rank, tensors in enumerate(ranks):
             message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-            errors, pending = errors_of(table.numel, rank)
+            errors, pending = errors_of(present, rank)
             rounding = Rounding(step, rank, stochastic)
             quantizer(tensors, section, message, scale=1 / 3, errors=errors, pending=pending, rounding=rounding)
             messages.append(message)
             memory += [pending] if pending is not None else []
         received = torch.stack([message[:, RANK] for message in messages], 1).contiguous()
         result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
-        errors, pending = errors_of(layout.shard_numel(section), 9)
+        errors, pending = errors_of(of_shard, 9)
         reducer(
             received,
             section,
