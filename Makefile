@@ -50,13 +50,13 @@ test-triton36: install
 conformance: install
 	$(BIN)/python tests/conformance --all
 
-# Kernels and hooks on this machine's GPU. An interrupted run resumes where it stopped.
+# Tests, sanitizer and benchmarks on this machine's GPU. An interrupted run resumes where it stopped.
 gpu: install
-	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks --output build/gpu_lane.jsonl
+	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --output build/gpu_lane.jsonl
 
 # The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
-	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks --rehearse --output build/gpu_rehearsal.jsonl
+	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --rehearse --output build/gpu_rehearsal.jsonl
 
 demo: install
 	$(BIN)/gradwire demo

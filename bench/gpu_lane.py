@@ -1,16 +1,19 @@
-"""``python -m gradwire.bench.gpu_lane smoke|ranks`` tests gradwire on this machine's GPU.
+"""``python -m gradwire.bench.gpu_lane smoke ranks sanitize bench`` tests and times gradwire on this machine's GPU.
 
-Stages:
-    smoke   every kernel against its reference, and every hook over NCCL with one rank.
-    ranks   every hook over NCCL with two ranks that share the GPU.
+Stages, each under 9 minutes:
+    smoke      every kernel against its reference, and every hook over NCCL with one rank.
+    ranks      every hook over NCCL with two ranks that share the GPU.
+    sanitize   small kernel cases under compute-sanitizer, if it is found.
+    bench      times of kernels and hooks beside PyTorch's, and a table of them.
 
 Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
 ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
-interrupted stage resumes where it stopped. The exit status is 0 if no case failed.
+interrupted stage resumes where it stopped. A stage starts no case after `STAGE_SECONDS` and lists those that remain.
+The exit status is 0 if no case failed and none remains.
 
-``--rehearse`` runs the same cases on the CPU: the kernels' CPU code, and gloo with NCCL's rules enforced
-(`gradwire.bench.rehearsal`). It finds mistakes in the cases and in code that both devices share. It does not run on a
-GPU, and every line and record says so.
+``--rehearse`` runs the same cases on the CPU: the kernels' CPU code, gloo with NCCL's rules enforced, and stand-ins for
+streams, events and graphs (`gradwire.bench.rehearsal`). It finds mistakes in the cases and in code that both devices
+share. It does not run on a GPU, its times say nothing about one, and every line and record says so.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,22 +32,32 @@ from typing import Any
 import torch
 
 import gradwire
+from gradwire.bench.gpu_hook_bench import HOOK_BENCHES
 from gradwire.bench.gpu_hook_cases import HOOK_CASES
+from gradwire.bench.gpu_kernel_bench import KERNEL_BENCHES
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu_report import tables
+from gradwire.bench.gpu_sanitizer import SANITIZER_CASES
 from gradwire.bench.gpu_worker import CASE_LIMIT, Case, Crew
 from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
-RANKS = {"smoke": 1, "ranks": 2}
+RANKS = {"smoke": 1, "ranks": 2, "sanitize": 1, "bench": 1}
+# After STAGE_SECONDS a stage starts no case; after STAGE_LIMIT it ends the one that runs.
+STAGE_SECONDS, STAGE_LIMIT = 510.0, 530.0
 # Facts that must be equal for an earlier pass to count.
 IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "rehearsal")
 
 
-def cases_of(stage: str) -> dict[str, Case]:
+def cases_of(stage: str) -> Mapping[str, Case]:
     """A stage's cases by name; the case with two dtypes on the wire comes first."""
     if stage == "ranks":
         return HOOK_CASES
+    if stage == "sanitize":
+        return SANITIZER_CASES
+    if stage == "bench":
+        return {**KERNEL_BENCHES, **HOOK_BENCHES}
     first = next(iter(HOOK_CASES))
     return {first: HOOK_CASES[first], **KERNEL_CASES, **QUANTIZATION_CASES, **HOOK_CASES}
 
@@ -85,19 +99,19 @@ def _triton() -> str | None:
         return None
 
 
-def passed_before(output: Path, identity: dict[str, Any]) -> set[str]:
-    """Cases that have passed in the same stage with the same code, versions and device."""
+def passed_before(output: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Records, by case, of those that have passed in the same stage with the same code, versions and device."""
     if not output.exists():
-        return set()
+        return {}
     wanted = {name: identity[name] for name in (*IDENTITY, "stage")}
-    passed = set()
+    passed = {}
     for line in output.read_text().splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue  # the last line of a killed run
         if record["status"] == "passed" and {name: record.get(name) for name in wanted} == wanted:
-            passed.add(record["case"])
+            passed[record["case"]] = record
     return passed
 
 
@@ -109,52 +123,67 @@ def run_stage(
     limit: float = CASE_LIMIT,
     only: Sequence[str] = ("",),
 ) -> list[str]:
-    """Run the cases of a stage that have not passed yet; returns the names of failed cases.
+    """Run the cases of a stage that have not passed yet; returns the names of those that failed or remain.
 
     Args:
-        stage: "smoke" or "ranks".
+        stage: a key of `RANKS`.
         rehearsal: whether to run on the CPU.
         output: file of JSON lines to append to.
         limit: time limit of a case, in seconds.
         only: run the cases whose name contains one of these.
     """
+    start = time.monotonic()
     identity = facts(stage, rehearsal)
     cases = {name: case for name, case in cases_of(stage).items() if any(part in name for part in only)}
     passed = passed_before(output, identity)
     what = "REHEARSAL ON THE CPU, NOT ON A GPU" if rehearsal else identity["gpu"]
-    print(f"{stage}: {len(cases)} cases, {RANKS[stage]} rank(s), {what}", flush=True)
+    label = f"rehearsal {stage}" if rehearsal else stage
+    print(f"{label}: {len(cases)} cases, {RANKS[stage]} rank(s), {what}", flush=True)
     counts = {"passed": 0, "skipped": 0, "failed": 0, "passed before": 0}
-    failed = []
+    failed, remaining, measured = [], [], {}
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a") as file, Crew(RANKS[stage], rehearsal) as crew:
         if file.tell() and not output.read_text().endswith("\n"):
             file.write("\n")  # after the last line of a killed run
         for number, (name, case) in enumerate(cases.items(), 1):
-            place = f"{'rehearsal ' if rehearsal else ''}{stage} {number}/{len(cases)}"
+            place = f"{label} {number}/{len(cases)}"
             if name in passed:
                 counts["passed before"] += 1
+                measured[name] = passed[name].get("measured", ())
                 print(f"{place} passed before: {name}", flush=True)
                 continue
-            outcome = crew.run(case, limit)
+            elapsed = time.monotonic() - start
+            if elapsed > STAGE_SECONDS:
+                remaining.append(name)
+                continue
+            outcome = crew.run(case, min(limit, STAGE_LIMIT - elapsed))
             counts[outcome.status] += 1
             record = {"case": name, "status": outcome.status, "seconds": round(outcome.seconds, 2)}
-            json.dump({**record, "text": outcome.text, **identity}, file)
+            json.dump({**record, "text": outcome.text, "measured": list(outcome.measured), **identity}, file)
             file.write("\n")
             file.flush()
+            measured[name] = outcome.measured
             reason = f" ({outcome.text})" if outcome.status == "skipped" else ""
             print(f"{place} {outcome.status} in {outcome.seconds:.1f} s: {name}{reason}", flush=True)
             if outcome.status == "failed":
                 failed.append(name)
                 print(outcome.text, flush=True)
+    for line in tables({name: rows for name, rows in measured.items() if rows}):
+        print(f"{label}: {line}", flush=True)
     total = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    print(f"{stage}: {total}; {what}; records in {output}", flush=True)
-    return failed
+    print(f"{label}: {total}; {what}; records in {output}", flush=True)
+    if remaining:
+        print(
+            f"{label}: {STAGE_SECONDS / 60:g} minutes are over, {len(remaining)} cases remain; run it again for them:"
+        )
+        print("\n".join(f"{label}: {name}" for name in remaining), flush=True)
+    return failed + remaining
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages on the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu_lane", description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help="smoke, ranks, or both")
+    parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help=f"one or more of {', '.join(RANKS)}")
     parser.add_argument("--rehearse", action="store_true", help="run the cases on the CPU")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
     parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds per case; default: %(default)g")
@@ -165,11 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and not torch.cuda.is_available():
         print("There is no CUDA device here. Use --rehearse to run the same cases on the CPU.", file=sys.stderr)
         return 2
-    failed = []
+    open_cases = []
     only = options.only or [""]
     for stage in options.stages:
-        failed += run_stage(stage, rehearsal=options.rehearse, output=options.output, limit=options.limit, only=only)
-    return 1 if failed else 0
+        open_cases += run_stage(
+            stage, rehearsal=options.rehearse, output=options.output, limit=options.limit, only=only
+        )
+    return 1 if open_cases else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ hosts. They then communicate over sockets, with few thread blocks each, so that 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing.connection
 import os
 import signal
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from gradwire.bench.gpu_checks import Skipped
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
-Case = Callable[[torch.device], None]
+# A case may return what it has measured, as rows for JSON.
+Case = Callable[[torch.device], list[dict[str, Any]] | None]
 
 # Seconds. A cold cache of Triton compiles a few dozen kernels, 0.1 to 2 s each, while two ranks share the CPU.
 CASE_LIMIT = 300.0
@@ -57,11 +59,21 @@ class Outcome(NamedTuple):
         status: "passed", "failed" or "skipped".
         seconds: until the slowest rank answered, without the start of the processes.
         text: the reason for a skip; for a failure, tracebacks, stacks and output of every rank.
+        measured: what rank 0 has measured, if the case passed.
     """
 
     status: str
     seconds: float
     text: str
+    measured: Sequence[dict[str, Any]] = ()
+
+
+class Answer(NamedTuple):
+    """A rank's answer to a case, or to the request to start. Attributes are as in `Outcome`."""
+
+    status: str
+    text: str = ""
+    measured: Sequence[dict[str, Any]] = ()
 
 
 class Crew:
@@ -92,7 +104,7 @@ class Crew:
         if not self._members:
             self._start(limit)
             answers = self._collect(START_LIMIT)
-            if any(status != "passed" for status, _ in answers):
+            if any(answer.status != "passed" for answer in answers):
                 return self._failure("The start of the processes", answers, time.monotonic() - start)
             start = time.monotonic()
         for member in self._members:
@@ -100,12 +112,12 @@ class Crew:
                 member.connection.send(case)
         answers = self._collect(limit)
         seconds = time.monotonic() - start
-        statuses = {status for status, _ in answers}
+        statuses = {answer.status for answer in answers}
         if "failed" in statuses:
             return self._failure("The case", answers, seconds)
         if "skipped" in statuses:
-            return Outcome("skipped", seconds, next(text for status, text in answers if status == "skipped"))
-        return Outcome("passed", seconds, "")
+            return Outcome("skipped", seconds, next(a.text for a in answers if a.status == "skipped"))
+        return Outcome("passed", seconds, "", answers[0].measured)
 
     def _start(self, limit: float) -> None:
         folder = Path(self._folder.name) / str(self._n_starts)
@@ -114,9 +126,9 @@ class Crew:
         arguments = (self._size, self._rehearsal, limit, folder)
         self._members = [_Member(rank, *arguments) for rank in range(self._size)]
 
-    def _collect(self, limit: float) -> list[tuple[str, str]]:
-        """Status and text of every rank; a rank that does not answer in time has failed."""
-        answers = [("failed", NO_ANSWER)] * self._size
+    def _collect(self, limit: float) -> list[Answer]:
+        """The answer of every rank; a rank that does not answer in time has failed."""
+        answers = [Answer("failed", NO_ANSWER)] * self._size
         waiting = {member.connection: rank for rank, member in enumerate(self._members)}
         deadline = time.monotonic() + limit
         while waiting and (remaining := deadline - time.monotonic()) > 0:
@@ -126,16 +138,16 @@ class Crew:
                 try:
                     answers[rank] = connection.recv()
                 except (EOFError, OSError):
-                    answers[rank] = ("failed", "ended without an answer")
-                if answers[rank][0] == "failed":
+                    answers[rank] = Answer("failed", "ended without an answer")
+                if answers[rank].status == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _failure(self, what: str, answers: list[tuple[str, str]], seconds: float) -> Outcome:
+    def _failure(self, what: str, answers: list[Answer], seconds: float) -> Outcome:
         parts = [f"{what} failed after {seconds:.1f} s."]
-        logs = self._end([rank for rank, (_, text) in enumerate(answers) if text == NO_ANSWER])
-        for rank, ((status, text), log) in enumerate(zip(answers, logs, strict=True)):
-            parts.append(f"--- rank {rank} {status} {text}".rstrip())
+        logs = self._end([rank for rank, answer in enumerate(answers) if answer.text == NO_ANSWER])
+        for rank, (answer, log) in enumerate(zip(answers, logs, strict=True)):
+            parts.append(f"--- rank {rank} {answer.status} {answer.text}".rstrip())
             parts.append(f"--- output of rank {rank}:\n{log}")
         return Outcome("failed", seconds, "\n".join(parts))
 
@@ -181,9 +193,9 @@ def _work(
         try:
             device = _join(stack, rank, size, rehearsal, limit, rendezvous)
         except BaseException:
-            connection.send(("failed", traceback.format_exc()))
+            connection.send(Answer("failed", traceback.format_exc()))
             raise
-        connection.send(("passed", ""))
+        connection.send(Answer("passed"))
         while True:
             try:
                 case = connection.recv()
@@ -217,13 +229,14 @@ def _join(stack: ExitStack, rank: int, size: int, rehearsal: bool, limit: float,
     return device
 
 
-def _answer(case: Case, device: torch.device) -> tuple[str, str]:
+def _answer(case: Case, device: torch.device) -> Answer:
     try:
-        case(device)
+        measured = case(device)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
     except Skipped as reason:
-        return "skipped", str(reason)
+        return Answer("skipped", str(reason))
     except Exception:
-        return "failed", traceback.format_exc()
-    return "passed", ""
+        return Answer("failed", traceback.format_exc())
+    gc.collect()  # a DDP is part of a cycle, and a bench holds gigabytes
+    torch.cuda.empty_cache()
+    return Answer("passed", "", measured or ())

@@ -133,10 +133,10 @@ class Implementation:
         self.ddp.zero_grad(set_to_none=True)
         with self.ddp.no_sync():
             self._loss(batch).backward()
-        local, old = self._gradients(), self._error_memory()
+        local, old = self._gradients(), error_memory(self._state)
         self._buckets = []
         self.step(batch)
-        result, new = self._gradients(), self._error_memory()
+        result, new = self._gradients(), error_memory(self._state)
         buckets, self._buckets = self._buckets, None
         complaint = None
         if self.one_bucket and len(buckets) > 1:
@@ -163,17 +163,6 @@ class Implementation:
     def _gradients(self) -> list[Tensor]:
         return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]
 
-    def _error_memory(self) -> dict[Any, Tensor]:
-        """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
-        if isinstance(self._state, PowerSGDState):
-            errors = entries_of(self._state._memory)["errors"]  # of this rank; state_dict() has the mean over all
-        elif isinstance(self._state, QuantizationState):
-            ranks = dist.get_world_size()  # its errors are parts of the mean gradient
-            errors = {name: ranks * error for name, error in self._state._own_errors().items()}
-        else:
-            errors = getattr(self._state, "error_dict", {})
-        return {key: error.clone() for key, error in errors.items()}
-
     def _by_parameter(self, errors: Mapping[Any, Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The error memory in the order of the model's parameters."""
         named = dict(self.ddp.module.named_parameters())
@@ -184,6 +173,18 @@ class Implementation:
             parts = flat.split([parameter.numel() for parameter in parameters])
             views |= {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
         return [views[id(parameter)] for parameter in named.values()]
+
+
+def error_memory(state: object) -> dict[Any, Tensor]:
+    """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
+    if isinstance(state, PowerSGDState):
+        errors = entries_of(state._memory)["errors"]  # of this rank; state_dict() has the mean over all
+    elif isinstance(state, QuantizationState):
+        ranks = dist.get_world_size()  # its errors are parts of the mean gradient
+        errors = {name: ranks * error for name, error in state._own_errors().items()}
+    else:
+        errors = getattr(state, "error_dict", {})
+    return {key: error.clone() for key, error in errors.items()}
 
 
 def needs_one_bucket(hook: str, device: torch.device) -> bool:

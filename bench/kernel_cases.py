@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -38,18 +38,24 @@ from gradwire.kernels import (
 )
 
 RANK = 4  # of PowerSGD
+COMPILED = "torch.compile"
 
 
 def _compiled(work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]) -> dict[str, Call]:
-    """``work(*operands(i))`` under torch.compile, compiled for each bucket; empty where there is no C++ compiler."""
+    """``work(*operands(i))`` under torch.compile, compiled at the first call for each bucket; empty without C++."""
     if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
         return {}
-    torch._dynamo.reset()  # it stops compiling a function after a number of shapes
-    compiled = torch.compile(work, dynamic=False)
-    return {"torch.compile": lambda i: compiled(*operands(i))}
+
+    @cache
+    def compiled() -> Callable[..., object]:
+        torch._dynamo.reset()  # it stops compiling a function after a number of shapes
+        return torch.compile(work, dynamic=False)
+
+    return {COMPILED: lambda i: compiled()(*operands(i))}
 
 
-def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
+def flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
+    """Gradients into a wire, with a division by the world size."""
     lists = random_gradients(shapes, device)
     tables = [SegmentTable(tensors) for tensors in lists]
     wires = [torch.full((table.numel,), torch.nan, dtype=dtype, device=device) for table in tables]
@@ -83,7 +89,8 @@ def _flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype
     )
 
 
-def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+def unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+    """A wire of fp16 into gradients."""
     lists = random_gradients(shapes, device)
     tables = [SegmentTable(tensors) for tensors in lists]
     wires = [torch.randn(table.numel, device=device).half() for table in tables]
@@ -116,9 +123,11 @@ def _unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> 
     )
 
 
-def _matrices(shapes: Sequence[Sequence[Shape]], device: torch.device) -> tuple[list[MatrixTable], list[list[Tensor]]]:
+def _matrices(
+    shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int
+) -> tuple[list[MatrixTable], list[list[Tensor]]]:
     """The matrices of each bucket that PowerSGD compresses at its default policy, and gradients of their shapes."""
-    policy = LowRankPolicy(rank=RANK)
+    policy = LowRankPolicy(rank=rank)
     tables, gradients = [], []
     for of_bucket in shapes:
         found = [
@@ -144,8 +153,9 @@ def _packed(
     return wires, outs, finite, [side.views(wire) for side, wire in zip(sides, wires, strict=True)]
 
 
-def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
-    tables, _ = _matrices(shapes, device)
+def orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int = RANK) -> Case:
+    """Bases of the factors P."""
+    tables, _ = _matrices(shapes, device, rank)
     wires, outs, finite, factors = _packed(tables, [table.p for table in tables])
 
     def check() -> None:
@@ -154,7 +164,7 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
             torch.testing.assert_close(gram, torch.eye(len(gram), dtype=gram.dtype, device=device), rtol=0, atol=1e-5)
 
     return Case(
-        f"orthogonalize, rank {RANK}",
+        f"orthogonalize, rank {rank}",
         [orthogonalize_bytes(table.p.numel, torch.float32, torch.float32) for table in tables],
         {
             GRADWIRE: lambda i: orthogonalize(wires[i], tables[i].p, outs[i], finite[i]),
@@ -165,8 +175,9 @@ def _orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device)
     )
 
 
-def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
-    tables, _ = _matrices(shapes, device)
+def renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int = RANK) -> Case:
+    """Unit columns from the factors Q."""
+    tables, _ = _matrices(shapes, device, rank)
     wires, outs, finite, factors = _packed(tables, [table.q for table in tables])
     step = torch.ones(1, dtype=torch.int64, device=device)
 
@@ -176,7 +187,7 @@ def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case
             torch.testing.assert_close(unit.double(), expected, rtol=1e-5, atol=0)
 
     return Case(
-        f"column norms, rank {RANK}",
+        f"column norms, rank {rank}",
         [renew_bytes(table.q.numel, torch.float32, torch.float32) for table in tables],
         {
             GRADWIRE: lambda i: renew(wires[i], tables[i].q, tables[i].keys, step, outs[i], finite[i]),
@@ -186,8 +197,9 @@ def _renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case
     )
 
 
-def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
-    tables, gradients = _matrices(shapes, device)
+def lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int = RANK) -> Case:
+    """The three passes over the matrices."""
+    tables, gradients = _matrices(shapes, device, rank)
     errors = [[torch.zeros_like(g) for g in of_bucket] for of_bucket in gradients]
     targets = [[torch.full_like(g, torch.nan) for g in of_bucket] for of_bucket in gradients]
     ps = [0.01 * torch.randn(table.p.numel, device=device) for table in tables]
@@ -231,7 +243,7 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
     return Case(
-        f"PowerSGD's three passes, rank {RANK}",
+        f"PowerSGD's three passes, rank {rank}",
         [lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), torch.float32) for table in tables],
         {
             GRADWIRE: passes,
@@ -243,11 +255,11 @@ def _lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Ca
 
 
 MAKERS: tuple[Callable[[Sequence[Sequence[Shape]], torch.device], Case], ...] = (
-    lambda shapes, device: _flatten_case(shapes, device, torch.float16),
-    lambda shapes, device: _flatten_case(shapes, device, torch.float32),
-    _unflatten_case,
-    _orthogonalize_case,
-    _renew_case,
-    _lowrank_case,
+    lambda shapes, device: flatten_case(shapes, device, torch.float16),
+    lambda shapes, device: flatten_case(shapes, device, torch.float32),
+    unflatten_case,
+    orthogonalize_case,
+    renew_case,
+    lowrank_case,
     *(partial(case, wire=wire) for wire in ("int8", "int4") for case in (quantize_case, reduce_case, dequantize_case)),
 )

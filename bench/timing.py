@@ -95,21 +95,21 @@ def _timed_behind(cycles: int, work: Callable[[], object]) -> Timing:
     return Timing(1e-3 * begin.elapsed_time(end), host_seconds, has_spin_ended)
 
 
-def timed_replay(work: Callable[[], object], device: torch.device) -> Timing:
-    """The duration of a replay of ``work``, captured once in a CUDA graph; call it after a warm-up of ``work``."""
+def timed_replays(work: Callable[[], object], device: torch.device, count: int) -> list[Timing]:
+    """Durations of replays of ``work``, captured once in a CUDA graph; call it after a warm-up of ``work``."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # caches of this stream are filled outside the capture
+    with torch.cuda.stream(stream):  # fills what is cached by stream
         work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     graph.replay()
-    timing = timed(graph.replay, device)
+    timings = [timed(graph.replay, device) for _ in range(count)]
     torch.cuda.synchronize()
     graph.reset()
-    return timing
+    return timings
 
 
 def in_turn(implementations: Sequence[T], turn: int) -> list[T]:

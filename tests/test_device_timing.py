@@ -7,7 +7,7 @@ import torch
 
 from gradwire.bench import timing
 from gradwire.bench.rehearsal import gpu_on_cpu
-from gradwire.bench.timing import SPIN_CYCLES, DriverCalls, Timing, driver_calls, timed, timed_replay
+from gradwire.bench.timing import SPIN_CYCLES, DriverCalls, Timing, driver_calls, timed, timed_replays
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -116,9 +116,9 @@ def test_cpu_is_timed_with_its_clock_alone(monkeypatch):
 def test_replay_is_captured_once_after_a_warm_up_on_its_stream(monkeypatch):
     calls = []
     with gpu_on_cpu():
-        measured = timed_replay(lambda: calls.append(1), CPU)
+        measured = timed_replays(lambda: calls.append(1), CPU, 3)
     assert calls == [1, 1]
-    assert measured.host_seconds is not None
+    assert [timing.includes_host for timing in measured] == [False] * 3
 
 
 def test_driver_calls_are_those_of_the_work_and_not_of_the_profiler(monkeypatch):

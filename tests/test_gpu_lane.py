@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,18 @@ def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
     assert "--rehearse" in printed
 
 
+def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
+    only = ("--only=copy", "--only=powersgd-r4, resnet50", "--only=memcheck: delayed scaling")
+    arguments = ("bench", "sanitize", "--rehearse", "--output", str(tmp_path / "records.jsonl"), *only)
+    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu_lane", *arguments)
+    assert "rehearsal bench: 2 passed; REHEARSAL ON THE CPU" in printed
+    assert "rehearsal sanitize 1/1 skipped" in printed
+    assert all(line.startswith("rehearsal ") for line in printed.splitlines())
+    copy, hook, _ = records(tmp_path / "records.jsonl")
+    assert copy["measured"][0]["gb_per_s"] > 0
+    assert [row["implementation"] for row in hook["measured"]] == ["gradwire"], "PyTorch's hook needs numpy"
+
+
 def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_bare):
     options = ("-m", "gpu", "-p", "no:cacheprovider", "--collect-only", "tests")
     printed = run_bare(("torch", "triton", "pytest"), "-m", "pytest", *options)
@@ -76,7 +89,7 @@ def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
 
 
 def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
-    for stage in gpu_lane.RANKS:
+    for stage in ("smoke", "ranks"):
         names = list(gpu_lane.cases_of(stage))
         assert names[0] == "two dtypes on the wire"
         for hook in HOOKS:
@@ -95,6 +108,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "two dtypes on the wire",
         "low-rank passes, float16, rank 4,",
         "scaled fp16: equal bits",
+        "quantise float32 to int4, errors in float32",
         "powersgd: replays",
     ]
     arguments = ["smoke", "ranks", "--rehearse", "--output", str(output), *(f"--only={part}" for part in only)]
@@ -102,7 +116,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     printed = capsys.readouterr().out
     done = records(output)
     assert [(r["stage"], r["ranks"], r["status"]) for r in done] == (
-        [("smoke", 1, "passed")] * 4
+        [("smoke", 1, "passed")] * 6
         + [("smoke", 1, "skipped")]
         + [("ranks", 2, "passed")] * 2
         + [("ranks", 2, "skipped")]
@@ -118,15 +132,39 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
 
     started = []
     monkeypatch.setattr(gpu_worker.Crew, "_start", lambda crew, limit: started.append(crew))
-    monkeypatch.setattr(gpu_worker.Crew, "_collect", lambda crew, limit: [("passed", "")] * crew._size)
+    monkeypatch.setattr(gpu_worker.Crew, "_collect", lambda crew, limit: [gpu_worker.Answer("passed")] * crew._size)
     with output.open("a") as file:
         file.write('{"case": "killed while it was wri')
     assert gpu_lane.main(arguments) == 0
-    assert capsys.readouterr().out.count("passed before: ") == 6
+    assert capsys.readouterr().out.count("passed before: ") == 8
     assert len(output.read_text().splitlines()) == len(done) + 1 + 2  # the skipped ones are tried again
     monkeypatch.setattr(gpu_lane, "_source", lambda: "other code")
     assert gpu_lane.main(arguments) == 0
     assert "passed before" not in capsys.readouterr().out
+
+
+def test_stage_stops_in_time_and_the_next_run_goes_on(capsys, tmp_path, monkeypatch):
+    clock, ran = [0.0], []
+
+    def run(crew, case, limit):
+        ran.append(limit)
+        clock[0] += 300
+        return gpu_worker.Outcome("passed", 300.0, "", [{"implementation": "copy_", "gb_per_s": 2.0}])
+
+    monkeypatch.setattr(gpu_lane, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(gpu_worker.Crew, "run", run)
+    monkeypatch.setattr(gpu_lane, "_source", lambda: "this code")
+    monkeypatch.setattr(gpu_lane, "cases_of", lambda stage: dict.fromkeys(("copy", "second", "third"), print))
+    arguments = ["bench", "--rehearse", "--output", str(tmp_path / "records.jsonl")]
+    assert gpu_lane.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert ran == [gpu_worker.CASE_LIMIT, gpu_lane.STAGE_LIMIT - 300], "no case goes on beyond the stage's limit"
+    assert "8.5 minutes are over, 1 cases remain" in printed
+    assert "rehearsal bench: third" in printed
+    assert all(line.startswith("rehearsal bench") for line in printed.splitlines())
+    assert gpu_lane.main(arguments) == 0
+    assert len(ran) == 3
+    assert "copy: 2.0 GB/s" in capsys.readouterr().out, "measured by the first run"
 
 
 def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypatch):

@@ -1,0 +1,210 @@
+"""The GPU lane's stages *bench* and *sanitize* without a GPU: checks, rows and tables at small sizes, the sanitizer."""
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.bench import gpu_hook_bench, gpu_kernel_bench, gpu_report, gpu_sanitizer, implementations
+from gradwire.bench.gpu_checks import Skipped
+from gradwire.bench.gpu_hook_bench import BENCHED, CAPTURED, LINKED, HookStep, captured_step, hook_bytes, hook_step
+from gradwire.bench.gpu_kernel_bench import KERNEL_BENCHES, MAKERS, kernel
+from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
+from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.hook_registry import HOOKS
+from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, error_memory
+from gradwire.bench.kernel_case import Case
+from gradwire.bench.rehearsal import gpu_on_cpu
+from gradwire.bench.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
+from gradwire.bench.shapes import SHAPES
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SMALL = [[(192,), (192, 192)], [(256, 192), (3, 5)]]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small buckets, few rounds, and the code path of a GPU."""
+    for module in (gpu_kernel_bench, gpu_hook_bench):
+        monkeypatch.setattr(module, "buckets_of", lambda model, mib, device: SMALL)
+        monkeypatch.setattr(module, "ROUNDS", 1)
+    with gpu_on_cpu():
+        yield
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_kernel_is_timed_beside_pytorch(name, small):
+    ours, *others = kernel(name, 25, CPU)
+    assert ours["implementation"] == GRADWIRE
+    assert ours["graph_ms"]["p50"] >= 0
+    assert others
+    for row in (ours, *others):
+        assert row["nbytes"] > 0
+        assert row["device_ms"]["p50"] > 0
+        assert row["host_ms"]["p50"] > 0
+        assert (row["launches"], row["host_waits"]) == (0, 0)
+        assert row["implementation"] != "torch.compile"
+
+
+def test_kernel_benches_cover_every_kernel_at_every_size():
+    assert set(KERNEL_BENCHES) == {"copy"} | {
+        f"{name}, gpt2-124m, {size}" for name in MAKERS for size in ("25 MiB", "100 MiB", "whole model")
+    }
+
+
+def test_wrong_kernel_is_not_timed(small, monkeypatch):
+    def wrong(shapes, device):
+        case = MAKERS["flatten to float16"](shapes, device)
+        return Case(case.kernel, case.nbytes, {GRADWIRE: lambda i: None}, case.check)
+
+    monkeypatch.setitem(gpu_kernel_bench.MAKERS, "wrong", wrong)
+    with pytest.raises(RuntimeError, match="is wrong; nothing is timed"):
+        kernel("wrong", 25, CPU)
+
+
+@pytest.mark.parametrize("make", [scaled_flatten_case, scaled_unflatten_case])
+def test_scaled_cast_is_checked(make):
+    case = make(SMALL, CPU)
+    with pytest.raises(AssertionError):
+        case.check()
+    case.implementations[GRADWIRE](0)
+    case.check()
+
+
+@pytest.mark.usefixtures("world_of_one", "small")
+class TestHooks:
+    @pytest.mark.parametrize("hook", BENCHED)
+    def test_hook_is_timed_beside_pytorchs(self, hook):
+        ours, theirs = hook_step(hook, "any", CPU)
+        assert ours["implementation"] == GRADWIRE
+        assert theirs["implementation"].startswith(PYTORCH)
+        assert ours["nbytes"] == hook_bytes(hook, SMALL)
+        for row in (ours, theirs):
+            assert row["device_ms"]["p50"] > 0
+            assert (row["launches"], row["host_waits"]) == (0, 0)
+
+    @pytest.mark.parametrize("hook", CAPTURED)
+    def test_captured_step_is_timed_beside_the_eager_one(self, hook):
+        assert [row["implementation"] for row in captured_step(hook, "any", CPU)] == ["eager", "captured"]
+
+    @pytest.mark.parametrize("hook", ("fp16", "int4", "powersgd-r4"))
+    def test_hook_with_a_wrong_result_is_not_timed(self, hook, monkeypatch):
+        entry = HOOKS[hook]
+
+        def make(group, start):
+            state, real = entry.make(group, start)
+
+            def wrong(state, bucket):
+                future = real(state, bucket)
+                future.wait()
+                bucket.source().tensors[-1].mul_(1.01)
+                return future
+
+            return state, wrong
+
+        monkeypatch.setitem(HOOKS, hook, SimpleNamespace(make=make, wire=entry.wire, pytorch=entry.pytorch))
+        with pytest.raises(AssertionError, match="nothing is timed"):
+            hook_step(hook, "any", CPU)
+
+    @pytest.mark.parametrize("hook", ("int4", "powersgd-r4"))
+    def test_steps_keep_gradient_plus_error(self, hook):
+        step = HookStep(HOOKS[hook].make(dist.group.WORLD, FIRST_COMPRESSED), SMALL, CPU, is_flat=False)
+        before = {name: gradient.clone() for name, gradient in step.gradients.items()}
+        for _ in range(20):
+            step()
+        errors = error_memory(step.state)
+        for name, gradient in step.gradients.items():
+            kept = gradient + errors[name] if name in errors else gradient
+            torch.testing.assert_close(kept, before[name], rtol=0, atol=1e-4)
+        assert any(not torch.equal(gradient, before[name]) for name, gradient in step.gradients.items())
+
+    @pytest.mark.parametrize("hook", LINKED)
+    def test_step_on_an_emulated_link_is_timed(self, hook, monkeypatch):
+        for name, value in {"LAYERS": 2, "NARROW": 160, "WIDE": 320}.items():
+            monkeypatch.setattr(implementations, name, value)
+        rows = gpu_hook_bench.linked_step(hook, "10gbit", CPU)
+        assert [row["implementation"] for row in rows] == [PYTORCH, GRADWIRE]
+        assert all(row["step_ms"]["p50"] > 0 for row in rows)
+
+
+def test_linked_hooks_are_fp16_and_those_with_two_messages():
+    assert set(LINKED) == {"fp16", "int4", "powersgd-r4"}
+    assert set(gpu_hook_bench.MODELS) <= set(SHAPES)
+
+
+def test_bytes_of_hooks_are_those_of_their_kernels():
+    shapes = [[(100, 200)], [(50,)]]
+    assert hook_bytes("fp16", shapes) == 20_050 * (6 + 6)
+    codes = 4 / 8 + 2 / 64  # int4, and an fp16 scale per 64 elements
+    assert hook_bytes("int4", shapes) == pytest.approx(20_050 * (12 + codes + 8 + 2 * codes + 4 + codes + 16))
+    factors = 4 * 100 * (4 + 4) + 4 * 200 * (4 + 4 + 4)
+    assert hook_bytes("powersgd-r4", shapes) == 20_000 * 28 + factors + 50 * 16
+
+
+def test_table_divides_bytes_by_the_bandwidth_of_a_copy():
+    rows = [
+        {"implementation": GRADWIRE, "device_ms": {"p50": 3.0}, "host_ms": {"p50": 0.5}, "nbytes": 4e6, "launches": 7},
+        {"implementation": PYTORCH, "device_ms": {"p50": 9.0}, "host_ms": {"p50": 8.0}, "includes_host": True},
+    ]
+    measured = {"copy": [{"implementation": "copy_", "gb_per_s": 2.0}], "a hook": rows}
+    first, header, ours, theirs, *notes = gpu_report.tables(measured)
+    assert first == "copy: 2.0 GB/s, read and written"
+    assert header.split("  ")[0] == "case"
+    assert "graph ms" not in header and "step ms" not in header, "no row has one"
+    assert ours.split() == ["a", "hook", GRADWIRE, "3.000", "0.500", "2.000", "1.50x", "7"]
+    assert theirs.split() == ["a", "hook", PYTORCH, "9.000*", "8.000"]
+    assert notes == list(gpu_report.NOTES)
+    assert "2.000" not in gpu_report.tables({"a hook": rows})[1], "without a copy there is no floor"
+    assert gpu_report.tables({}) == []
+
+
+def executable(folder, name="compute-sanitizer"):
+    folder.mkdir(parents=True)
+    (folder / name).touch(0o755)
+    return str(folder / name)
+
+
+def test_sanitizer_is_found_on_path_in_a_toolkit_and_in_a_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(gpu_sanitizer, "find_spec", lambda name: package if name == "nvidia" else None)
+    if gpu_sanitizer.find_sanitizer() is not None:
+        pytest.skip("there is a CUDA toolkit in /usr/local")
+    for folder in ("nvidia/cuda_sanitizer_api/bin", "toolkit/compute-sanitizer", "bin"):
+        path = executable(tmp_path / folder)
+        assert gpu_sanitizer.find_sanitizer() == path
+
+
+def test_case_without_sanitizer_is_skipped_with_the_reason(monkeypatch):
+    monkeypatch.setattr(gpu_sanitizer, "find_sanitizer", lambda: None)
+    with pytest.raises(Skipped, match="compute-sanitizer is neither on PATH"):
+        gpu_sanitizer.sanitized("memcheck", gpu_sanitizer.SANITIZED[0], GPU)
+
+
+@pytest.mark.parametrize("status", [0, gpu_sanitizer.ERROR_STATUS])
+def test_case_runs_under_the_tool_and_fails_with_its_report(status, monkeypatch):
+    ran = []
+
+    def run(command, env, **_):
+        ran.append((command, env["PYTORCH_NO_CUDA_MEMORY_CACHING"]))
+        return subprocess.CompletedProcess(command, status, "Invalid __global__ write", "")
+
+    monkeypatch.setattr(gpu_sanitizer, "find_sanitizer", lambda: "/bin/compute-sanitizer")
+    monkeypatch.setattr(subprocess, "run", run)
+    if status == 0:
+        gpu_sanitizer.sanitized("racecheck", "delayed scaling", GPU)
+    else:
+        with pytest.raises(AssertionError, match="Invalid __global__ write"):
+            gpu_sanitizer.sanitized("racecheck", "delayed scaling", GPU)
+    ((command, caching),) = ran
+    assert command[:5] == ["/bin/compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "86"]
+    assert command[-2:] == ["gradwire.bench.gpu_sanitizer", "delayed scaling"]
+    assert caching == "1"
+
+
+def test_sanitized_cases_exist():
+    assert set(gpu_sanitizer.SANITIZED) <= set(KERNEL_CASES | QUANTIZATION_CASES)
