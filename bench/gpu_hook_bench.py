@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.emulated import emulated_link
@@ -38,6 +37,7 @@ from gradwire.bench.quantization_cases import BLOCK_SIZE
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import in_turn, timed, timed_replays
+from gradwire.comm.torch_internals import default_group
 from gradwire.compress import LowRankPolicy
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import (
@@ -206,7 +206,7 @@ def _warm(step: HookStep) -> HookStep:
 
 def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) -> HookStep:
     """gradwire's hook after its first steps and a check of its result."""
-    registration = HOOKS[hook].make(dist.new_group(), FIRST_COMPRESSED)
+    registration = HOOKS[hook].make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
     step = _warm(HookStep(registration, shapes, device, is_flat=False))
     step.check(HOOKS[hook].wire)
@@ -219,7 +219,7 @@ def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) 
         return {}
     entry = HOOKS[hook].pytorch
     assert entry is not None
-    registration = entry.make(dist.new_group(), FIRST_COMPRESSED)
+    registration = entry.make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
     if needs_one_bucket(hook, device):
         shapes = [[shape for of_bucket in shapes for shape in of_bucket]]

@@ -98,8 +98,8 @@ def calls_of(work: Callable[[], object], device: torch.device) -> Row:
 
 def copy(device: torch.device) -> list[Row]:
     """The bandwidth of a copy, the measure of all byte floors."""
-    bandwidth = copy_bandwidth(device) if device.type == "cuda" else copy_bandwidth(device, 1 << 16)
-    return [{"implementation": "copy_", "gb_per_s": round(bandwidth, 1)}]
+    numel = 1 << 26 if device.type == "cuda" else 1 << 16
+    return [{"implementation": "copy_", "numel": numel, "gb_per_s": round(copy_bandwidth(device, numel), 1)}]
 
 
 def kernel(name: str, mib: int, device: torch.device) -> list[Row]:
