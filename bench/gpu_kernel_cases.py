@@ -38,9 +38,11 @@ from gradwire.kernels import (
     update_scale,
     update_scale_reference,
 )
+from gradwire.kernels.lowrank_programs import ELEMENTWISE_RANK, MAX_STRIPS
+from gradwire.kernels.lowrank_triton import dot_precision
 
 SOURCES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
-RANKS = (1, 4, 16, 32, 64)
+RANKS = (1, 3, 8, 16, 32, 64)
 # Neighbours of a program's chunk of 4096 elements, odd sizes, a scalar and an empty tensor.
 SIZES = {
     "aligned": ((4096,), (64, 128), (3, 4096)),
@@ -136,22 +138,27 @@ def _stored(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     return error + (expected.abs() + error) * _unit(dtype) + info.tiny * info.eps
 
 
-def _product_bound(left: Tensor, right: Tensor, compute: torch.dtype) -> Tensor:
-    """The bound of ``left @ right``, factors of fp64 that hold numbers of ``compute``."""
-    k = (left.shape[1] + 3) * _unit(compute)
-    return k / (1 - k) * (left.abs() @ right.abs())
+def _product_bound(left: Tensor, right: Tensor, compute: torch.dtype, *, is_tf32: bool = False) -> Tensor:
+    """The bound of ``left @ right``, factors of fp64 that hold numbers of ``compute``.
+
+    Tensor cores cut inputs off after TF32's 10 bits, a relative error of (1 + 2^-10)^2 - 1 in each product, and cut off
+    sums, where others round.
+    """
+    k = (left.shape[1] + 3) * _unit(compute) * (2 if is_tf32 else 1)
+    return (k / (1 - k) + (2**-9 + 2**-20 if is_tf32 else 0)) * (left.abs() @ right.abs())
 
 
 def _matrices(rank: int, offset: int) -> list[Matrix]:
-    """Matrices of one tile, of several, and of more than one strip; multiples of 16 without ``offset``, else odd."""
+    """Of one tile, of several, of several strips, of the most strips; multiples of 16 without ``offset``, else odd."""
     odd = 1 if offset else 0
-    sizes = ((64, 64), (128, 96 + odd), (576 + odd, 80), (80, 1056 + odd))
+    sizes = ((64, 64), (128, 96 + odd), (576 + odd, 80), (80, 1056 + odd), (MAX_STRIPS * 160 + odd, 64))
     return [Matrix(rows, columns, rank) for rows, columns in sizes]
 
 
-def lowrank(dtype: torch.dtype, rank: int, offset: int, device: torch.device) -> None:
+def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: torch.device) -> None:
     """The three passes of PowerSGD over a bucket, with M kept where that is possible, added up again, and without E."""
-    table = MatrixTable(_matrices(rank, offset), dtype, device)
+    table = MatrixTable(_matrices(rank, offset), dtype, device, precision)
+    is_tf32 = device.type == "cuda" and dot_precision(table) == "tf32"
     compute, scale = table.compute, 0.5
     wire_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
     generator = torch.Generator().manual_seed(rank)
@@ -198,10 +205,10 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, device: torch.device) ->
             rounded = _unit(compute) * m.abs()  # of the sum G + E
             p_i, q_i, sent = (views_of[i] for views_of in inputs)
             expected = scale * (q_i @ m.t())
-            bound = scale * (_product_bound(q_i, m.t(), compute) + q_i.abs() @ rounded.t())
+            bound = scale * (_product_bound(q_i, m.t(), compute, is_tf32=is_tf32) + q_i.abs() @ rounded.t())
             within(views[0][i], expected, _stored(expected, bound, wire_dtype), f"project, {what}, matrix {i}")
             expected = scale * (p_i @ m)
-            bound = scale * (_product_bound(p_i, m, compute) + p_i.abs() @ rounded)
+            bound = scale * (_product_bound(p_i, m, compute, is_tf32=is_tf32) + p_i.abs() @ rounded)
             within(views[1][i], expected, _stored(expected, bound, wire_dtype), f"backproject, {what}, matrix {i}")
             if finite[i] == 0:
                 same(target[i], torch.full_like(target[i], torch.nan), f"reconstruct, {what}, matrix {i}")
@@ -370,11 +377,17 @@ KERNEL_CASES: dict[str, KernelCase] = {
     "delayed scaling": scaling,
     **{
         f"low-rank passes, {name_of(dtype)}, rank {rank}, {'unaligned' if offset else 'aligned'}": partial(
-            lowrank, dtype, rank, offset
+            lowrank, dtype, rank, offset, "tf32"
         )
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
         for rank in RANKS
         for offset in (0, 1)
+    },
+    **{
+        f"low-rank passes without TF32, {name_of(dtype)}, rank {rank}": partial(lowrank, dtype, rank, 0, "fp32")
+        for dtype in (torch.float32, torch.bfloat16)
+        for rank in RANKS
+        if rank > ELEMENTWISE_RANK
     },
     **{f"orthogonalize, rank {rank}": partial(orthogonalization, rank) for rank in RANKS},
     **{f"warm start, rank {rank}": partial(warm_start, rank) for rank in RANKS},

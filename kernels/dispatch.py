@@ -26,6 +26,16 @@ def is_interpreted() -> bool:
     return HAS_TRITON and type(_probe_kernel).__name__ == "InterpretedFunction"
 
 
+@cache
+def has_tf32(device: torch.device) -> bool:
+    """Whether `tl.dot` in TF32 compiles for ``device``. Triton's interpreter accepts it, and computes in fp32."""
+    if device.type != "cuda":
+        return True
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942")
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def use_triton(device: torch.device) -> bool:
     """Whether kernels on tensors of ``device`` run as Triton kernels.
 

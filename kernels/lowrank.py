@@ -29,10 +29,14 @@ from torch import Tensor
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.dtypes import compute_dtype
 from gradwire.kernels.lowrank_cpu import backproject_cpu, project_cpu, reconstruct_cpu
-from gradwire.kernels.lowrank_triton import backproject_triton, project_triton, reconstruct_triton
+from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
 from gradwire.kernels.matrix_table import MAX_RANK, MatrixTable, Operands
+from gradwire.kernels.reconstruction_triton import reconstruct_triton
 
 Pass = Callable[..., None]
+
+# The Triton kernels address the elements of a tile of up to 32 rows by 32-bit offsets.
+MAX_COLUMNS = 1 << 26
 
 
 def lowrank_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -83,8 +87,9 @@ def _compensated(operands: Operands, index: int) -> Tensor:
 
 
 def can_use_triton(table: MatrixTable) -> bool:
-    """Whether the Triton kernels accept these matrices: ranks up to `MAX_RANK`, and no fp64."""
-    return use_triton(table.device) and table.largest_rank <= MAX_RANK and table.compute == torch.float32
+    """Whether the Triton kernels accept these matrices: ranks up to `MAX_RANK`, rows below 2^26 elements, no fp64."""
+    is_in_range = table.largest_rank <= MAX_RANK and max(table.q.lengths) <= MAX_COLUMNS
+    return use_triton(table.device) and is_in_range and table.compute == torch.float32
 
 
 def can_keep(table: MatrixTable) -> bool:

@@ -1,8 +1,10 @@
-"""Low-rank passes in Triton: a kernel for both products, one to sum their parts, one to reconstruct.
+"""Low-rank products in Triton: one kernel for P = M Q and Q = M^T P, and one that adds up its partial sums.
 
-A program of a product works through a strip of M, 32 x 512 for P or 512 x 32 for Q, and stores a partial sum. A strip
-keeps the number of programs high for matrices of few rows or columns; partial sums that are added in a fixed order
-need no float atomics, and give the same bits on every rank.
+A program of a product works through a strip of M and stores a partial sum (`lowrank_programs`). Strips keep the number
+of programs high for matrices of few rows or columns; partial sums that are added in a fixed order need no float
+atomics, and give the same bits in every run.
+
+Offsets within a tile are 32 bits wide, on a 64-bit address of its first element.
 """
 
 from __future__ import annotations
@@ -10,9 +12,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.kernels.dispatch import has_tf32
 from gradwire.kernels.dtypes import triton_dtype
-from gradwire.kernels.language import jit, kernel, next_power_of_2, tl
-from gradwire.kernels.lowrank_programs import chunks, load_chunk, load_strip, load_tile, strips, tiles
+from gradwire.kernels.language import jit, kernel, tl
+from gradwire.kernels.lowrank_programs import (
+    ELEMENTWISE_RANK,
+    addresses,
+    chunks,
+    load_chunk,
+    load_m,
+    load_partial_start,
+    load_strip,
+    n_partials,
+    padded_rank,
+    strips,
+    tiling,
+)
 from gradwire.kernels.matrix_table import (
     MatrixTable,
     Operands,
@@ -22,48 +37,26 @@ from gradwire.kernels.matrix_table import (
     reload_rows_and_rank,
 )
 
-# Rows and columns of a tile of M: two tiles in fp32 and one of a factor are in flight three times over, within 64 KiB
-# of shared memory.
-BLOCK = 32
-# Rows or columns of M that a program of a product sums over.
-STRIP = 512
-# Tiles of M in flight, by padded rank, of the product M' P of 16-bit matrices. With Triton's default, 3, its registers
-# spill at rank 64 (sm_80, Triton 3.7.1) and at rank 16 (sm_100, Triton 3.6.0).
-STAGES_OF_16_BIT = {16: 2, 32: 3, 64: 1}
-STAGES = 3
-# Columns of the tile that a program of `reconstruct` writes, 32 x 64.
-RECONSTRUCT_COLUMNS = 64
-# Elements of a factor that one program adds up.
-SUM_NUMEL = 1024
+# Tiles of 16-bit matrices in flight before the `tl.dot` of M' P. With Triton's default, 3, registers spill at rank 16.
+STAGES_OF_16_BIT = 2
+# Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
+# products, which need more than 64 KiB of shared memory; in fp32 it spills.
+DOT_WIDTH = 32
+# A program adds up a chunk of this many elements of a factor, this many partial sums at a time.
+SUM_NUMEL = 128
+SUM_STRIPS = 32
 
 
 @jit
-def _load_m(
-    source_ptr,  # [n, m]
-    target_ptr,  # [n, m]
-    error_ptr,  # [n, m] fp32
-    offs,  # [tile]
-    mask,  # [tile]
-    KEPT: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-):
-    """A tile of M in fp32: from the target if `project` kept it there, else G + E."""
-    if KEPT:
-        return tl.load(target_ptr + offs, mask=mask, other=0).to(tl.float32)
-    m = tl.load(source_ptr + offs, mask=mask, other=0).to(tl.float32)
-    if HAS_ERROR:
-        m += tl.load(error_ptr + offs, mask=mask, other=0)
-    return m
-
-
-@jit
-def _multiply_strip(
+def _multiply_elementwise(
     source,  # address of [n, m]
     target,  # address of [n, m]
     error,  # address of [n, m] fp32
-    factor_ptr,  # Q as [r, m] for P, P as [r, n] for Q
-    offs_along,  # [BLOCK]: rows of M for P, columns of M for Q
-    strip,
+    factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
+    partial_ptr,  # [r, n] for P, [r, m] for Q
+    first,  # row of M for P, column for Q
+    begin,  # column of M for P, row for Q
+    end,
     rows,
     columns,
     rank,
@@ -73,53 +66,132 @@ def _multiply_strip(
     HAS_ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """The product of a strip of M and a factor: [BLOCK, RANK] for P, [RANK, BLOCK] for Q."""
-    source_ptr = source.to(tl.pointer_type(SOURCE))
-    target_ptr = target.to(tl.pointer_type(SOURCE))
-    error_ptr = error.to(tl.pointer_type(tl.float32))
-    if ALIGNED:
-        source_ptr = tl.multiple_of(source_ptr, 16)
-        target_ptr = tl.multiple_of(target_ptr, 16)
-        error_ptr = tl.multiple_of(error_ptr, 16)
-        columns = columns // 8 * 8  # the same number, but now the compiler knows that it is a multiple of 8
+    """Multiply a strip of M by each column of a factor, without `tl.dot`; store the sums.
+
+    A thread keeps a sum for each of its elements of a tile and each column: these are added up once, after the loop.
+    """
     along = rows if TO_P else columns  # the side that the result keeps
     across = columns if TO_P else rows  # the side that is summed over
-    offs_r = tl.arange(0, RANK)
-    mask_r = offs_r < rank
-    mask_along = offs_along < along
-    total = tl.zeros((BLOCK, RANK) if TO_P else (RANK, BLOCK), dtype=tl.float32)
-    for start in range(0, STRIP, BLOCK):
-        offs_across = strip * STRIP + start + tl.arange(0, BLOCK)
-        mask_across = offs_across < across
-        # M is row-major, so rows come first in a tile of it, whichever side is computed.
-        if TO_P:
-            offs = offs_along[:, None] * columns + offs_across[None, :]
-            mask = mask_along[:, None] & mask_across[None, :]
-        else:
-            offs = offs_across[:, None] * columns + offs_along[None, :]
-            mask = mask_across[:, None] & mask_along[None, :]
-        m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEEP and not TO_P, HAS_ERROR)  # [BLOCK, BLOCK]
-        if TO_P:
-            if KEEP:
-                tl.store(target_ptr + offs, m, mask=mask)
-            q_ptrs = factor_ptr + offs_r[None, :] * across + offs_across[:, None]
-            q = tl.load(q_ptrs, mask=mask_r[None, :] & mask_across[:, None], other=0)  # [BLOCK, RANK]
-            total = tl.dot(m, q, total, input_precision="ieee")
-        else:
-            p_ptrs = factor_ptr + offs_r[:, None] * across + offs_across[None, :]
-            p = tl.load(p_ptrs, mask=mask_r[:, None] & mask_across[None, :], other=0)  # [RANK, BLOCK]
-            total = tl.dot(p, m, total, input_precision="ieee")
-    return total
+    stride = columns.to(tl.int32)
+    if ALIGNED:
+        stride = stride // 8 * 8  # the same number, but now the compiler knows that it is a multiple of 8
+    offs_n = tl.arange(0, ROWS)[:, None]
+    offs_m = tl.arange(0, COLUMNS)[None, :]
+    offs = offs_n * stride + offs_m
+    totals = tl.tuple(())
+    for _ in tl.static_range(RANK):
+        totals += (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),)
+    for start in range(begin, end, COLUMNS if TO_P else ROWS):
+        row = first if TO_P else start
+        column = start if TO_P else first
+        n_columns = (columns - column).to(tl.int32)
+        if ALIGNED:
+            n_columns = n_columns // 8 * 8
+        mask_n = offs_n < (rows - row).to(tl.int32)
+        mask_m = offs_m < n_columns
+        mask = mask_n & mask_m
+        first_m = row * columns + column
+        m = load_m(source, target, error, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
+        if KEEP and TO_P:
+            target_ptr = target.to(tl.pointer_type(SOURCE)) + first_m
+            if ALIGNED:
+                target_ptr = tl.multiple_of(target_ptr, 16)
+            tl.store(target_ptr + offs, m, mask=mask)
+        added = tl.tuple(())
+        for r in tl.static_range(RANK):
+            # The columns added to the rank are copies of the last, whose sums are not stored.
+            column_ptr = factor.to(tl.pointer_type(tl.float32)) + (tl.minimum(r, rank - 1) * across + start)
+            if TO_P:
+                if ALIGNED:
+                    column_ptr = tl.multiple_of(column_ptr, 16)
+                x = tl.load(column_ptr + offs_m, mask=mask_m, other=0)  # [1, COLUMNS]
+            else:
+                x = tl.load(column_ptr + offs_n, mask=mask_n, other=0)  # [ROWS, 1]
+            added += (totals[r] + m * x,)
+        totals = added
+    offs_along = tl.arange(0, ROWS if TO_P else COLUMNS)
+    mask_along = offs_along < (along - first).to(tl.int32)
+    for r in tl.static_range(RANK):
+        total = tl.sum(totals[r], axis=1 if TO_P else 0)
+        tl.store(partial_ptr + (r * along + first) + offs_along, total, mask=mask_along & (r < rank))
+
+
+@jit
+def _multiply_dot(
+    source,  # address of [n, m]
+    target,  # address of [n, m]
+    error,  # address of [n, m] fp32
+    factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
+    first,  # row of M for P, column for Q
+    begin,  # column of M for P, row for Q
+    end,
+    rows,
+    columns,
+    rank,
+    SOURCE: tl.constexpr,
+    TO_P: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The product of a strip of M and a factor by `tl.dot`, in parts: [BLOCK, WIDTH] for P, [WIDTH, BLOCK] for Q."""
+    across = columns if TO_P else rows  # the side that is summed over
+    stride = columns.to(tl.int32)
+    if ALIGNED:
+        stride = stride // 8 * 8
+    offs_block = tl.arange(0, BLOCK)
+    offs_r = tl.arange(0, WIDTH)
+    offs = offs_block[:, None] * stride + offs_block[None, :]
+    factor_ptr = factor.to(tl.pointer_type(tl.float32))
+    totals = tl.tuple(())
+    for _ in tl.static_range(RANK // WIDTH):
+        totals += (tl.zeros((BLOCK, WIDTH) if TO_P else (WIDTH, BLOCK), dtype=tl.float32),)
+    for start in range(begin, end, BLOCK):
+        row = first if TO_P else start
+        column = start if TO_P else first
+        n_columns = (columns - column).to(tl.int32)
+        if ALIGNED:
+            n_columns = n_columns // 8 * 8
+        mask_n = offs_block < (rows - row).to(tl.int32)
+        mask_m = offs_block < n_columns
+        mask = mask_n[:, None] & mask_m[None, :]
+        first_m = row * columns + column
+        m = load_m(source, target, error, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
+        if KEEP and TO_P:
+            target_ptr = target.to(tl.pointer_type(SOURCE)) + first_m
+            if ALIGNED:
+                target_ptr = tl.multiple_of(target_ptr, 16)
+            tl.store(target_ptr + offs, m, mask=mask)
+        added = tl.tuple(())
+        for part in tl.static_range(RANK // WIDTH):
+            columns_of_part = part * WIDTH + offs_r
+            mask_r = columns_of_part < rank
+            part_ptrs = factor_ptr + start + columns_of_part.to(tl.int64) * across
+            # TF32 is enough: the error memory is computed from the result as it was sent, whatever rounded the factors.
+            if TO_P:
+                mask_q = mask_r[None, :] & mask_m[:, None]
+                q = tl.load(part_ptrs[None, :] + offs_block[:, None], mask=mask_q, other=0)  # [BLOCK, WIDTH]
+                added += (tl.dot(m, q, totals[part], input_precision=PRECISION),)
+            else:
+                mask_p = mask_r[:, None] & mask_n[None, :]
+                p = tl.load(part_ptrs[:, None] + offs_block[None, :], mask=mask_p, other=0)  # [WIDTH, BLOCK]
+                added += (tl.dot(p, m, totals[part], input_precision=PRECISION),)
+        totals = added
+    return totals
 
 
 @kernel
 def _multiply_kernel(
     addresses_ptr,  # [3, matrices] int64: `MatrixTable.addresses` of source, target and error
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
-    strips_ptr,  # [4, programs] int64: `strips`
+    strips_ptr,  # [5, programs] int64: `strips`
     factor_ptr,  # packed Q for P, packed P for Q, fp32
     partial_ptr,  # the partial sums of each matrix, one after another, [strips, r, n] or [strips, r, m] fp32
     n_matrices,
@@ -128,42 +200,64 @@ def _multiply_kernel(
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_ERROR: tl.constexpr,
+    PRECISION: tl.constexpr,  # of `tl.dot`; None: no `tl.dot`
     RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIP: tl.constexpr,
+    DOT_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """One block of P (TO_P) or of Q, summed over one strip of M. With KEEP, M is stored on the way to P."""
     program = tl.program_id(0).to(tl.int64)
-    matrix, block, strip, _ = load_strip(strips_ptr, n_programs, program)
-    offs_along = block * BLOCK + tl.arange(0, BLOCK)
+    matrix, first, begin, end = load_strip(strips_ptr, n_programs, program)
     rows, columns, rank = load_sizes(layout_ptr, n_matrices, matrix)
     p_offset, q_offset = load_offsets(layout_ptr, n_matrices, matrix)
-    factor_ptr += q_offset if TO_P else p_offset
     source, target, error = load_addresses(addresses_ptr, n_matrices, matrix)
+    # As a number, because AMD's compiler forgets the alignment of a pointer that derives from an argument.
+    factor = (factor_ptr + (q_offset if TO_P else p_offset)).to(tl.int64)
     # The aligned branch moves 16 bytes at a time, the other one element.
-    if (source | target | error | columns * 2) % 16 == 0:
-        total = _multiply_strip(
-            source, target, error, factor_ptr, offs_along, strip, rows, columns, rank,
-            SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, BLOCK, STRIP,
-        )  # fmt: skip
+    is_aligned = (source | target | error | factor | columns * 2) % 16 == 0
+    if PRECISION is None:
+        partial_ptr += load_partial_start(strips_ptr, n_programs, program)
+        if is_aligned:
+            _multiply_elementwise(
+                source, target, error, factor, partial_ptr, first, begin, end, rows, columns, rank,
+                SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS,
+            )  # fmt: skip
+        else:
+            # Half a tile at a time, because an address and a mask for every element take registers.
+            _multiply_elementwise(
+                source, target, error, factor, partial_ptr, first, begin, end, rows, columns, rank,
+                SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK,
+                ROWS if TO_P else ROWS // 2, COLUMNS // 2 if TO_P else COLUMNS,
+            )  # fmt: skip
     else:
-        total = _multiply_strip(
-            source, target, error, factor_ptr, offs_along, strip, rows, columns, rank,
-            SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, BLOCK, STRIP,
-        )  # fmt: skip
-    # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
-    _, _, _, partial_start = load_strip(strips_ptr, n_programs, program)
-    if TO_P:
-        rows, rank = reload_rows_and_rank(layout_ptr, n_matrices, matrix)
-    partial_ptr += partial_start
-    offs_r = tl.arange(0, RANK)
-    mask_r = offs_r < rank
-    if TO_P:
-        mask = (offs_along < rows)[:, None] & mask_r[None, :]
-        tl.store(partial_ptr + offs_r[None, :] * rows + offs_along[:, None], total, mask=mask)
-    else:
-        mask = mask_r[:, None] & (offs_along < columns)[None, :]
-        tl.store(partial_ptr + offs_r[:, None] * columns + offs_along[None, :], total, mask=mask)
+        WIDTH: tl.constexpr = min(RANK, DOT_WIDTH)
+        if is_aligned:
+            totals = _multiply_dot(
+                source, target, error, factor, first, begin, end, rows, columns, rank,
+                SOURCE, TO_P, KEEP, HAS_ERROR, True, PRECISION, RANK, WIDTH, ROWS,
+            )  # fmt: skip
+        else:
+            totals = _multiply_dot(
+                source, target, error, factor, first, begin, end, rows, columns, rank,
+                SOURCE, TO_P, KEEP, HAS_ERROR, False, PRECISION, RANK, WIDTH, ROWS,
+            )  # fmt: skip
+        # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
+        partial_ptr += load_partial_start(strips_ptr, n_programs, program)
+        if TO_P:
+            rows, rank = reload_rows_and_rank(layout_ptr, n_matrices, matrix)
+        along = rows if TO_P else columns
+        offs_along = tl.arange(0, ROWS)
+        mask_along = offs_along < along - first
+        for part in tl.static_range(RANK // WIDTH):
+            offs_r = part * WIDTH + tl.arange(0, WIDTH)
+            column_ptrs = partial_ptr + first + offs_r.to(tl.int64) * along
+            if TO_P:
+                mask = mask_along[:, None] & (offs_r < rank)[None, :]
+                tl.store(column_ptrs[None, :] + offs_along[:, None], totals[part], mask=mask)
+            else:
+                mask = (offs_r < rank)[:, None] & mask_along[None, :]
+                tl.store(column_ptrs[:, None] + offs_along[None, :], totals[part], mask=mask)
 
 
 @kernel
@@ -174,129 +268,43 @@ def _sum_partials_kernel(
     n_programs,
     scale: tl.float64,
     CHUNK: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):
-    """A chunk of a factor: its partial sums added in the order of strips, times ``scale``, cast to the wire dtype."""
+    """A chunk of a factor: its partial sums, added in a fixed order, times ``scale``, cast to the wire dtype."""
     program = tl.program_id(0).to(tl.int64)
     start, size, n_strips, partial_start, offset = load_chunk(chunks_ptr, n_programs, program)
-    partial_ptr += partial_start
-    out_ptr += offset
     offs = start + tl.arange(0, CHUNK)
     mask = offs < size
-    total = tl.load(partial_ptr + offs, mask=mask, other=0)  # [CHUNK]
-    strip = 1
-    while strip < n_strips:
-        total += tl.load(partial_ptr + strip * size + offs, mask=mask, other=0)
-        strip += 1
-    total *= tl.full((), scale, tl.float32)
-    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
+    offs_s = tl.arange(0, STRIPS)
+    partial_ptrs = partial_ptr + partial_start + (offs_s.to(tl.int64)[:, None] * size + offs[None, :])
+    total = tl.zeros((STRIPS, CHUNK), dtype=tl.float32)
+    first = 0
+    while first < n_strips:
+        total += tl.load(partial_ptrs, mask=(first + offs_s < n_strips)[:, None] & mask[None, :], other=0)
+        partial_ptrs += STRIPS * size
+        first += STRIPS
+    result = tl.sum(total, axis=0) * tl.full((), scale, tl.float32)  # [CHUNK]
+    tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit
-def _reconstruct_tile(
-    source,  # address of [n, m]
-    target,  # address of [n, m]
-    error,  # address of [n, m] fp32
-    out,  # [BLOCK_N, BLOCK_M]: the result
-    offs_n,  # [BLOCK_N]
-    offs_m,  # [BLOCK_M]
-    rows,
-    columns,
-    finite,
-    SOURCE: tl.constexpr,
-    KEPT: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    source_ptr = source.to(tl.pointer_type(SOURCE))
-    target_ptr = target.to(tl.pointer_type(SOURCE))
-    error_ptr = error.to(tl.pointer_type(tl.float32))
-    if ALIGNED:
-        source_ptr = tl.multiple_of(source_ptr, 16)
-        target_ptr = tl.multiple_of(target_ptr, 16)
-        error_ptr = tl.multiple_of(error_ptr, 16)
-        columns = columns // 8 * 8
-    offs = offs_n[:, None] * columns + offs_m[None, :]
-    mask = (offs_n < rows)[:, None] & (offs_m < columns)[None, :]
-    if HAS_ERROR:
-        m = _load_m(source_ptr, target_ptr, error_ptr, offs, mask, KEPT, True)  # [BLOCK_N, BLOCK_M]
-        # M may lie in the target. Where rows are not aligned, the thread that loads an element of M is not the one
-        # that overwrites it with the result, and nothing else orders the two: the result does not depend on M.
-        tl.debug_barrier()
-        tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
-    tl.store(target_ptr + offs, out, mask=mask)
-
-
-@kernel
-def _reconstruct_kernel(
-    addresses_ptr,  # [3, matrices] int64: `MatrixTable.addresses` of source, target and error
-    layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
-    tiles_ptr,  # [3, programs] int64: `tiles`
-    p_ptr,  # packed P, of any dtype
-    q_ptr,  # packed Q, of any dtype
-    finite_ptr,  # [matrices] int32
-    n_matrices,
-    n_programs,
-    SOURCE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    KEPT: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """One tile of the result and of the error memory."""
-    program = tl.program_id(0).to(tl.int64)
-    matrix, block_n, block_m = load_tile(tiles_ptr, n_programs, program)
-    offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows, columns, rank = load_sizes(layout_ptr, n_matrices, matrix)
-    p_offset, q_offset = load_offsets(layout_ptr, n_matrices, matrix)
-    source, target, error = load_addresses(addresses_ptr, n_matrices, matrix)
-    finite = tl.load(finite_ptr + matrix) > 0
-
-    offs_r = tl.arange(0, RANK)
-    mask_r = offs_r < rank
-    p_ptrs = p_ptr + p_offset + offs_r[None, :] * rows + offs_n[:, None]
-    p = tl.load(p_ptrs, mask=mask_r[None, :] & (offs_n < rows)[:, None], other=0).to(tl.float32)  # [BLOCK_N, RANK]
-    q_ptrs = q_ptr + q_offset + offs_r[:, None] * columns + offs_m[None, :]
-    q = tl.load(q_ptrs, mask=mask_r[:, None] & (offs_m < columns)[None, :], other=0).to(tl.float32)  # [RANK, BLOCK_M]
-    out = tl.dot(p, q, input_precision="ieee")
-    out = tl.where(finite, tl.minimum(tl.maximum(out, -LIMIT), LIMIT), float("nan")).to(SOURCE)
-    # The aligned branch moves 16 bytes at a time, the other one element.
-    if (source | target | error | columns * 2) % 16 == 0:
-        _reconstruct_tile(
-            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, True
-        )
-    else:
-        _reconstruct_tile(
-            source, target, error, out, offs_n, offs_m, rows, columns, finite, SOURCE, KEPT, HAS_ERROR, False
-        )
-
-
-def _padded_rank(table: MatrixTable) -> int:
-    """The rank that the kernels are compiled for: `tl.dot` accepts no side shorter than 16."""
-    return max(16, next_power_of_2(table.largest_rank))
-
-
-def _addresses(operands: Operands) -> Tensor:
-    # Without error feedback nothing is read at the third address, but the kernels test its alignment.
-    return operands.table.addresses(operands.source, operands.target, operands.error or operands.target)
+def dot_precision(table: MatrixTable) -> str | None:
+    """The precision of `tl.dot`, or None where products are formed without it, in fp32."""
+    if padded_rank(table) <= ELEMENTWISE_RANK:
+        return None
+    return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
     """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
     table = operands.table
     device, cache = table.device, table.on_device
-    of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p, BLOCK, STRIP))
-    of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL, STRIP))
-    sizes = (table.p if to_p else table.q).sizes
-    across = (table.q if to_p else table.p).lengths
-    n_partials = sum(-(-length // STRIP) * size for length, size in zip(across, sizes, strict=True))
-    partials = torch.empty(n_partials, dtype=torch.float32, device=device)
-    rank = _padded_rank(table)
+    of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p))
+    of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
+    partials = torch.empty(n_partials(table, to_p), dtype=torch.float32, device=device)
+    rank, cut = padded_rank(table), tiling(table)
     with torch.cuda.device_of(out):
         _multiply_kernel[(of_strips.shape[1],)](
-            addresses_ptr=_addresses(operands),
+            addresses_ptr=addresses(operands),
             layout_ptr=table.packed(),
             strips_ptr=of_strips,
             factor_ptr=factor,
@@ -307,11 +315,13 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             TO_P=to_p,
             KEEP=operands.keep,
             HAS_ERROR=operands.error is not None,
+            PRECISION=dot_precision(table),
             RANK=rank,
-            BLOCK=BLOCK,
-            STRIP=STRIP,
-            num_warps=4 if rank == 16 else 8,
-            num_stages=STAGES if to_p or table.dtype.itemsize > 2 else STAGES_OF_16_BIT[rank],
+            DOT_WIDTH=DOT_WIDTH,
+            ROWS=cut.rows,
+            COLUMNS=cut.columns,
+            num_warps=4 if rank <= 16 else 8,
+            num_stages=3 if to_p or table.dtype.itemsize > 2 else STAGES_OF_16_BIT,
         )
         _sum_partials_kernel[(of_chunks.shape[1],)](
             partial_ptr=partials,
@@ -320,7 +330,8 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             n_programs=of_chunks.shape[1],
             scale=scale,
             CHUNK=SUM_NUMEL,
-            num_warps=4,
+            STRIPS=SUM_STRIPS,
+            num_warps=8,
         )
 
 
@@ -332,28 +343,3 @@ def project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float) -> No
 def backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """`backproject` in two launches."""
     _multiply(operands, p, q, scale, to_p=False)
-
-
-def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """`reconstruct` in one launch."""
-    table = operands.table
-    of_tiles = table.on_device.get("tiles", table.device, lambda: tiles(table, BLOCK, RECONSTRUCT_COLUMNS))
-    with torch.cuda.device_of(p):
-        _reconstruct_kernel[(of_tiles.shape[1],)](
-            addresses_ptr=_addresses(operands),
-            layout_ptr=table.packed(),
-            tiles_ptr=of_tiles,
-            p_ptr=p,
-            q_ptr=q,
-            finite_ptr=finite,
-            n_matrices=len(table),
-            n_programs=of_tiles.shape[1],
-            SOURCE=triton_dtype(table.dtype),
-            LIMIT=table.limit,
-            KEPT=operands.keep,
-            HAS_ERROR=operands.error is not None,
-            RANK=_padded_rank(table),
-            BLOCK_N=BLOCK,
-            BLOCK_M=RECONSTRUCT_COLUMNS,
-            num_warps=8,
-        )

@@ -169,6 +169,7 @@ class MatrixTable:
         matrices: sizes, ranks and keys.
         dtype: of the gradients: fp32, fp16, bf16 or fp64.
         device: of the gradients.
+        precision: of the products M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
 
     Attributes:
         compute: the dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for
@@ -182,7 +183,9 @@ class MatrixTable:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
     """
 
-    def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device, precision: str = "tf32"
+    ) -> None:
         if not matrices:
             raise ValueError("A matrix table needs at least one matrix; got an empty list.")
         for i, (rows, columns, rank, _) in enumerate(matrices):
@@ -193,6 +196,7 @@ class MatrixTable:
         self.matrices = list(matrices)
         self.dtype = dtype
         self.device = device
+        self.precision = precision
         self.compute = compute_dtype(dtype)
         ranks = [matrix.rank for matrix in matrices]
         self.p = FactorLayout(ranks, [matrix.rows for matrix in matrices])

@@ -37,6 +37,11 @@ def rounding(operations, compute):
     return (2 if compute == torch.float64 else 1) * k / (1 - k)
 
 
+# The relative error of a product whose inputs were cut off after TF32's 10 bits: (1 + 2^-10)^2 - 1. Tensor cores cut
+# off, Triton does not round before.
+TF32 = 2.0**-9 + 2.0**-20
+
+
 def stored_within(expected, error, dtype):
     """The bound of a number known to ``error`` after it has been stored in ``dtype``, which rounds once more."""
     info = torch.finfo(dtype)

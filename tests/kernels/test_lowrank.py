@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from matrix_cases import (
     FACTOR_WIRES,
     GRADIENTS,
+    TF32,
     Bucket,
     Place,
     assert_gaps_untouched,
@@ -27,9 +28,12 @@ from matrix_cases import (
 )
 
 from gradwire.kernels import (
+    Matrix,
+    MatrixTable,
     backproject,
     backproject_reference,
     lowrank,
+    lowrank_programs,
     lowrank_triton,
     matrix_table,
     project,
@@ -37,6 +41,7 @@ from gradwire.kernels import (
     reconstruct,
     reconstruct_reference,
 )
+from gradwire.kernels.lowrank_programs import Tiling
 
 INF, NAN = float("inf"), float("nan")
 FP16_MAX = 65504.0
@@ -44,12 +49,14 @@ SCALES = st.sampled_from((1.0, 0.5, 1 / 3, 0.1, 1024.0))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def strips():
-    """In the interpreter, strips so short that small matrices have several; yields the length as shipped."""
+def shipped():
+    """In the interpreter, tiles and strips so small that small matrices have several; yields them as shipped."""
+    names = ("ELEMENTWISE", "DOT")
     with pytest.MonkeyPatch.context() as patch:
-        shipped = lowrank_triton.STRIP
+        shipped = {name: getattr(lowrank_programs, name) for name in names}
         if INTERPRETED:
-            patch.setattr(lowrank_triton, "STRIP", 32)
+            patch.setattr(lowrank_programs, "ELEMENTWISE", Tiling(rows=8, columns=16, strip_rows=16, strip_columns=32))
+            patch.setattr(lowrank_programs, "DOT", Tiling(rows=16, columns=16, strip_rows=32, strip_columns=32))
         yield shipped
 
 
@@ -58,11 +65,21 @@ on_the_cpu_path = pytest.mark.skipif(
 )
 
 
-def check_product(left, right, scale, actual, compute, what):
-    """``actual`` is ``scale`` times the product, to the rounding of its sums and of its dtype."""
+def check_product(left, right, scale, actual, compute, what, of_each=0.0):
+    """``actual`` is ``scale`` times the product, to the rounding of its sums and of its dtype.
+
+    ``of_each``: the relative error of each summand. Tensor cores also cut off sums, up to twice what rounding takes.
+    """
     expected = scale * (left @ right)
-    error = rounding(left.shape[1] + 3, compute) * abs(scale) * (np.abs(left) @ np.abs(right))
+    error = of_each + (2 if of_each else 1) * rounding(left.shape[1] + 3, compute)
+    error = error * abs(scale) * (np.abs(left) @ np.abs(right))
     assert_within(numbers(actual), expected, stored_within(expected, error, actual.dtype), what)
+
+
+def error_of_each(filled):
+    """The relative error of the products that `project` and `backproject` sum up: the interpreter's TF32 is fp32."""
+    runs_in_tf32 = filled.device.type == "cuda" and lowrank.can_use_triton(filled.table)
+    return TF32 if runs_in_tf32 and lowrank_triton.dot_precision(filled.table) == "tf32" else 0.0
 
 
 def check_project(filled, scale, project=project):
@@ -85,7 +102,7 @@ def check_project(filled, scale, project=project):
         else:
             target.assert_untouched(f"target {i}")
     for i, (q_i, p_i) in enumerate(zip(table.q.views(q.window), table.p.views(p.window), strict=True)):
-        check_product(numbers(q_i), filled.m[i].T, scale, p_i, filled.compute, f"P {i}")
+        check_product(numbers(q_i), filled.m[i].T, scale, p_i, filled.compute, f"P {i}", error_of_each(filled))
     return p
 
 
@@ -106,7 +123,7 @@ def check_backproject(filled, scale, backproject=backproject):
     for i, target in enumerate(filled.operands.target):
         assert_same_bits(target, before[i], f"target {i}")
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
-        check_product(numbers(p_i), filled.m[i], scale, q_i, filled.compute, f"Q {i}")
+        check_product(numbers(p_i), filled.m[i], scale, q_i, filled.compute, f"Q {i}", error_of_each(filled))
     return q
 
 
@@ -235,9 +252,17 @@ def test_passes_with_long_sums_match_oracle(sizes, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_passes_with_shipped_strip_length_match_oracle(dtype, strips, device, monkeypatch):
-    monkeypatch.setattr(lowrank_triton, "STRIP", strips)
-    sizes = (Place(3, 2 * strips + 1, 2), Place(33, 40, 4), Place(strips + 1, 2, 1, 1))
+@pytest.mark.parametrize("rank", [4, 16], ids=["element by element", "dot"])
+def test_passes_with_shipped_tiles_match_oracle(rank, dtype, shipped, device, monkeypatch):
+    for name_, tiling in shipped.items():
+        monkeypatch.setattr(lowrank_programs, name_, tiling)
+    cut = shipped["ELEMENTWISE" if rank == 4 else "DOT"]
+    sizes = (
+        Place(17, 2 * cut.strip_columns + 64, rank),
+        Place(33, 40, rank),
+        Place(2 * cut.strip_rows + 1, 18, rank),
+        Place(cut.strip_rows + 1, 17, rank - 1, 1),
+    )
     check(Bucket(sizes, keep=True), dtype, device, 0.5)
 
 
@@ -536,6 +561,16 @@ def test_misfitting_matrix_raises(function, part, device):
     for misfit in misfits:
         with pytest.raises(ValueError, match=r"expected a contiguous torch\.float32 \(5, 4\)|for a table of 1"):
             call(function, filled, filled.operands._replace(**{part: misfit}), p, q)
+
+
+def test_rows_beyond_32_bit_offsets_are_left_to_pytorch(monkeypatch):
+    monkeypatch.setattr(lowrank, "use_triton", lambda device: True)
+    longest = lowrank.MAX_COLUMNS
+    rows = max(lowrank_programs.ELEMENTWISE.rows, lowrank_programs.DOT.rows)
+    assert rows * longest <= 2**31
+    for columns in (longest, longest + 1):
+        table = MatrixTable([Matrix(2, columns, 1)], torch.float32, torch.device("cpu"))
+        assert lowrank.can_use_triton(table) == (columns == longest)
 
 
 def test_lowrank_bytes_matches_docstring():

@@ -39,6 +39,7 @@ from gradwire.kernels import (
     quantization,
     quantization_triton,
     quantized_reduction_triton,
+    reconstruction_triton,
 )
 
 MODULES = [
@@ -48,6 +49,7 @@ MODULES = [
     lowrank_triton,
     orthogonalization,
     orthogonalization_triton,
+    reconstruction_triton,
     column_norms,
     quantization,
     quantization_triton,
