@@ -76,6 +76,7 @@ class LowRankBucket:
         seed: of the random columns, equal on all ranks.
         iteration: number of the current step, for the random columns of new factors.
         alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
+        precision: of the products that give the factors, "tf32" or "fp32"; see `MatrixTable`.
 
     Attributes:
         layout: position of each gradient in a flat buffer of the bucket.
@@ -99,6 +100,7 @@ class LowRankBucket:
         seed: int = 0,
         iteration: int = 0,
         alternating: bool = False,
+        precision: str = "tf32",
     ) -> None:
         dtype, device = layouts[0].dtype, layouts[0].device
         names = names if names is not None else [str(i) for i in range(len(layouts))]
@@ -113,7 +115,7 @@ class LowRankBucket:
             for i, shape in self._compressed
             for k in range(shape.matrices)
         ]
-        self.table = MatrixTable(matrices, dtype, device)
+        self.table = MatrixTable(matrices, dtype, device, precision)
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
 

@@ -33,6 +33,7 @@ class PowerSGDOptions:
     stacks: Mapping[str, int]
     factor_dtype: torch.dtype | None
     alternating: bool
+    precision: str
 
     def __post_init__(self) -> None:
         check_whole_number("matrix_approximation_rank", self.matrix_approximation_rank, "at least 1, a whole number", 1)
@@ -56,6 +57,8 @@ class PowerSGDOptions:
                 f"factor_dtype is {self.factor_dtype}; expected None, torch.float32 or torch.bfloat16. Factors have "
                 "the range of gradients, which fp16 has not."
             )
+        if self.precision not in ("tf32", "fp32"):
+            raise ValueError(f"precision is {self.precision!r}; expected 'tf32' or 'fp32'.")
         if self.alternating and not self.warm_start:
             raise ValueError("alternating needs warm_start: each step sends one side and keeps the other.")
         object.__setattr__(self, "compression_stats_logging_frequency", max(1, frequency))  # as PyTorch does
@@ -81,6 +84,7 @@ class PowerSGDOptions:
             "seed": self.random_seed,
             "iteration": max(iteration, self.start_powerSGD_iter),
             "alternating": self.alternating,
+            "precision": self.precision,
         }
 
     def replicated(self) -> dict[str, object]:

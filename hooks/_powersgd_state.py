@@ -60,6 +60,9 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         alternating: whether to send P on even steps and Q on odd steps (ACP-SGD): one all-reduce
             and about half the bytes per step, and slightly worse approximations. Worth trying if
             latency or bandwidth still limits the step.
+        precision: of the products that give the factors on GPUs, at ranks above 8: "tf32", on tensor
+            cores where the GPU has them, or "fp32", which is slower. Error feedback makes up for
+            TF32's rounding. Lower ranks and CPUs always use fp32.
 
     Attributes:
         iter: number of steps so far.
@@ -94,6 +97,7 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         stacks: Mapping[str, int] | None = None,
         factor_dtype: torch.dtype | None = None,
         alternating: bool = False,
+        precision: str = "tf32",
     ) -> None:
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
         options = locals()

@@ -86,6 +86,7 @@ DIFFERENCES = {
     "stacks": pair("stacks", power_sgd, {}, {"*.0.weight": 23}),
     "factor_dtype": pair("factor_dtype", power_sgd, None, torch.bfloat16),
     "alternating": pair("alternating", power_sgd, False, True),
+    "precision": pair("precision", power_sgd, "tf32", "fp32"),
     "steps": (power_sgd(), power_sgd(prepare=at_step_three), "iter: 0 on", "; 3 on"),
     "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "loaded factors q: nothing on", "; 1, digest"),
     "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "loaded factors q: 1, digest", "; 1,"),

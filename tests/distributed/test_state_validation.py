@@ -53,6 +53,7 @@ BAD_OPTIONS = {
     "stacks": ["*", ["*"], [("*", 1)], 3, {"*": True}, {"*": 2.5}, {"*": 0}, {"*": None}, {3: 1}],
     "factor_dtype": ["bfloat16", torch.float16, torch.int8, 16, True],
     "alternating": NO_FLAG,
+    "precision": ["ieee", "TF32", None, 32, torch.float32],
 }
 
 
@@ -80,6 +81,7 @@ def test_powersgd_option_out_of_range_raises_with_its_name(name, value):
         {"compression_stats_logging_frequency": 0},
         {"ranks": {"*": 0}, "stacks": {"*": 1}},
         {"ranks": None, "stacks": None},
+        {"precision": "fp32"},
     ],
     ids=str,
 )
