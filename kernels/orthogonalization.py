@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gradwire.kernels.cholesky_qr_triton import cholesky_qr_triton
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.language import next_power_of_2
 from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout
 from gradwire.kernels.orthogonalization_cpu import gram_schmidt, orthogonalize_cpu
-from gradwire.kernels.orthogonalization_triton import cholesky_qr_triton, gram_schmidt_triton
+from gradwire.kernels.orthogonalization_triton import gram_schmidt_triton
 
 # All thresholds of all implementations, which take them as arguments. eps is that of the result's dtype.
 #
@@ -52,6 +53,9 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 #
 # Large factors on GPUs: cut into tiles
 TILE_LENGTH = 512  # rows of P that one program handles
+MAX_TILES = 128  # of a factor
+GRAMS_NUMEL = 1 << 14  # elements of their Gram matrices that one program adds up at a time
+GRAMS_NUM_WARPS = 16
 BLOCK_NUMEL = 1024  # elements it handles at a time: beside two r x r matrices, more would spill at rank 64
 #
 # Rounds of Cholesky QR on CPUs, by the bound r eps |L^-1|^2 on the error of a round in fp64
@@ -140,7 +144,10 @@ def _orthogonalize_triton(wire: Tensor, layout: FactorLayout, out: Tensor, finit
                 out,
                 finite,
                 tile_length=TILE_LENGTH,
+                max_tiles=MAX_TILES,
                 block_numel=BLOCK_NUMEL,
+                grams_numel=GRAMS_NUMEL,
+                grams_num_warps=GRAMS_NUM_WARPS,
                 pivot_per_rank=PIVOT_EPS * eps,
                 growth=GROWTH_EPS / eps,
             )

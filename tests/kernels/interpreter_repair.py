@@ -1,6 +1,7 @@
 """Casts of Triton's interpreter, replaced by ones that round as the hardware does: once, to the nearest even.
 
-As shipped, the interpreter truncates fp32 to bf16, and takes fp64 for an integer on the way to bf16.
+As shipped, the interpreter truncates fp32 to bf16, and takes fp64 for an integer on the way to bf16. Triton 3.6.0's
+does not accept loaded numbers as bounds of a loop with NumPy 2.4.
 """
 
 import numpy as np
@@ -20,6 +21,13 @@ def install():
             return interpreter.TensorHandle(_convert_float(operand.data, source, target, None), target)
         return shipped(builder, operand, dtype)
 
+    shipped_patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        shipped_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.cast_impl = cast_impl
     interpreter._convert_float = _convert_float
 

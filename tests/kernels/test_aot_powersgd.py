@@ -12,6 +12,7 @@ from gradwire.kernels import (
     Matrix,
     MatrixTable,
     Operands,
+    cholesky_qr_triton,
     column_norms,
     lowrank,
     lowrank_triton,
@@ -31,6 +32,7 @@ LIMITS = {
     "sum_partials": dict.fromkeys((4, 8, 16, 32, 64), 80),
     "gram_schmidt": dict.fromkeys((4, 8, 16, 32, 64), 128),
     "gram": {4: 112, 8: 112, 16: 112, 32: 112, 64: 128},
+    "factorize": dict.fromkeys((4, 8, 16, 32, 64), 128),
     "apply_first": {4: 168, 8: 168, 16: 168, 32: 208, 64: 232},
     "apply_second": {4: 168, 8: 168, 16: 168, 32: 208, 64: 208},
     "norms": dict.fromkeys((4, 8, 16, 32, 64), 48),
@@ -47,7 +49,15 @@ VARIANTS = [
     (FP16, BF16, False, True),
 ]
 RANKS = (4, 8, 16, 32, 64)
-MODULES = [lowrank, lowrank_triton, reconstruction_triton, orthogonalization, orthogonalization_triton, column_norms]
+MODULES = [
+    lowrank,
+    lowrank_triton,
+    reconstruction_triton,
+    orthogonalization,
+    orthogonalization_triton,
+    cholesky_qr_triton,
+    column_norms,
+]
 
 
 @cache

@@ -9,11 +9,11 @@ import pytest
 import torch
 from cases import INTERPRETED, PROPERTY, name
 from exact import Guarded, assert_same_bits
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
-from gradwire.kernels import FactorLayout, orthogonalization, orthogonalize, orthogonalize_reference
+from gradwire.kernels import FactorLayout, cholesky_qr_triton, orthogonalization, orthogonalize, orthogonalize_reference
 from gradwire.kernels.orthogonalization_cpu import orthogonalize_cpu
 
 INF, NAN = float("inf"), float("nan")
@@ -217,11 +217,15 @@ def test_span_of_independent_rows_is_kept(wire, out, device):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Sizes of large factors; in the interpreter, of such that are cut into tiles once these are small."""
+    """Sizes of large factors; in the interpreter, of such that are cut into tiles once these are small.
+
+    The longest one then has more tiles than are added up at a time.
+    """
     if not INTERPRETED:
         return (1, 5000), (4, 4099), (16, 3000), (33, 700), (64, 2000)
     monkeypatch.setattr(orthogonalization, "SMALL_NUMEL", 64)
     monkeypatch.setattr(orthogonalization, "TILE_LENGTH", 64)
+    monkeypatch.setattr(orthogonalization, "GRAMS_NUMEL", 2 * 16 * 16)
     return (1, 100), (3, 130), (12, 64)
 
 
@@ -229,6 +233,36 @@ def large(monkeypatch):
 def test_span_of_large_factors_is_kept(wire, device, large):
     out = torch.float64 if wire == torch.float64 and not INTERPRETED else torch.float32
     well_conditioned(wire, out, device, large, (1.0, 1000.0))
+
+
+@pytest.mark.parametrize("max_tiles", [1, 2, 100])
+def test_large_factors_have_at_most_so_many_tiles(max_tiles, device, large, monkeypatch):
+    monkeypatch.setattr(orthogonalization, "MAX_TILES", max_tiles)
+    well_conditioned(torch.float32, torch.float32, device, large, (100.0,))
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=5),
+    block=st.sampled_from((16, 64)),
+    max_tiles=st.integers(1, 9),
+)
+def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
+    layout = FactorLayout([1] * len(lengths), lengths)
+    large = list(range(0, len(lengths), 2))
+    tiles = cholesky_qr_triton._tiles(layout, large, block, 128, max_tiles)
+    of_each = {member: [tile for tile in zip(*tiles, strict=True) if tile[3] == member] for member in range(len(large))}
+    members = []
+    for member, mine in of_each.items():
+        members.append((large[member], sum(n_tiles for _, _, n_tiles in members), len(mine)))
+        assert [tile[0] for tile in mine] == [large[member]] * len(mine)
+        assert len(mine) <= max_tiles
+        ends = [0, *(end for _, _, end, _ in mine)]
+        assert [begin for _, begin, _, _ in mine] == ends[:-1]
+        assert ends[-1] == lengths[large[member]]
+        assert all((end - begin) % block == 0 for _, begin, end, _ in mine[:-1])
+        assert len(mine) == 1 or mine[0][2] >= 128
+    assert [tuple(row) for row in zip(*cholesky_qr_triton._members(tiles), strict=True)] == members
 
 
 @pytest.mark.parametrize("kind", KINDS)

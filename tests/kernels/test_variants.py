@@ -29,6 +29,7 @@ from gradwire.compress import (
 )
 from gradwire.kernels import (
     SegmentTable,
+    cholesky_qr_triton,
     column_norms,
     delayed_scaling,
     flattening,
@@ -50,6 +51,7 @@ MODULES = [
     orthogonalization,
     orthogonalization_triton,
     reconstruction_triton,
+    cholesky_qr_triton,
     column_norms,
     quantization,
     quantization_triton,
@@ -156,6 +158,7 @@ ONCE = {
     "sum_partials": 1,
     "gram_schmidt": 1,
     "gram": 1,
+    "factorize": 1,
     "apply": 2,
     "norms": 1,
     "renew": 1,
