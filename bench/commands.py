@@ -10,7 +10,7 @@ import torch
 import typer
 
 import gradwire
-from gradwire.bench import compare, compiled, converge, kernels, namespaces, network, reducer, rounding
+from gradwire.bench import compare, compiled, converge, kernel_model, kernels, namespaces, network, reducer, rounding
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.command_runs import measured, report
@@ -127,6 +127,10 @@ def bench_kernels(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each implementation over the buckets.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Only resnet50 and gpt2-124m, at 25 MiB.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"Measure nothing: model the times on a GPU ({', '.join(kernel_model.GPUS)}) from counts."),
+    ] = None,
     output: OutputOption = None,
 ) -> None:
     """Time every kernel on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
@@ -135,8 +139,16 @@ def bench_kernels(
     """
     if quick:
         refuse_beside(context, "--quick", "models", "sizes", "rounds")
+    if model is not None:
+        refuse_beside(context, "--model", "rounds", "threads")
+        parse_choice(model, kernel_model.GPUS, "--model")
+        _refuse_without_compiler("kernels --model")
     names = ("resnet50", "gpt2-124m") if quick else parse_choices(models, SHAPES, "--models")
     full = [25] if quick else parse_sizes(sizes)
+    if model is not None:
+        modelled = partial(kernel_model.measure, names, full, model)
+        report(measured("gradwire bench kernels", modelled, torch.device("cpu")), kernel_model.tables, output)
+        return
     device = bench_device()
     torch.set_num_threads(threads)
     measure = partial(kernels.measure, names, full, 5 if quick else rounds, device)
@@ -153,10 +165,7 @@ def bench_compiled(
     Needs Triton, and no GPU. Takes a few minutes.
     """
     names = parse_choices(targets, compiled.TARGET_NAMES, "--targets")
-    obstacle = compiled.obstacle()
-    if obstacle is not None:
-        typer.echo(f"gradwire bench compiled: {obstacle}. Kernels can only be compiled with Triton.", err=True)
-        raise typer.Exit(1)
+    _refuse_without_compiler("compiled")
     measure = partial(compiled.measure, targets=names)
     report(measured("gradwire bench compiled", measure, torch.device("cpu")), compiled.tables, output)
 
@@ -358,6 +367,14 @@ def _refuse_network(command: str, reason: str) -> NoReturn:
         err=True,
     )
     raise typer.Exit(1)
+
+
+def _refuse_without_compiler(command: str) -> None:
+    """Exit with an error if kernels cannot be compiled here."""
+    obstacle = compiled.obstacle()
+    if obstacle is not None:
+        typer.echo(f"gradwire bench {command}: {obstacle}. The command needs Triton's compiler.", err=True)
+        raise typer.Exit(1)
 
 
 def _make_folder(path: Path) -> None:

@@ -24,11 +24,11 @@ from gradwire.bench.kernel_cases import (
     renew_case,
     unflatten_case,
 )
-from gradwire.bench.kernel_timing import ROTATION_MIB, checked, copy_bandwidth, time_case
+from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
-from gradwire.bench.shapes import SHAPES, Shape, buckets
+from gradwire.bench.shapes import ROTATION_MIB, SHAPES, Shape, buckets
 from gradwire.bench.timing import Timing, driver_calls, timed_replays
 
 Row = dict[str, Any]

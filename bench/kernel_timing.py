@@ -12,7 +12,6 @@ from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.timing import Timing, in_turn, timed
 
-ROTATION_MIB = 100  # of buckets in rotation, so that no cache holds them
 WARM_UP = 2
 
 

@@ -19,9 +19,9 @@ from rich.progress import Progress
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
-from gradwire.bench.kernel_timing import ROTATION_MIB, checked, copy_bandwidth, time_case
+from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
-from gradwire.bench.shapes import SHAPES, buckets
+from gradwire.bench.shapes import SHAPES, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value
 
 DEFAULT_SIZES = (25, 1024)  # MiB at which a bucket is full: DDP's default, and whole models
@@ -46,7 +46,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(MAKERS))
         for model, size, make in itertools.product(models, sizes_mib, MAKERS):
-            shapes = buckets(SHAPES[model], size << 20)[: -(-ROTATION_MIB // size)]
+            shapes = rotation(SHAPES[model], size)
             case = make(shapes, device)
             progress.update(todo, description=f"{model}: {case.kernel}")
             numel = sum(map(prod, itertools.chain(*shapes)))

@@ -88,6 +88,14 @@ PARAMETERS = {
 }
 
 
+ROTATION_MIB = 100  # of buckets in rotation, so that no cache holds them
+
+
+def rotation(shapes: Callable[[], Iterator[Shape]], size_mib: int) -> list[list[Shape]]:
+    """As many of DDP's buckets of ``size_mib`` as benchmarks of kernels go through in turn."""
+    return buckets(shapes, size_mib << 20)[: -(-ROTATION_MIB // size_mib)]
+
+
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:
     """DDP's buckets: from the last parameter to the first, each closed once it reaches ``nbytes``.
 

@@ -1,4 +1,4 @@
-"""`gradwire bench kernels`: shape tables, arithmetic, checks, tables, and a run of the command."""
+"""`gradwire bench kernels`: shape tables, arithmetic, checks, the model, tables, and runs of the command."""
 
 from math import prod
 
@@ -6,18 +6,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_timing, shapes
+from gradwire.bench import compiled, kernel_model, kernel_timing, shapes
 from gradwire.bench.commands import app
+from gradwire.bench.compiled import TARGET_NAMES
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
 from gradwire.bench.kernels import COPY, run, tables
-from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, load
+from gradwire.bench.record import BANDWIDTH, HOST_MS, LAUNCHES, TIME_MS, VS_GRADWIRE, Measured, Record, load
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
 
 CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(compiled.obstacle() is not None, reason=f"{compiled.obstacle()}")
 SMALL = [[(40, 30), (40,)], [(64, 3, 3, 3), (7,), (1, 50, 20)]]
 
 
@@ -138,3 +140,102 @@ def test_unknown_model_or_size_is_refused(option):
     done = CliRunner().invoke(app, ["bench", "kernels", *option])
     assert done.exit_code == 2
     assert option[0] in done.output
+
+
+class Counter:
+    """Stands in for `InstructionCounter`: counts of launches by their names."""
+
+    def __init__(self, **counts):
+        self.counts = counts
+
+    def __call__(self, launch):
+        return self.counts[launch]
+
+
+GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multiprocessors=10, clock_hz=1e6)
+
+
+@pytest.mark.parametrize(
+    "counts, for_instructions, expected",
+    [
+        ({"a": 4000.0, "b": 0.0}, 100.0, 4 + 1000),  # limited by bytes
+        ({"a": 40_000.0, "b": 60_000.0}, 2500.0, 4 + 2500),  # limited by instructions
+        ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
+    ],
+)
+def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
+    numbers = kernel_model.modelled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
+    assert numbers == {
+        kernel_model.LAUNCHES_US: 4.0,
+        kernel_model.BYTES_US: 1000.0,
+        kernel_model.INSTRUCTIONS_US: for_instructions,
+        kernel_model.MODELLED_US: expected,
+        LAUNCHES: 2,
+        kernel_model.UNCOUNTED: list(counts.values()).count(None),
+    }
+
+
+def test_modelled_time_is_mean_over_buckets():
+    numbers = kernel_model.modelled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
+    assert (numbers[LAUNCHES], numbers[kernel_model.MODELLED_US]) == (1.5, 3 + 2000)
+
+
+@pytest.mark.parametrize("name", kernel_model.GPUS)
+def test_gpus_copy_between_10_and_30_bytes_per_clock_and_multiprocessor(name):
+    gpu = kernel_model.GPUS[name]
+    assert 10 < gpu.bandwidth / gpu.multiprocessors / gpu.clock_hz < 30
+    assert gpu.target in TARGET_NAMES
+
+
+def test_table_of_a_model_is_labelled_as_such_and_fits_80_columns(facts, printed):
+    case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 27}
+    metrics = kernel_model.modelled([1_000_000], [["a"]], kernel_model.GPUS["h200"], Counter(a=1e6))
+    records = [made_up(case, "model of h200", metric, p50) for metric, p50 in metrics.items()]
+    (only,) = kernel_model.tables(Measured({"modelled_gpu": "h200"}, records).with_provenance(facts))
+    assert only.title == "Flatten to float16: H200, modelled, not measured"
+    assert only.rows[0][0] == "gpt2-124m, 27 MiB"
+    text = printed(only)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "4.3 TB/s, measured for a copy" in " ".join(text.split())
+
+
+@needs_compiler
+@pytest.mark.parametrize("make", MAKERS)
+def test_launches_of_a_case_are_recorded_without_memory(make):
+    case, launches = kernel_model.recorded_case(make, SMALL)
+    assert len(launches) == len(SMALL) == len(case.nbytes)
+    assert all(launches)
+
+
+@needs_compiler
+def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypatch):
+    from gradwire.bench import ahead_of_time
+
+    compiled, compile_launch = [], ahead_of_time.compile_launch
+    monkeypatch.setattr(ahead_of_time, "compile_launch", lambda *of: compiled.append(of) or compile_launch(*of))
+    _, ((launch,),) = kernel_model.recorded_case(MAKERS[0], [[(4096,), (8192,)]])
+    counter = kernel_model.InstructionCounter("sm_90")
+    assert counter(launch._replace(grid=(6,))) == 2 * counter(launch) > 3 * 4096 / kernel_model.WARP
+    assert len(compiled) == 1
+
+
+@needs_compiler
+def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
+    monkeypatch.setattr(kernel_model, "MAKERS", MAKERS[:2])
+    path = tmp_path / "model.jsonl"
+    options = ["--model", "h200", "--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
+    done = CliRunner().invoke(app, ["bench", "kernels", *options])
+    assert done.exit_code == 0, done.output
+    records = load(path)
+    assert {record.implementation for record in records} == {"model of h200"}
+    assert all("modelled" in record.metric or "launches" in record.metric for record in records)
+    assert records[0].provenance["settings"]["modelled_gpu"] == "h200"
+    assert done.output.count("modelled, not measured") == 3  # two titles and a note
+
+
+@pytest.mark.parametrize("option", [["--model", "v100"], ["--model", "h200", "--rounds", "3"]])
+def test_unknown_gpu_or_option_without_effect_is_refused(option):
+    done = CliRunner().invoke(app, ["bench", "kernels", *option])
+    assert done.exit_code == 2
+    assert option[-2] in done.output

@@ -1,0 +1,185 @@
+"""A model of the kernels' times on a GPU, from counts: bytes, launches and instructions. Nothing runs.
+
+    time = launches * LAUNCH_S + max(bytes / bandwidth, instructions / issue rate)
+
+Bytes are those that the functions beside the kernels state. Launches are recorded from the public functions on buckets
+without memory. Instructions are those of the kernels compiled for the GPU, where the number of elements of a program is
+fixed: others count as none. The model knows neither latency, nor caches, nor partial waves of programs: a prediction to
+hold against a measurement.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from rich.progress import Progress
+
+from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.kernel_case import Case
+from gradwire.bench.kernel_cases import MAKERS
+from gradwire.bench.record import LAUNCHES, Measured, Record
+from gradwire.bench.shapes import SHAPES, rotation
+from gradwire.bench.tables import Table, format_number, groups_of, pivot, value
+
+if TYPE_CHECKING:
+    from gradwire.bench.ahead_of_time import Launch
+
+WARP = 32
+# An assumption: what a kernel adds to the device's time, by starting and draining, when the host runs ahead.
+LAUNCH_S = 2e-6
+
+MODELLED_US = "modelled time (us)"
+BYTES_US = "modelled for bytes (us)"
+INSTRUCTIONS_US = "modelled for instructions (us)"
+LAUNCHES_US = "modelled for launches (us)"
+UNCOUNTED = "launches without a count of instructions"
+
+
+class Gpu(NamedTuple):
+    """Figures of a GPU.
+
+    Attributes:
+        name: for people.
+        target: what kernels are compiled for.
+        bandwidth: of device memory, B/s.
+        source: of the bandwidth.
+        multiprocessors: their number.
+        clock_hz: the highest clock.
+    """
+
+    name: str
+    target: str
+    bandwidth: float
+    source: str
+    multiprocessors: int
+    clock_hz: float
+
+    @property
+    def issue_rate(self) -> float:
+        """Instructions of warps per second: each of a multiprocessor's four schedulers issues one per clock.
+
+        CUDA C++ Programming Guide, "Compute Capabilities", 8.x to 10.x.
+        """
+        return 4 * self.multiprocessors * self.clock_hz
+
+
+GPUS = {
+    # NVIDIA A100 80GB SXM data sheet: 2,039 GB/s; NVIDIA A100 architecture white paper: 108 SMs, 1,410 MHz.
+    "a100": Gpu("A100 80GB", "sm_80", 2.0e12, "specified", 108, 1.41e9),
+    # 4.3 TB/s of a copy (the data sheet has 4.8). 132 SMs; 1.98 GHz, at which the copy is 16.5 B per clock and SM.
+    "h200": Gpu("H200", "sm_90", 4.3e12, "measured for a copy", 132, 1.98e9),
+    # NVIDIA DGX B200 data sheet: 64 TB/s for 8 GPUs. 148 SMs and 1.965 GHz, as its driver reports them.
+    "b200": Gpu("B200", "sm_100", 8.0e12, "specified", 148, 1.965e9),
+}
+
+
+def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measured:
+    """Modelled times of gradwire's kernels, for the cases of `kernels.measure`.
+
+    Args:
+        models: names in `SHAPES`.
+        sizes_mib: sizes at which a bucket is full.
+        gpu: a name in `GPUS`.
+    """
+    counter = InstructionCounter(GPUS[gpu].target)
+    records: list[Record] = []
+    with Progress() as progress, torch.no_grad():
+        todo = progress.add_task(f"model of {gpu}", total=len(models) * len(sizes_mib) * len(MAKERS))
+        for model, size in itertools.product(models, sizes_mib):
+            shapes = rotation(SHAPES[model], size)
+            bucket_mib = round(4 * sum(map(prod, itertools.chain(*shapes))) / len(shapes) / (1 << 20))
+            for make in MAKERS:
+                case, launches = recorded_case(make, shapes)
+                of = {"kernel": case.kernel, "model": model, "bucket_mib": bucket_mib}
+                records += [
+                    Record(bench="kernels", case=of, implementation=f"model of {gpu}", ranks=1, metric=metric, p50=p50)
+                    for metric, p50 in modelled(case.nbytes, launches, GPUS[gpu], counter).items()
+                ]
+                progress.advance(todo)
+    return Measured({"modelled_gpu": gpu, "launch_us": 1e6 * LAUNCH_S}, records)
+
+
+def recorded_case(make: object, shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Case, list[list[Launch]]]:
+    """A case on tensors without memory, and the launches of gradwire's implementation on each bucket."""
+    from gradwire.bench.ahead_of_time import recorded_launches
+
+    made: list[Case] = []
+    recorded_launches(lambda: made.append(make(shapes, torch.device("meta"))))  # type: ignore[operator]
+    (case,) = made
+    ours = case.implementations[GRADWIRE]
+    return case, [recorded_launches(lambda i=i: ours(i)) for i in range(len(case.nbytes))]  # type: ignore[misc]
+
+
+class InstructionCounter:
+    """Instructions of launches on one target. Compiles every variant of a kernel once."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._of_program: dict[object, float | None] = {}
+
+    def __call__(self, launch: Launch) -> float | None:
+        """Instructions of all warps; None if the number of elements of a program is not fixed."""
+        from gradwire.bench.ahead_of_time import compile_launch, variant
+        from gradwire.bench.assembly import inspect
+
+        key = (launch.name, variant(launch, self.target))
+        if key not in self._of_program:
+            binary = inspect(compile_launch(launch, self.target))
+            per_element, elements = binary.instructions_per_element, binary.program_elements
+            is_known = per_element is not None and elements is not None
+            self._of_program[key] = per_element * elements / WARP if is_known else None  # type: ignore[operator]
+        of_program = self._of_program[key]
+        return None if of_program is None else prod(launch.grid) * of_program
+
+
+def modelled(
+    nbytes: Sequence[int], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: InstructionCounter
+) -> dict[str, float]:
+    """The modelled times of a case and what they are made of, as means over its buckets."""
+    counts = [counter(launch) for of_bucket in launches for launch in of_bucket]
+    n_buckets = len(nbytes)
+    times = {
+        LAUNCHES_US: len(counts) * LAUNCH_S,
+        BYTES_US: sum(nbytes) / gpu.bandwidth,
+        INSTRUCTIONS_US: sum(count for count in counts if count is not None) / gpu.issue_rate,
+    }
+    times[MODELLED_US] = times[LAUNCHES_US] + max(times[BYTES_US], times[INSTRUCTIONS_US])
+    numbers = {metric: round(1e6 * seconds / n_buckets, 3) for metric, seconds in times.items()}
+    return numbers | {
+        LAUNCHES: round(len(counts) / n_buckets, 2),
+        UNCOUNTED: round(sum(count is None for count in counts) / n_buckets, 2),
+    }
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A table per kernel: the modelled time and its parts."""
+    gpu = GPUS[records[0].provenance["settings"]["modelled_gpu"]]
+    names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}
+    metrics = (LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELLED_US)
+    columns = [(metric.replace("modelled for", "for"), value(metric)) for metric in metrics]
+    groups = groups_of(records, "kernel")
+    return [
+        pivot(
+            f"{kernel}: {gpu.name}, modelled, not measured",
+            group,
+            names,
+            columns,
+            _notes(gpu) if kernel == groups[-1][0][0] else (),
+        )
+        for (kernel,), group in groups
+    ]
+
+
+def _notes(gpu: Gpu) -> list[str]:
+    return [
+        "modelled, not measured: time for launches plus the larger of the times for bytes and for instructions",
+        f"launches: {format_number(1e6 * LAUNCH_S)} us each, an assumption",
+        f"bytes: those that the kernels must read and write, at {format_number(1e-12 * gpu.bandwidth)} TB/s, "
+        f"{gpu.source}",
+        f"instructions: of the kernels compiled for {gpu.target}, at {format_number(1e-12 * gpu.issue_rate)} Tinstr/s; "
+        "kernels whose programs handle a varying number of elements count as none",
+    ]
