@@ -32,7 +32,7 @@ class Conflicts(NamedTuple):
 
     Attributes:
         worst: of the accesses, the most passes per necessary pass. 1 without conflicts.
-        mean: passes of all accesses per necessary pass.
+        mean: passes of all accesses per necessary pass; approximate, because the assembler may merge loads otherwise.
     """
 
     worst: float
@@ -149,7 +149,7 @@ class _Run:
         """Count the passes of an access to shared memory, whose result is unknown."""
         if opcode.startswith("cp.async") and not opcode.startswith(("cp.async.ca", "cp.async.cg")):
             return  # waits and groups
-        is_load = opcode.startswith(("ld.", "ldmatrix"))
+        is_load = opcode.startswith(("ld.", "ldmatrix", "atom."))
         if is_load:
             for register in _registers(operands[0]):
                 self.registers[register] = None
@@ -162,7 +162,7 @@ class _Run:
             active = active & (np.arange(self.threads) % WARP < 8 * int(re.search(r"\.x(\d)", opcode)[1]))  # type: ignore[index]
         addresses = np.where(active, address.astype(np.int64), -1)
         if opcode.startswith("ld."):
-            # The assembler merges loads from the same 16 bytes.
+            # The assembler merges most loads from the same 16 bytes into one.
             block = (addresses // 16).tobytes()
             if block in self._loads:
                 index = self._loads[block]
