@@ -38,10 +38,11 @@ from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import in_turn, timed, timed_replays
 from gradwire.comm.torch_internals import default_group
-from gradwire.compress import LowRankPolicy
+from gradwire.compress import LowRankPolicy, WirePolicy
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import (
     WIRE_FORMATS,
+    WireFormat,
     commit_errors_bytes,
     dequantize_bytes,
     flatten_bytes,
@@ -178,13 +179,8 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float:
     if (wire := HOOKS[hook].wire) is not None:
         return flatten_bytes(numel, fp32, wire) + unflatten_bytes(numel, wire, fp32)
     if hook in WIRE_FORMATS:
-        format = WIRE_FORMATS[hook]
-        return (
-            quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
-            + reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
-            + dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
-            + commit_errors_bytes(2 * numel, fp32)  # of both shots
-        )
+        formats = WirePolicy(wire=hook).wire_formats([torch.empty(shape, device="meta") for shape in parameters])
+        return sum(_quantized_bytes(prod(shape), format) for shape, format in zip(parameters, formats, strict=True))
     policy = LowRankPolicy(rank=int(hook.removeprefix("powersgd-r")))
     found = [policy.matrix_shape("", torch.empty(shape, device="meta")) for shape in parameters]
     matrices = [matrix for matrix in found if matrix is not None]
@@ -195,6 +191,16 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float:
         + renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), fp32, fp32)
         + flatten_bytes(numel - compressed, fp32, fp32)
         + unflatten_bytes(numel - compressed, fp32, fp32)
+    )
+
+
+def _quantized_bytes(numel: int, format: WireFormat) -> float:
+    fp32 = torch.float32
+    return (
+        quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
+        + reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
+        + dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
+        + commit_errors_bytes(2 * numel, fp32)  # of both shots
     )
 
 

@@ -63,8 +63,10 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
         scaled_cast_hooks.scaled_cast_hook,
     ),
     "bf16, sums in fp32": lambda: (default_hooks.CastState(accumulate="fp32"), default_hooks.bf16_compress_hook),
-    **{wire: _quantized(wire) for wire in WIRE_FORMATS},
-    "int4, stochastic rounding, bf16 errors": _quantized("int4", stochastic_rounding=True, error_dtype=torch.bfloat16),
+    **{f"quantized {wire}": _quantized(wire) for wire in WIRE_FORMATS},
+    "quantized int4, stochastic rounding, bf16 errors": _quantized(
+        "int4", stochastic_rounding=True, error_dtype=torch.bfloat16
+    ),
     "powersgd": _powersgd(),
     "powersgd, rank 32": _powersgd(rank=32),
     "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
@@ -75,7 +77,7 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
 # Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
 WARM_UP_STEPS = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
-CAPTURED = ("allreduce", "fp16", "scaled fp16", "int4", "powersgd")
+CAPTURED = ("allreduce", "fp16", "scaled fp16", "quantized int4", "powersgd")
 # Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 
@@ -327,7 +329,7 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
 
             seconds, least = timed(all_reduce, device).seconds, 0.5 * wire_seconds(tensor.nbytes, rate, 2)
             require(seconds > least, f"an all-reduce took {seconds} s, expected at least {least}")
-    for name in ("fp16", "int4", "powersgd, bf16 factors"):
+    for name in ("fp16", "quantized int4", "powersgd, bf16 factors"):
         _, plain = train(OurDDP, device, HOOKS[name]())
         with emulated_link(rate, 2, device):
             _, ours = train(OurDDP, device, HOOKS[name]())

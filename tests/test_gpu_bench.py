@@ -137,8 +137,8 @@ def test_linked_hooks_are_fp16_and_those_with_two_messages():
 def test_bytes_of_hooks_are_those_of_their_kernels():
     shapes = [[(100, 200)], [(50,)]]
     assert hook_bytes("fp16", shapes) == 20_050 * (6 + 6)
-    codes = 4 / 8 + 2 / 64  # int4, and an fp16 scale per 64 elements
-    assert hook_bytes("int4", shapes) == pytest.approx(20_050 * (12 + codes + 8 + 2 * codes + 4 + codes + 16))
+    int4, bf16 = 4 / 8 + 2 / 64, 2  # an fp16 scale per 64 elements; vectors are sent in bf16
+    assert hook_bytes("int4", shapes) == pytest.approx(20_050 * (12 + 8 + 4 + 16) + 4 * (20_000 * int4 + 50 * bf16))
     factors = 4 * 100 * (4 + 4) + 4 * 200 * (4 + 4 + 4)
     assert hook_bytes("powersgd-r4", shapes) == 20_000 * 28 + factors + 50 * 16
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 
 import gradwire
 from gradwire.bench import gpu_lane, gpu_worker
-from gradwire.bench.gpu_hook_cases import HOOKS
+from gradwire.bench.gpu_hook_cases import CAPTURED, HOOKS
+from gradwire.hooks import default_hooks
+from gradwire.kernels import WIRE_FORMATS
 
 TESTS = Path(__file__).parent
 REQUIREMENT = re.compile(r"[\w.-]+")
@@ -97,6 +100,13 @@ def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
             assert f"{hook}: no host synchronisation" in names
 
 
+def test_cast_hooks_keep_their_names_beside_quantized_ones():
+    assert HOOKS["fp16"]()[1] is default_hooks.fp16_compress_hook
+    assert HOOKS["bf16"]()[1] is default_hooks.bf16_compress_hook
+    assert {f"quantized {wire}" for wire in WIRE_FORMATS} <= set(HOOKS)
+    assert set(CAPTURED) <= set(HOOKS)
+
+
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -109,18 +119,19 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "low-rank passes, float16, rank 4,",
         "scaled fp16: equal bits",
         "quantise float32 to int4, errors in float32",
+        "cast hooks match the mean",
         "powersgd: replays",
     ]
     arguments = ["smoke", "ranks", "--rehearse", "--output", str(output), *(f"--only={part}" for part in only)]
     assert gpu_lane.main(arguments) == 0
     printed = capsys.readouterr().out
     done = records(output)
-    assert [(r["stage"], r["ranks"], r["status"]) for r in done] == (
-        [("smoke", 1, "passed")] * 6
-        + [("smoke", 1, "skipped")]
-        + [("ranks", 2, "passed")] * 2
-        + [("ranks", 2, "skipped")]
-    )
+    assert Counter((r["stage"], r["ranks"], r["status"]) for r in done) == {
+        ("smoke", 1, "passed"): 7,
+        ("smoke", 1, "skipped"): 1,
+        ("ranks", 2, "passed"): 3,
+        ("ranks", 2, "skipped"): 1,
+    }
     for record in done:
         assert record["rehearsal"] is True
         assert record["gpu"] is None
@@ -136,7 +147,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     with output.open("a") as file:
         file.write('{"case": "killed while it was wri')
     assert gpu_lane.main(arguments) == 0
-    assert capsys.readouterr().out.count("passed before: ") == 8
+    assert capsys.readouterr().out.count("passed before: ") == 10
     assert len(output.read_text().splitlines()) == len(done) + 1 + 2  # the skipped ones are tried again
     monkeypatch.setattr(gpu_lane, "_source", lambda: "other code")
     assert gpu_lane.main(arguments) == 0
@@ -171,12 +182,13 @@ def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypa
     outcomes = iter([gpu_worker.Outcome("failed", 1.0, "what every rank said"), gpu_worker.Outcome("passed", 1.0, "")])
     monkeypatch.setattr(gpu_worker.Crew, "run", lambda crew, case, limit: next(outcomes))
     output = tmp_path / "records.jsonl"
-    arguments = ["ranks", "--rehearse", "--output", str(output), "--only=fp16: equal bits"]
+    only = ["--only=scaled fp16: equal bits", "--only=scaled bf16: equal bits"]
+    arguments = ["ranks", "--rehearse", "--output", str(output), *only]
     assert gpu_lane.main(arguments) == 1
     assert "what every rank said" in capsys.readouterr().out
     assert [(r["case"], r["status"], r["text"]) for r in records(output)] == [
-        ("fp16: equal bits on both DDPs", "failed", "what every rank said"),
-        ("scaled fp16: equal bits on both DDPs", "passed", ""),
+        ("scaled fp16: equal bits on both DDPs", "failed", "what every rank said"),
+        ("scaled bf16: equal bits on both DDPs", "passed", ""),
     ]
     outcomes = iter([gpu_worker.Outcome("passed", 1.0, "")])
     assert gpu_lane.main(arguments) == 0  # the failed one alone
