@@ -161,34 +161,67 @@ def _hot_path(lines: list[_Line], first: int, last: int) -> list[int]:
     return path
 
 
-_ACCESS = re.compile(r"(?:tt\.load|tt\.store|ttg\.async_copy_global_to_local|amdg(?:pu)?\.buffer_(?:load|store))\b.*")
-_TILE = re.compile(r"tensor<((?:\d+x)+)(?:!tt\.ptr<)?([a-z]\w*)>?, ")
+_ACCESS = re.compile(r"(?:tt\.load|tt\.store|ttg\.async_copy_global_to_local)\b.*")
+_TILE = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<\w*?(\d+)\w*>(?:, (#\w+|#ttg\.slice<\{dim = \d, parent = #\w+))?")
+_LAYOUT = re.compile(
+    r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]"
+)
 
 
-def _tile_of(line: str) -> tuple[int, int]:
-    """Elements and bytes of the tile that a line of TTGIR moves through global memory; 0 if it moves none."""
-    access = _ACCESS.search(line)
-    tiles = _TILE.findall(access[0]) if access else []
-    sizes = [(prod(map(int, shape.split("x")[:-1])), _itemsize(kind)) for shape, kind in tiles if _itemsize(kind)]
-    numel, itemsize = max(sizes, default=(0, 0))
-    return numel, numel * itemsize
+class _Tiles:
+    """The tiles that a kernel moves through global memory, from its TTGIR."""
 
+    def __init__(self, ttgir: str) -> None:
+        self.lines = ttgir.splitlines()
+        self.layouts = {
+            name: [tuple(map(int, numbers.split(", "))) for numbers in fields]
+            for name, *fields in _LAYOUT.findall(ttgir)
+        }
 
-def _itemsize(kind: str) -> int:
-    """Bytes of an element; 0 for a mask."""
-    return int(kind.lstrip("bfiu").partition("E")[0] or 0) // 8 if kind != "i1" else 0
+    def elements(self, line: str) -> int:
+        """Elements of the tile that a line moves; 0 if it moves none."""
+        shape, _, _ = self._access(line)
+        return prod(shape) if shape else 0
+
+    def thread_bytes(self, lines: list[str]) -> int:
+        """Bytes that a thread moves in the lines. Threads that share an element move it all."""
+        total = 0
+        for line in lines:
+            shape, itemsize, layout = self._access(line)
+            total += itemsize * self._thread_elements(shape, layout)
+        return total
+
+    def _access(self, line: str) -> tuple[tuple[int, ...], int, str]:
+        """Shape, bytes of an element, and layout."""
+        access = _ACCESS.search(line)
+        tile = _TILE.search(access[0]) if access else None
+        if tile is None:
+            return (), 0, ""
+        shape = tuple(map(int, tile[1].split("x")[:-1])) if tile[1] else ()
+        return shape, max(1, int(tile[2]) // 8), tile[3] or ""
+
+    def _thread_elements(self, shape: tuple[int, ...], layout: str) -> int:
+        sliced = re.fullmatch(r"#ttg\.slice<\{dim = (\d), parent = (#\w+)", layout)
+        fields = self.layouts.get(sliced[2] if sliced else layout, [])
+        axes = list(zip(*fields, strict=True))
+        if sliced:
+            del axes[int(sliced[1])]
+        counts = []
+        for length, (size, *others) in zip(shape, axes, strict=False):
+            held = min(length, size)
+            counts.append(held * -(-length // (held * prod(others))))
+        return prod(counts)
 
 
 def _elements(compiled: Compiled, part: list[_Line], is_loop: bool) -> tuple[float, int | None]:
     """Elements of a thread in the hottest loop or on the hot path, and of a program."""
-    lines = compiled.ttgir.splitlines()
-    tile = max((_tile_of(line)[0] for line in lines), default=0)
+    tiles = _Tiles(compiled.ttgir)
+    tile = max(map(tiles.elements, tiles.lines), default=0)
     if not is_loop:
         return tile / compiled.threads, tile
-    hottest = max(_loops(lines), key=lambda loop: sum(_tile_of(line)[1] for line in loop))
-    per_iteration = sum(_tile_of(line)[1] for line in hottest)
-    moved = compiled.threads * sum(line.nbytes for line in part)
-    unrolled = max(1, round(moved / per_iteration)) if per_iteration else 1
+    hottest = max(_loops(tiles.lines), key=tiles.thread_bytes)
+    per_iteration = tiles.thread_bytes(hottest)
+    unrolled = max(1, round(sum(line.nbytes for line in part) / per_iteration)) if per_iteration else 1
     bounds = re.search(r"scf\.for .* = %c(\d+)\w* to %c(\d+)\w* step %c(\d+)", hottest[0])
     iterations = len(range(*map(int, bounds.groups()))) if bounds else None
     return unrolled * tile / compiled.threads, None if iterations is None else iterations * tile

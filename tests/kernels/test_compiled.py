@@ -117,6 +117,10 @@ def facts(assembly, ttgir):
     return inspect(Compiled("sm_90", 32, 0, ttgir, "", assembly, "REG:20 STACK:0"))
 
 
+LAYOUTS = """
+#blocked = #ttg.blocked<{sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]}>
+#blocked1 = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], warpsPerCTA = [1, 1], order = [1, 0]}>
+"""
 TILE = "%x = tt.load %p : tensor<128x!tt.ptr<f32>, #blocked>"
 
 
@@ -127,7 +131,7 @@ def test_instructions_of_aligned_branch_are_counted():
     assert (binary.loaded, binary.program_elements) == (512, 128)
 
 
-LOOP = f"""
+LOOP = f"""{LAYOUTS}
     scf.for %i = %c0_i32 to %c512_i32 step %c64_i32 iter_args(%a = %b) -> (f32) {{
       {TILE}
     }} loc(#loc1)
@@ -140,6 +144,15 @@ def test_instructions_of_a_loop_are_counted_once_for_each_tile(unrolled):
     binary = facts(sass("S2R R0", "MOV R1, R2", *body, "@!P1 BRA 0x20", "STG.E [R2.64], R4", "EXIT"), LOOP)
     assert (binary.instructions, binary.elements, binary.is_loop) == (3 * unrolled + 1, 4 * unrolled, True)
     assert binary.program_elements == 8 * 128
+
+
+def test_elements_that_all_rows_of_a_tile_share_do_not_count_as_unrolling():
+    tile = "%x = tt.load %p : tensor<4x32x!tt.ptr<f32>, #blocked1>"
+    row = "%y = tt.load %q : tensor<1x32x!tt.ptr<f32>, #blocked1>"
+    sliced = "%z = tt.load %r : tensor<32x!tt.ptr<f32>, #ttg.slice<{dim = 0, parent = #blocked1}>>"
+    loop = LOOP.replace(TILE, f"{tile}\n      {row}\n      {sliced}")
+    binary = facts(sass("S2R R0", *["LDG.E.128 R4, [R2.64]"] * 3, "@!P1 BRA 0x10", "EXIT"), loop)
+    assert (binary.instructions, binary.elements) == (4, 4)
 
 
 def test_far_branch_by_a_call_leaves_the_loop():
