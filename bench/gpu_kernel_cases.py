@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu_checks import KernelCase, large_numel, name_of, same, skip_if_rehearsed, within
+from gradwire.bench.gpu_checks import KernelCase, Skipped, large_numel, name_of, same, skip_if_rehearsed, within
 from gradwire.kernels import (
     WIRE_DTYPES,
     FactorLayout,
@@ -42,7 +42,7 @@ from gradwire.kernels.lowrank_programs import ELEMENTWISE_RANK, MAX_STRIPS
 from gradwire.kernels.lowrank_triton import dot_precision
 
 SOURCES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
-RANKS = (1, 3, 8, 16, 32, 64)
+RANKS = (1, 4, 7, 16, 32, 64)
 # Neighbours of a program's chunk of 4096 elements, odd sizes, a scalar and an empty tensor.
 SIZES = {
     "aligned": ((4096,), (64, 128), (3, 4096)),
@@ -223,6 +223,23 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
                 within(error[i], left, rounded + _unit(compute) * left.abs() * 2, f"error, {what}, matrix {i}")
 
 
+def reconstruction_at_any_address(rank: int, device: torch.device) -> None:
+    """The result has the same bits where the matrices are aligned, as on one rank, and where not, as on another."""
+    if device.type != "cuda":
+        raise Skipped("on CPUs the bits may depend on the alignment")
+    table = MatrixTable([Matrix(96, 1056, rank), Matrix(33, 40, min(rank, 33))], torch.float32, device)
+    generator = torch.Generator().manual_seed(rank)
+    p, q = (torch.randn(side.numel, generator=generator).to(device) for side in (table.p, table.q))
+    finite = torch.ones(2, dtype=torch.int32, device=device)
+    results = []
+    for offset in (0, 1):
+        target = [_empty((m.rows, m.columns), torch.float32, device, offset) for m in table.matrices]
+        reconstruct(Operands(table, target, target, None, False), p, q, finite)
+        results.append(target)
+    for i, (aligned, unaligned) in enumerate(zip(*results, strict=True)):
+        same(unaligned, aligned, f"matrix {i}, unaligned")
+
+
 def orthogonalization(rank: int, device: torch.device) -> None:
     """Factors in the registers of one program, and long ones; dependent rows, and one that is not finite."""
     lengths = [length for length in (64, 65, 768, 3072, 50257) if length >= rank]
@@ -389,6 +406,7 @@ KERNEL_CASES: dict[str, KernelCase] = {
         for rank in RANKS
         if rank > ELEMENTWISE_RANK
     },
+    **{f"reconstruct at any address, rank {rank}": partial(reconstruction_at_any_address, rank) for rank in RANKS},
     **{f"orthogonalize, rank {rank}": partial(orthogonalization, rank) for rank in RANKS},
     **{f"warm start, rank {rank}": partial(warm_start, rank) for rank in RANKS},
     "flatten and unflatten more than 2^31 elements": flattening_beyond_int32,

@@ -90,7 +90,7 @@ def _multiply_elementwise(
         n_columns = (columns - column).to(tl.int32)
         if ALIGNED:
             n_columns = n_columns // 8 * 8
-        mask_n = offs_n < (rows - row).to(tl.int32)
+        mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
         mask_m = offs_m < n_columns
         mask = mask_n & mask_m
         first_m = row * columns + column
@@ -113,7 +113,7 @@ def _multiply_elementwise(
             added += (totals[r] + m * x,)
         totals = added
     offs_along = tl.arange(0, ROWS if TO_P else COLUMNS)
-    mask_along = offs_along < (along - first).to(tl.int32)
+    mask_along = offs_along < along - first
     for r in tl.static_range(RANK):
         total = tl.sum(totals[r], axis=1 if TO_P else 0)
         tl.store(partial_ptr + (r * along + first) + offs_along, total, mask=mask_along & (r < rank))
@@ -159,7 +159,7 @@ def _multiply_dot(
         n_columns = (columns - column).to(tl.int32)
         if ALIGNED:
             n_columns = n_columns // 8 * 8
-        mask_n = offs_block < (rows - row).to(tl.int32)
+        mask_n = offs_block < tl.minimum(rows - row, BLOCK).to(tl.int32)
         mask_m = offs_block < n_columns
         mask = mask_n[:, None] & mask_m[None, :]
         first_m = row * columns + column

@@ -54,7 +54,7 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 # Large factors on GPUs: cut into tiles
 TILE_LENGTH = 512  # rows of P that one program handles
 MAX_TILES = 128  # of a factor
-GRAMS_NUMEL = 1 << 14  # elements of their Gram matrices that one program adds up at a time
+GRAMS_NUMEL = 1 << 13  # elements of Gram matrices that one program adds up at a time; with twice as many it spills
 GRAMS_NUM_WARPS = 16
 BLOCK_NUMEL = 1024  # elements it handles at a time: beside two r x r matrices, more would spill at rank 64
 #

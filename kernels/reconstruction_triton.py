@@ -55,7 +55,7 @@ def _reconstruct_strip(
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs_r = tl.arange(0, RANK)
     offs = offs_n * stride + offs_m
-    mask_n = offs_n < (rows - row).to(tl.int32)
+    mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
     p_columns = tl.tuple(())
     p = 0.0
     if ELEMENTWISE:
@@ -135,6 +135,8 @@ def _reconstruct_kernel(
             SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, True, ELEMENTWISE, RANK, ROWS, COLUMNS,
         )  # fmt: skip
     else:
+        # Half a tile at a time, because an address and a mask for every element take registers. Processes may take
+        # different branches and get the same bits: every element is a sum over r, in order, in both.
         _reconstruct_strip(
             source, target, error, p_ptr, q, row, begin, end, rows, columns, rank, finite,
             SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, False, ELEMENTWISE, RANK, ROWS, COLUMNS // 2,

@@ -12,6 +12,8 @@ from powersgd_checkpoints import EARLY, trained
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
 from training import SMALL, SMALLEST, WRAPPERS, build, register
 
+from gradwire.compress import LowRankBucket, flat_low_rank_bucket
+from gradwire.compress.policy import MatrixShape
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -77,6 +79,16 @@ def test_early_start_raises_like_pytorch(start, warm_start, feedback):
 def test_bad_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         PowerSGDState(None, **options)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_precision_reaches_matrix_tables(precision):
+    options = PowerSGDState(None, precision=precision).options.of_buckets(iteration=1000)
+    gradient = torch.zeros(80, 80)
+    bucket = LowRankBucket([gradient], [MatrixShape(1, 80, 80, 16)], **options)
+    assert bucket.table.precision == precision
+    flat = flat_low_rank_bucket([gradient], 16, names=["a"], memory={}, **options)
+    assert flat.table.precision == precision
 
 
 def test_option_dictionaries_are_copied():

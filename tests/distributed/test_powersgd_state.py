@@ -206,6 +206,7 @@ def pickled(wrapper):
         "stacks": {"layers.4.weight": 1},
         "factor_dtype": torch.bfloat16,
         "alternating": True,
+        "precision": "fp32",
     }
     state = PowerSGDState(dist.group.WORLD, **options)
     trained(wrapper, state=state)

@@ -1,12 +1,15 @@
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import INTERPRETED
 
-from gradwire.kernels import dispatch, flatten, unflatten
-from gradwire.kernels.dispatch import is_interpreted, use_triton
+from gradwire.kernels import dispatch, flatten, lowrank_triton, unflatten
+from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
+from gradwire.kernels.lowrank_triton import dot_precision
+from gradwire.kernels.matrix_table import Matrix, MatrixTable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -100,3 +103,34 @@ def test_import_reads_no_environment_and_touches_no_device():
         env={"GRADWIRE_KERNELS": "neither", "PYTHONPATH": ":".join(sys.path)},
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), True)])
+def test_tf32_needs_ampere_on_nvidia(capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_tf32.__wrapped__(CUDA) == expected
+    assert has_tf32.__wrapped__(CPU), "in the interpreter"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gfx942:sramecc+:xnack-", True), ("gfx90a", False), ("gfx950", False)])
+def test_tf32_needs_gfx942_on_amd(name, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=name))
+    assert has_tf32.__wrapped__(CUDA) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "precision", "has", "expected"),
+    [
+        (8, "tf32", True, None),
+        (9, "tf32", True, "tf32"),
+        (9, "fp32", True, "ieee"),
+        (64, "tf32", True, "tf32"),
+        (64, "tf32", False, "ieee"),
+    ],
+)
+def test_products_above_rank_8_take_tf32_unless_fp32_is_chosen(rank, precision, has, expected, monkeypatch):
+    monkeypatch.setattr(lowrank_triton, "has_tf32", lambda device: has)
+    table = MatrixTable([Matrix(64, 64, rank), Matrix(3, 4, 1)], torch.float32, CPU, precision)
+    assert dot_precision(table) == expected
