@@ -37,8 +37,9 @@ from gradwire.kernels.matrix_table import (
     reload_rows_and_rank,
 )
 
-# Tiles of 16-bit matrices in flight before the `tl.dot` of M' P. With Triton's default, 3, registers spill at rank 16.
-STAGES_OF_16_BIT = 2
+# Tiles of M in flight before a `tl.dot`; before that of M' P by element size and precision, because more would spill.
+STAGES = 3
+STAGES_TO_Q = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
 # Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
@@ -159,7 +160,7 @@ def _multiply_dot(
         n_columns = (columns - column).to(tl.int32)
         if ALIGNED:
             n_columns = n_columns // 8 * 8
-        mask_n = offs_block < tl.minimum(rows - row, BLOCK).to(tl.int32)
+        mask_n = offs_block < rows - row
         mask_m = offs_block < n_columns
         mask = mask_n[:, None] & mask_m[None, :]
         first_m = row * columns + column
@@ -301,7 +302,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p))
     of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
     partials = torch.empty(n_partials(table, to_p), dtype=torch.float32, device=device)
-    rank, cut = padded_rank(table), tiling(table)
+    rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
     with torch.cuda.device_of(out):
         _multiply_kernel[(of_strips.shape[1],)](
             addresses_ptr=addresses(operands),
@@ -315,13 +316,13 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             TO_P=to_p,
             KEEP=operands.keep,
             HAS_ERROR=operands.error is not None,
-            PRECISION=dot_precision(table),
+            PRECISION=precision,
             RANK=rank,
             DOT_WIDTH=DOT_WIDTH,
             ROWS=cut.rows,
             COLUMNS=cut.columns,
             num_warps=4 if rank <= 16 else 8,
-            num_stages=3 if to_p or table.dtype.itemsize > 2 else STAGES_OF_16_BIT,
+            num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
         )
         _sum_partials_kernel[(of_chunks.shape[1],)](
             partial_ptr=partials,
