@@ -39,7 +39,7 @@ from gradwire.kernels.matrix_table import (
 
 # Tiles of M in flight before a `tl.dot`; before that of M' P by element size and precision, because more would spill.
 STAGES = 3
-STAGES_TO_Q = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
+STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
 # Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
