@@ -59,6 +59,7 @@ class NcclRules(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         # The stubs give a backend no collectives.
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+        self._coalesced: Any = None
         self._name = self._description = ""
         self.calls: list[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]]] = []
 
@@ -80,8 +81,10 @@ class NcclRules(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: `allreduce_coalesced` follows and checks."""
 
-    def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]
-        """Do nothing: `allreduce_coalesced` has checked and launched the collective."""
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """The handle of the collective that `allreduce_coalesced` has checked and launched."""
+        work, self._coalesced = self._coalesced, None
+        return work
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:  # type: ignore[override]
         """Check, then all-reduce."""
@@ -95,7 +98,8 @@ class NcclRules(dist.ProcessGroup):
         """Check, then all-reduce all tensors in one call."""
         self._check("allreduce_coalesced", tensors)
         self._refuse_sums_of_bools(tensors, options)
-        return self._gloo.allreduce_coalesced(tensors, options)
+        self._coalesced = self._gloo.allreduce_coalesced(tensors, options)
+        return self._coalesced
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> Any:  # type: ignore[override]
         """Check, then gather."""

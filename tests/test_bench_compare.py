@@ -8,15 +8,16 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_cases, kernels
+from gradwire.bench import kernel_cases, kernel_timing
 from gradwire.bench.commands import app
 from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, Record, RecordError, save
 from gradwire.bench.shapes import SHAPES
+from gradwire.bench.timing import Timing
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
-RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in ("demo", "rounding"))
+RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in ("compiled", "demo", "rounding"))
 
 
 def verdicts(before, after):
@@ -122,9 +123,9 @@ def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
     def clocked(work, device):
         planted.clear()
         work()
-        return random.uniform(0.9e-3, 1.1e-3) + sum(planted)
+        return Timing(random.uniform(0.9e-3, 1.1e-3) + sum(planted))
 
-    monkeypatch.setattr(kernels, "timed", clocked)
+    monkeypatch.setattr(kernel_timing, "timed", clocked)
 
     def measured(name):
         path = tmp_path / name
