@@ -29,7 +29,6 @@ from gradwire.kernels import (
     draw,
     flatten,
     is_capturing,
-    memory_order,
     random_key,
     unflatten,
 )
@@ -172,7 +171,9 @@ class LowRankBucket:
         """
         if not is_capturing(self.counter.device):
             self.counter.fill_(iteration)
-        gradients, results = (self._matrices([tensors[i] for i, _ in self._compressed]) for tensors in (source, target))
+        gradients = results = self._matrices([source[i] for i, _ in self._compressed])
+        if any(source[i] is not target[i] for i, _ in self._compressed):
+            results = self._matrices([target[i] for i, _ in self._compressed])
         reads_twice = answer is not None  # the step reads M twice: `project` may leave it in the target
         keep = reads_twice and self._errors is not None and can_keep(self.table)
         matrices = Operands(self.table, gradients, results, self._errors, keep)
@@ -205,11 +206,12 @@ class LowRankBucket:
 
     def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The matrices of the compressed parameters as views in memory order, n x m each."""
-        return [
-            matrix
-            for (_, shape), tensor in zip(self._compressed, tensors, strict=True)
-            for matrix in memory_order(tensor).view(shape.matrices, shape.rows, shape.columns)
-        ]
+        matrices = []
+        for (_, (count, rows, columns, _)), tensor in zip(self._compressed, tensors, strict=True):
+            start = tensor.storage_offset()
+            for k in range(count):
+                matrices.append(tensor.as_strided((rows, columns), (columns, 1), start + k * rows * columns))
+        return matrices
 
     def _packed(self, factors: FactorLayout, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """One buffer with P or Q of all matrices, and the view of each parameter.

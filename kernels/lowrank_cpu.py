@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from gradwire.kernels.matrix_table import FactorLayout, Operands
 def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """`project` on a CPU."""
     table = operands.table
-    adding = operands._replace(keep=False)
+    adding = replace(operands, keep=False)
     products = _products(table.p, p, table.compute)
     for i, (q_i, p_i, product) in enumerate(zip(table.q.views(q), table.p.views(p), products, strict=True)):
         step = table.block_rows[i]

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from gradwire.kernels.language import jit, next_power_of_2, tl
-from gradwire.kernels.matrix_table import MatrixTable, Operands
+from gradwire.kernels.matrix_table import MatrixTable
 
 # Up to this rank, padded, products are formed element by element in fp32 registers; above, by `tl.dot`.
 ELEMENTWISE_RANK = 8
@@ -140,12 +138,6 @@ def n_partials(table: MatrixTable, to_p: bool) -> int:
     return sum(
         -(-across // length) * size for (_, across, length), size in zip(_strips_of(table, to_p), sizes, strict=True)
     )
-
-
-def addresses(operands: Operands) -> Tensor:
-    """The addresses of source, target and error, for `load_addresses`."""
-    # Without error feedback nothing is read at the third address, but the kernels test its alignment.
-    return operands.table.addresses(operands.source, operands.target, operands.error or operands.target)
 
 
 @jit

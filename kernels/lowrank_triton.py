@@ -17,7 +17,6 @@ from gradwire.kernels.dtypes import triton_dtype
 from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.lowrank_programs import (
     ELEMENTWISE_RANK,
-    addresses,
     chunks,
     load_chunk,
     load_m,
@@ -305,7 +304,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
     with torch.cuda.device_of(out):
         _multiply_kernel[(of_strips.shape[1],)](
-            addresses_ptr=addresses(operands),
+            addresses_ptr=operands.table.on_device_addresses(operands.addresses),
             layout_ptr=table.packed(),
             strips_ptr=of_strips,
             factor_ptr=factor,

@@ -11,6 +11,8 @@ bucket are packed one after another in one flat buffer, all Q in another, in lis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -229,16 +231,14 @@ class MatrixTable:
         p, q = self.p, self.q
         return self.on_device.get("layout", self.device, lambda: (p.lengths, q.lengths, p.ranks, p.offsets, q.offsets))
 
-    def addresses(self, *lists: Sequence[Tensor]) -> Tensor:
-        """The addresses of several lists of matrices, on the device: int64, [lists x matrices].
+    def on_device_addresses(self, addresses: list[int]) -> Tensor:
+        """`Operands.addresses` on the device: int64, the same tensor in every call.
 
-        Every call passes equally many lists and returns the same tensor. The addresses are uploaded again only after
-        one of them has changed.
+        They are uploaded again only after one of them has changed.
         """
-        addresses = [tensor.data_ptr() for tensors in lists for tensor in tensors]
         if self._uploaded is None:
             self._uploaded = Upload(addresses, self.device)
-        elif self._addresses != addresses:
+        elif self._addresses is not addresses and self._addresses != addresses:
             self._uploaded.replace(addresses)
         self._addresses = addresses
         return self._uploaded.tensor
@@ -254,7 +254,8 @@ class MatrixTable:
         return self._scratch[index]
 
 
-class Operands(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Operands:
     """The matrices of a bucket where they lie: what the passes of PowerSGD read and write.
 
     Every matrix is contiguous, n x m, of ``table.dtype``; those of the error memory are of ``table.compute``.
@@ -274,8 +275,18 @@ class Operands(NamedTuple):
     error: Sequence[Tensor] | None
     keep: bool
 
+    @cached_property
+    def addresses(self) -> list[int]:
+        """The addresses of source, target and error memory, for `load_addresses`."""
+        # Without error feedback nothing is read at the third address, but the kernels test its alignment.
+        return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
+
     def check(self) -> None:
-        """Raise ValueError unless the matrices fit the table."""
+        """Raise ValueError unless the matrices fit the table. Those that fit once are not looked at again."""
+        _ = self._fits
+
+    @cached_property
+    def _fits(self) -> bool:
         if self.keep and (self.error is None or self.table.dtype != self.table.compute):
             raise ValueError(
                 f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
@@ -293,3 +304,4 @@ class Operands(NamedTuple):
                         f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
                         f"a contiguous {dtype} {shape}."
                     )
+        return True

@@ -12,7 +12,6 @@ from gradwire.kernels.dtypes import triton_dtype
 from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.lowrank_programs import (
     ELEMENTWISE_RANK,
-    addresses,
     load_m,
     load_strip,
     padded_rank,
@@ -149,7 +148,7 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
     of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
     with torch.cuda.device_of(p):
         _reconstruct_kernel[(of_strips.shape[1],)](
-            addresses_ptr=addresses(operands),
+            addresses_ptr=operands.table.on_device_addresses(operands.addresses),
             layout_ptr=table.packed(),
             strips_ptr=of_strips,
             p_ptr=p,

@@ -6,6 +6,8 @@ the product), the dtype of the result one. The largest error seen in fp32 is 0.6
 of more than 30 terms; in 16 bits the last rounding is nearly all of the bound, and has been seen at 0.997 of it.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -445,7 +447,7 @@ def test_reconstruct_with_cleared_flag_keeps_error_and_writes_nan(dtype, keep, d
 def test_reconstruct_with_cleared_flag_keeps_non_finite_error(in_place, device):
     filled = Bucket((Place(6, 5, 2),), in_place=in_place).fill(torch.float32, device)
     error = Guarded(torch.full((30,), NAN), device=device)
-    operands = filled.operands._replace(error=[error.view((6, 5), (5, 1))])
+    operands = replace(filled.operands, error=[error.view((6, 5), (5, 1))])
     p, q = (filled.factor(side, torch.float32) for side in (filled.table.p, filled.table.q))
     reconstruct(operands, p.window, q.window, filled.flags(0).window)
     error.assert_untouched("the error memory")
@@ -560,7 +562,7 @@ def test_misfitting_matrix_raises(function, part, device):
     misfits = ([right.t().contiguous()], [right.half()], [right.t().contiguous().t()], [right, right], [])
     for misfit in misfits:
         with pytest.raises(ValueError, match=r"expected a contiguous torch\.float32 \(5, 4\)|for a table of 1"):
-            call(function, filled, filled.operands._replace(**{part: misfit}), p, q)
+            call(function, filled, replace(filled.operands, **{part: misfit}), p, q)
 
 
 def test_rows_beyond_32_bit_offsets_are_left_to_pytorch(monkeypatch):

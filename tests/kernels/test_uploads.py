@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.kernels import Matrix, MatrixTable, SegmentTable, uploads
+from gradwire.kernels import Matrix, MatrixTable, Operands, SegmentTable, uploads
 
 
 def tensors_of(*sizes, device):
@@ -35,7 +35,7 @@ def packed_table(tensors):
 
 def address_table(tensors):
     table = MatrixTable([Matrix(*t.shape, 1) for t in tensors], tensors[0].dtype, tensors[0].device)
-    return table, lambda tensors: table.addresses(tensors, tensors, tensors)
+    return table, lambda tensors: table.on_device_addresses(Operands(table, tensors, tensors, tensors, False).addresses)
 
 
 of_both_tables = pytest.mark.parametrize("make", [packed_table, address_table], ids=["segments", "matrices"])

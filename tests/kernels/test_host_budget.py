@@ -1,0 +1,108 @@
+"""Host work of a step of one bucket of GPT-2: calls that gradwire makes, launches, and tensors that it allocates.
+
+Counts, unlike seconds, are the same on every machine. A GPU that does nothing takes the launches.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from empty_driver import empty_gpu
+from test_variants import CPU, MODULES, OneRank
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradwire
+from gradwire.bench.shapes import buckets, gpt2
+from gradwire.comm import Workspace
+from gradwire.compress import (
+    Gradients,
+    LowRankBucket,
+    LowRankPolicy,
+    Quantization,
+    QuantizedBucket,
+    WirePolicy,
+    cast_all_reduce,
+    powersgd_all_reduce,
+    quantized_all_reduce,
+)
+from gradwire.kernels import SegmentTable
+
+FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
+CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}
+
+
+def cast(tensors, workspace):
+    gradients = Gradients(tensors, SegmentTable(tensors))
+    return lambda step: cast_all_reduce(gradients, gradients, torch.bfloat16, OneRank(), workspace)
+
+
+def powersgd(tensors, workspace):
+    bucket = LowRankBucket(tensors, LowRankPolicy(rank=4).matrix_shapes(tensors))
+    return lambda step: powersgd_all_reduce(bucket, tensors, tensors, step, OneRank(), workspace)
+
+
+def quantized(tensors, workspace):
+    bucket = QuantizedBucket(tensors, WirePolicy(wire="int4").wire_formats(tensors), OneRank(), Quantization())
+    return lambda step: quantized_all_reduce(bucket, tensors, tensors, step, OneRank(), workspace)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the operators that allocate a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function._schema.name.removeprefix("aten::")
+        self.counts[name] += name in CREATING
+        return function(*arguments, **keywords or {})
+
+
+def calls_of(work):
+    """How many functions gradwire's code calls, in Python or C, gradwire's own among them."""
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        caller = frame if event == "c_call" else frame.f_back
+        if event in ("call", "c_call") and caller is not None and is_ours(caller.f_code.co_filename):
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def is_ours(filename):
+    return filename.startswith(FOLDERS)
+
+
+def run(algorithm):
+    with pytest.raises(StopIteration):
+        algorithm.send(None)
+
+
+# Measured, and rounded up by about 3 %: calls, launches, tensors allocated. A change that needs more must be worth it.
+BUDGETS = {cast: (132, 2, 0), powersgd: (468, 10, 3), quantized: (325, 7, 0)}
+
+
+@pytest.mark.parametrize("make", BUDGETS, ids=lambda make: make.__name__)
+def test_step_of_a_bucket_keeps_to_its_budget(make):
+    tensors = [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[5]]
+    with empty_gpu(*MODULES) as driver:
+        step = make(tensors, Workspace(CPU))
+        for number in range(3):
+            run(step(number))
+        driver.launches.clear()
+        with Allocations() as allocations:
+            run(step(3))
+        launches = len(driver.launches)
+        calls = calls_of(lambda: run(step(4)))
+    spent = (calls, launches, allocations.counts.total())
+    assert all(actual <= budget for actual, budget in zip(spent, BUDGETS[make], strict=True)), spent
