@@ -20,8 +20,8 @@ from typing import NamedTuple
 from gradwire.bench.ahead_of_time import TARGETS, Compiled
 
 WIDE_BYTES = 16
-# Of the hot path's bytes, the share from which a loop counts as its work. A pipelined loop moves less than half of
-# them: the path fills the pipeline before.
+# A loop is the kernel's main loop if it moves at least this share of the bytes on the hot path. A pipelined loop may
+# move less than half of them, because the prologue fills the pipeline.
 LOOP_SHARE = 0.2
 
 

@@ -288,7 +288,7 @@ def _width(opcode: str, operands: Sequence[str]) -> int:
 
 
 def _bits(types: Sequence[str]) -> int:
-    """Of the operands."""
+    """The width of an instruction's operands in bits, by its types; 1 for a predicate."""
     return 1 if types[-1] == "pred" else int(types[-1][1:])
 
 

@@ -1,4 +1,4 @@
-"""What every bench's command does: measure under a provenance, stop cleanly, print and save."""
+"""Runs of benchmark commands: provenance, clean interruption, printed tables and the output file."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
-from gradwire.bench.shapes import ROTATION_MIB, SHAPES, Shape, buckets
+from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
 from gradwire.bench.timing import Timing, driver_calls, timed_replays
 
 Row = dict[str, Any]
@@ -79,7 +79,7 @@ def buckets_of(model: str, mib: int, device: torch.device) -> list[list[Shape]]:
 
 
 def row(implementation: str, timings: Sequence[Timing], **others: Any) -> Row:
-    """What was measured of an implementation: percentiles in milliseconds, and ``others``."""
+    """The row of an implementation: percentiles of its timings in milliseconds, and ``others``."""
     host = [timing.host_seconds for timing in timings if timing.host_seconds is not None]
     return {
         "implementation": implementation,
@@ -104,7 +104,7 @@ def copy(device: torch.device) -> list[Row]:
 
 def kernel(name: str, mib: int, device: torch.device) -> list[Row]:
     """Check and time a kernel on buckets of `MODEL`."""
-    shapes = buckets_of(MODEL, mib, device)[: -(-ROTATION_MIB // mib)]
+    shapes = rotation(buckets_of(MODEL, mib, device), mib)
     with torch.no_grad():
         case = checked(MAKERS[name](shapes, device), MODEL)
         case.implementations.pop(COMPILED, None)  # it takes tens of seconds

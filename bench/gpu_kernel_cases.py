@@ -149,7 +149,7 @@ def _product_bound(left: Tensor, right: Tensor, compute: torch.dtype, *, is_tf32
 
 
 def _matrices(rank: int, offset: int) -> list[Matrix]:
-    """Of one tile, of several, of several strips, of the most strips; multiples of 16 without ``offset``, else odd."""
+    """Matrices of one tile, several tiles, several strips and the most strips; with an ``offset``, sides are odd."""
     odd = 1 if offset else 0
     sizes = ((64, 64), (128, 96 + odd), (576 + odd, 80), (80, 1056 + odd), (MAX_STRIPS * 160 + odd, 64))
     return [Matrix(rows, columns, rank) for rows, columns in sizes]

@@ -22,7 +22,7 @@ from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
 from gradwire.bench.record import LAUNCHES, Measured, Record
-from gradwire.bench.shapes import SHAPES, rotation
+from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, pivot, value
 
 if TYPE_CHECKING:
@@ -90,11 +90,10 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measur
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task(f"model of {gpu}", total=len(models) * len(sizes_mib) * len(MAKERS))
         for model, size in itertools.product(models, sizes_mib):
-            shapes = rotation(SHAPES[model], size)
-            bucket_mib = round(4 * sum(map(prod, itertools.chain(*shapes))) / len(shapes) / (1 << 20))
+            shapes = rotation(buckets(SHAPES[model], size << 20), size)
             for make in MAKERS:
                 case, launches = recorded_case(make, shapes)
-                of = {"kernel": case.kernel, "model": model, "bucket_mib": bucket_mib}
+                of = {"kernel": case.kernel, "model": model, "bucket_mib": mean_mib(shapes)}
                 records += [
                     Record(bench="kernels", case=of, implementation=f"model of {gpu}", ranks=1, metric=metric, p50=p50)
                     for metric, p50 in modelled(case.nbytes, launches, GPUS[gpu], counter).items()

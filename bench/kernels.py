@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -21,7 +20,7 @@ from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
 from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
-from gradwire.bench.shapes import SHAPES, rotation
+from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value
 
 DEFAULT_SIZES = (25, 1024)  # MiB at which a bucket is full: DDP's default, and whole models
@@ -46,11 +45,10 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(MAKERS))
         for model, size, make in itertools.product(models, sizes_mib, MAKERS):
-            shapes = rotation(SHAPES[model], size)
+            shapes = rotation(buckets(SHAPES[model], size << 20), size)
             case = make(shapes, device)
             progress.update(todo, description=f"{model}: {case.kernel}")
-            numel = sum(map(prod, itertools.chain(*shapes)))
-            records += run(case, model, round(4 * numel / len(shapes) / (1 << 20)), rounds, device)
+            records += run(case, model, mean_mib(shapes), rounds, device)
             progress.advance(todo)
     return Measured({"rounds": rounds}, records)
 

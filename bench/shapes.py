@@ -6,7 +6,7 @@ gives; a test compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -91,9 +91,14 @@ PARAMETERS = {
 ROTATION_MIB = 100  # of buckets in rotation, so that no cache holds them
 
 
-def rotation(shapes: Callable[[], Iterator[Shape]], size_mib: int) -> list[list[Shape]]:
-    """As many of DDP's buckets of ``size_mib`` as benchmarks of kernels go through in turn."""
-    return buckets(shapes, size_mib << 20)[: -(-ROTATION_MIB // size_mib)]
+def rotation(of_model: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
+    """As many of a model's buckets, which are full at ``size_mib``, as benchmarks of kernels go through in turn."""
+    return of_model[: -(-ROTATION_MIB // size_mib)]
+
+
+def mean_mib(of_model: Sequence[Sequence[Shape]]) -> int:
+    """The mean size of buckets in fp32, in whole MiB."""
+    return round(4 * sum(prod(shape) for bucket in of_model for shape in bucket) / len(of_model) / (1 << 20))
 
 
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:

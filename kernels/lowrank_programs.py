@@ -163,3 +163,20 @@ def load_m(
     if HAS_ERROR and not KEPT:
         m += tl.load(error_ptr + offs, mask=mask, other=0)
     return m
+
+
+@jit
+def keep_m(
+    target,  # address of [n, m]
+    first,  # the tile's first element, int64
+    offs,  # [tile] int32, from there
+    mask,  # [tile]
+    m,  # [tile] fp32
+    SOURCE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Store a tile of M in the target, where `load_m` finds it."""
+    target_ptr = target.to(tl.pointer_type(SOURCE)) + first
+    if ALIGNED:
+        target_ptr = tl.multiple_of(target_ptr, 16)
+    tl.store(target_ptr + offs, m, mask=mask)

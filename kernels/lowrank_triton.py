@@ -18,6 +18,7 @@ from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.lowrank_programs import (
     ELEMENTWISE_RANK,
     chunks,
+    keep_m,
     load_chunk,
     load_m,
     load_partial_start,
@@ -36,7 +37,7 @@ from gradwire.kernels.matrix_table import (
     reload_rows_and_rank,
 )
 
-# Tiles of M in flight before a `tl.dot`; before that of M' P by element size and precision, because more would spill.
+# Pipeline stages of products by `tl.dot`. Those of M' P depend on element size and precision: more stages would spill.
 STAGES = 3
 STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
 # Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
@@ -96,10 +97,7 @@ def _multiply_elementwise(
         first_m = row * columns + column
         m = load_m(source, target, error, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
         if KEEP and TO_P:
-            target_ptr = target.to(tl.pointer_type(SOURCE)) + first_m
-            if ALIGNED:
-                target_ptr = tl.multiple_of(target_ptr, 16)
-            tl.store(target_ptr + offs, m, mask=mask)
+            keep_m(target, first_m, offs, mask, m, SOURCE, ALIGNED)
         added = tl.tuple(())
         for r in tl.static_range(RANK):
             # The columns added to the rank are copies of the last, whose sums are not stored.
@@ -165,10 +163,7 @@ def _multiply_dot(
         first_m = row * columns + column
         m = load_m(source, target, error, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
         if KEEP and TO_P:
-            target_ptr = target.to(tl.pointer_type(SOURCE)) + first_m
-            if ALIGNED:
-                target_ptr = tl.multiple_of(target_ptr, 16)
-            tl.store(target_ptr + offs, m, mask=mask)
+            keep_m(target, first_m, offs, mask, m, SOURCE, ALIGNED)
         added = tl.tuple(())
         for part in tl.static_range(RANK // WIDTH):
             columns_of_part = part * WIDTH + offs_r
@@ -189,7 +184,7 @@ def _multiply_dot(
 
 @kernel
 def _multiply_kernel(
-    addresses_ptr,  # [3, matrices] int64: `MatrixTable.addresses` of source, target and error
+    addresses_ptr,  # [3, matrices] int64: `Operands.addresses`
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
     strips_ptr,  # [5, programs] int64: `strips`
     factor_ptr,  # packed Q for P, packed P for Q, fp32
@@ -304,7 +299,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
     with torch.cuda.device_of(out):
         _multiply_kernel[(of_strips.shape[1],)](
-            addresses_ptr=operands.table.on_device_addresses(operands.addresses),
+            addresses_ptr=table.on_device_addresses(operands.addresses),
             layout_ptr=table.packed(),
             strips_ptr=of_strips,
             factor_ptr=factor,

@@ -93,7 +93,7 @@ def load_offsets(layout_ptr, n_matrices, matrix):
 
 @jit
 def load_addresses(addresses_ptr, n_matrices, matrix):
-    """Decode `MatrixTable.addresses` of three lists of matrices.
+    """Decode `Operands.addresses`.
 
     Returns:
         The addresses of source, target and error of matrix number ``matrix``.
@@ -218,7 +218,7 @@ class MatrixTable:
         """The largest finite value of the gradients' dtype."""
         return torch.finfo(self.dtype).max
 
-    @property
+    @cached_property
     def largest_rank(self) -> int:
         """The largest rank of a matrix."""
         return max(self.p.ranks)

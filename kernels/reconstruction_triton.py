@@ -101,7 +101,7 @@ def _reconstruct_strip(
 
 @kernel
 def _reconstruct_kernel(
-    addresses_ptr,  # [3, matrices] int64: `MatrixTable.addresses` of source, target and error
+    addresses_ptr,  # [3, matrices] int64: `Operands.addresses`
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
     strips_ptr,  # [5, programs] int64: `strips` of P
     p_ptr,  # packed P, of any dtype
@@ -148,7 +148,7 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
     of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
     with torch.cuda.device_of(p):
         _reconstruct_kernel[(of_strips.shape[1],)](
-            addresses_ptr=operands.table.on_device_addresses(operands.addresses),
+            addresses_ptr=table.on_device_addresses(operands.addresses),
             layout_ptr=table.packed(),
             strips_ptr=of_strips,
             p_ptr=p,

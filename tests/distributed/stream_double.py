@@ -45,7 +45,7 @@ class Stream:
 
 
 class Event:
-    """What a stream knows at one moment."""
+    """A snapshot of a stream's vector clock."""
 
     def __init__(self, stream):
         self.stream, self.known = stream, dict(stream.known)

@@ -111,9 +111,14 @@ def test_streams_wait_for_all_that_they_use(algorithm):
     assert executor._kernels.priority == executor._collectives.priority == -1
 
 
+def roles_of(executor):
+    """What each stream is for, by its name."""
+    return {"main": "main", executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
+
+
 def edges_between(device, executor):
     """The kinds of waits of a run, by the streams that they join."""
-    roles = {"main": "main", executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
+    roles = roles_of(executor)
     return {(roles[source], roles[target]) for source, target in device.edges}
 
 
@@ -134,9 +139,8 @@ def test_double_finds_every_missing_edge(monkeypatch, algorithm, missing):
     executors, join = [], Stream.wait_event
 
     def forgetful(self, event):
-        roles = {"main": "main"}
-        for executor in executors:
-            roles |= {executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
+        (executor,) = executors
+        roles = roles_of(executor)
         if (roles[event.stream.name], roles[self.name]) != missing:
             join(self, event)
 
