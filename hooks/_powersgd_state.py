@@ -73,7 +73,7 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     Raises:
         ValueError: an option is of another type or out of range, or two options exclude each other.
 
-    Example::
+    Examples:
         >>> state = PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=100)
         >>> model.register_comm_hook(state, powerSGD_hook)
     """

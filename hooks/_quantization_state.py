@@ -121,7 +121,7 @@ class QuantizationState(ErrorFeedbackState):
     Raises:
         ValueError: an option is of another type or out of range.
 
-    Example::
+    Examples:
         >>> state = QuantizationState(process_group, wire="int4")
         >>> model.register_comm_hook(state, quantization_hook)
     """

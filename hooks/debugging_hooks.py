@@ -19,7 +19,7 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 
     The step time with this hook is a lower bound for every hook. Ranks drift apart, so do not train with it.
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(None, noop_hook)
     """
     if is_sparse(bucket):

@@ -49,7 +49,7 @@ class CastState:
         TypeError: ``process_group`` is none.
         ValueError: ``accumulate`` is neither "wire" nor "fp32".
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(CastState(process_group, accumulate="fp32"), bf16_compress_hook)
     """
 
@@ -92,7 +92,7 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
         process_group: the ranks to average over; None for the default group.
         bucket: the gradients. Overwritten with their mean.
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(process_group, allreduce_hook)
     """
     return _cast_hook(process_group, bucket, None, "allreduce_hook")
@@ -115,7 +115,7 @@ def fp16_compress_hook(
         process_group: the ranks to average over, None for the default group; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(process_group, fp16_compress_hook)
     """
     return _cast_hook(process_group, bucket, torch.float16, "fp16_compress_hook")
@@ -137,7 +137,7 @@ def bf16_compress_hook(
         process_group: the ranks to average over, None for the default group; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(process_group, bf16_compress_hook)
     """
     return _cast_hook(process_group, bucket, torch.bfloat16, "bf16_compress_hook")
@@ -180,7 +180,7 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
     Args:
         hook: any communication hook: gradwire's, PyTorch's or your own.
 
-    Example::
+    Examples:
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
         >>> model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))
     """
@@ -195,7 +195,7 @@ def bf16_compress_wrapper(hook: CommHook) -> CommHook:
     Args:
         hook: any communication hook: gradwire's, PyTorch's or your own.
 
-    Example::
+    Examples:
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
         >>> model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     """

@@ -79,7 +79,7 @@ def quantization_pertensor_hook(
         process_group: the ranks to average over; None for the default group.
         bucket: the gradients. Overwritten with their mean.
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(process_group, quantization_pertensor_hook)
     """
     return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, _PER_TENSOR)
@@ -103,7 +103,7 @@ def quantization_perchannel_hook(
     Raises:
         ValueError: ``bucket_size`` is something else.
 
-    Example::
+    Examples:
         >>> model.register_comm_hook(process_group, quantization_perchannel_hook)
     """
     check_block_size("bucket_size", bucket_size)

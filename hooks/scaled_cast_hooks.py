@@ -38,7 +38,7 @@ class ScaledCastState(NamedState):
     Raises:
         ValueError: an option is of another type or out of range.
 
-    Example::
+    Examples:
         >>> state = ScaledCastState(process_group)
         >>> model.register_comm_hook(state, scaled_cast_hook)
     """
