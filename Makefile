@@ -5,7 +5,7 @@ PACKAGES := api reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -26,6 +26,11 @@ check: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The documentation site, in build/site. A broken link, a page without a place in the navigation or any other warning is
+# an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The kernel tests run twice, because importing a kernel binds it to Triton's compiler or to its
 # interpreter. One pytest worker per core takes consecutive tests, which share their processes of
