@@ -9,7 +9,7 @@ from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.hook_registry import display_name
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import SENT_PER_STEP, STEP_MS, STEPS, Record, unique
-from gradwire.bench.tables import Table, count, find, format_rate, median_of
+from gradwire.bench.tables import Table, count, format_rate, median_of
 
 LEFT_OUT = ("noop",)  # trains nothing
 
@@ -38,8 +38,8 @@ def tables(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]
         f"sent: bytes per step, relative to no hook, at {format_rate(rates[0])}",
         f"speed-up: of forward and backward, over PyTorch's DDP without a hook; {count(facts['hosts'], 'host')}, 12 "
         "linear layers 512 x 2048 / 2048 x 512",
-        f"steps to target: relative to no hook, until {target_of(trained)}; {trained['parameters']:,} parameters; empty "
-        "if not trained",
+        f"steps to target: relative to no hook, until {target_of(trained)}; {trained['parameters']:,} parameters; "
+        "empty for hooks that were not trained",
     ]
     headers = ["hook", "sent", *(f"speed-up, {format_rate(rate)}" for rate in rates), "steps to target"]
     return [Table(title="Hooks of gradwire by link rate", headers=headers, rows=rows, notes=notes)]

@@ -14,7 +14,13 @@ from gradwire.bench import choice, compiled, converge, demo, hooks, kernels, net
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing-a-hook.md", "docs/quantization.md", "docs/compiled-kernels.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/choosing-a-hook.md",
+    "docs/quantization.md",
+    "docs/compiled-kernels.md",
+)
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
 

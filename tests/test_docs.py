@@ -1,5 +1,6 @@
 """README and docs against the repository: links, headings, commands, named tests, the picture of the packages."""
 
+import ast
 import csv
 import itertools
 import re
@@ -8,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gradwire
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
+    (ROOT / "docs").rglob("*.md")
 )
+PACKAGES = ("api", "reducer", "hooks", "compress", "comm", "kernels")
 CODE = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -43,11 +44,6 @@ def test_links_lead_to_files_and_headings(page):
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             broken.append(link)
     assert broken == []
-
-
-def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(([^)\s#]+)", (ROOT / "README.md").read_text()))
-    assert {page_id(page) for page in PAGES} - {"README.md", "CHANGELOG.md"} <= linked
 
 
 def test_every_finding_of_the_log_is_in_its_index():
@@ -122,6 +118,24 @@ def test_conformance_counts_are_those_of_the_newest_record():
     assert f"passes {len(both)} of the {len(passed)} tests" in " ".join((ROOT / "docs" / "ddp.md").read_text().split())
 
 
+def templates_in(path):
+    """Every string of a module, with an ellipsis in place of formatted values; strings side by side are one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_quoted_in_troubleshooting_exist_in_the_source():
+    sources = [path for package in PACKAGES for path in (ROOT / package).glob("*.py")]
+    templates = "\n\n".join(" ".join(template.split()) for path in sources for template in templates_in(path))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^```text\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
+    assert len(quoted) > 30
+    assert [message for message in quoted if message.removeprefix("… ") not in templates] == []
+
+
 def test_readme_migration_is_the_example():
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     after = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ") and line.strip()]
@@ -129,11 +143,18 @@ def test_readme_migration_is_the_example():
     assert [line for line in program if line in after] == after
 
 
-def test_readme_lists_every_public_hook():
+def test_overview_lists_every_public_hook():
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {name for module in modules for name in module.__all__ if not name.endswith("State")}
-    table = (ROOT / "README.md").read_text().partition("## Hooks")[2].partition("## ")[0]
+    table = (ROOT / "docs" / "hooks.md").read_text().partition("## ")[0]
     assert {name for name in public if f"{name}`" not in table} == set()
+
+
+def test_api_reference_has_every_public_name():
+    reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    assert public | {"gradwire.DistributedDataParallel"} == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
 
 
 def test_readme_states_the_gpu_status_on_its_first_screen():
@@ -158,53 +179,3 @@ def test_picture_of_the_packages_is_the_import_rule():
     expected = {pair for above, below in itertools.pairwise(levels) for pair in itertools.product(above, below)}
     picture = re.search(r"```mermaid\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[1]
     assert set(re.findall(r"^\s*(\w+) --> (\w+)$", picture, re.MULTILINE)) == expected
-
-
-def test_code_on_the_powersgd_page_runs(world_of_one, tmp_path):
-    """Blocks: register, options by name, save, resume, monitor."""
-    page = (ROOT / "docs" / "powersgd.md").read_text()
-    first, options, save, resume, monitor = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-
-    def new_model():
-        parts = {
-            "embedding": torch.nn.Embedding(10, 32),
-            "block": torch.nn.ModuleDict(),
-            "head": torch.nn.Linear(64, 64),
-        }
-        parts["block"]["qkv"] = torch.nn.Linear(32, 3 * 32)
-        return torch.nn.ModuleDict(parts)
-
-    names = {"model": new_model(), "dist": dist, "torch": torch, "path": tmp_path / "checkpoint.pt"}
-    exec(first, names)
-    saved = dict(names["model"].module.state_dict())
-    exec(save, names)
-    names["model"] = gradwire.DistributedDataParallel(new_model())
-    exec(options, names)
-    assert names["state"].ranks == {"*embedding.weight": 0, "head.*": 8}
-    names["state"] = names["PowerSGDState"](None, matrix_approximation_rank=4)
-    exec(resume, names)
-    exec(monitor, names)
-    assert (names["rate"], names["elements_before"], names["elements_after"]) == (0, 0, 0)
-    for name, tensor in names["model"].module.state_dict().items():
-        assert torch.equal(tensor, saved[name])
-
-
-def test_code_on_the_quantization_page_runs(world_of_one, tmp_path):
-    """Blocks: register, options by name, cast hook, save, resume."""
-    page = (ROOT / "docs" / "quantization.md").read_text()
-    first, options, cast, save, resume = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-
-    def new_model():
-        return torch.nn.ModuleDict({"embedding": torch.nn.Embedding(10, 32), "head": torch.nn.Linear(64, 64)})
-
-    names = {"model": new_model(), "dist": dist, "torch": torch, "path": tmp_path / "checkpoint.pt"}
-    exec(first, names)
-    saved = dict(names["model"].module.state_dict())
-    exec(save, names)
-    names["model"] = gradwire.DistributedDataParallel(new_model())
-    exec(options, names)
-    exec(resume, names)
-    for name, tensor in names["model"].module.state_dict().items():
-        assert torch.equal(tensor, saved[name])
-    names["model"] = gradwire.DistributedDataParallel(new_model())
-    exec(cast, names)

@@ -24,7 +24,7 @@ def docstrings():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{module.name}, line {getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         if path.name != "log.md":  # which speaks of names of its day
             yield path.name, path.read_text()
 

@@ -1,0 +1,115 @@
+"""The Python code of the documentation runs, in the order of its page."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import gradwire
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+
+DOCS = Path(__file__).parents[1] / "docs"
+HOOKS = {
+    "powersgd": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),
+    "int4": lambda: (QuantizationState(None), quantization_hook),
+}
+
+
+def new_model():
+    """With the names and shapes that options on the pages refer to."""
+    torch.manual_seed(0)
+    block = torch.nn.ModuleDict({"qkv": torch.nn.Linear(32, 96), "out": torch.nn.Linear(96, 32)})
+    parts = {"embedding": torch.nn.Embedding(10, 32), "block": block, "head": torch.nn.Linear(64, 64)}
+    return torch.nn.ModuleDict(parts)
+
+
+def train(ddp, optimizer, steps):
+    """A loss of every parameter, as the parts of the model do not fit each other."""
+    ddp.module.forward = lambda scale: scale * sum(p.square().sum() for p in ddp.module.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.tensor(float(1 + step))).backward()
+        optimizer.step()
+
+
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run(block, names):
+    """Run a block; a block that registers a hook gets a new model, wrapped unless the block wraps it."""
+    if "register_comm_hook(" in block:
+        wraps = "DistributedDataParallel(model)" in block
+        names["model"] = new_model() if wraps else gradwire.DistributedDataParallel(new_model())
+    exec(block, names)
+
+
+@pytest.mark.parametrize(
+    ("page", "blocks"),
+    [
+        ("getting-started.md", 1),
+        ("choosing-a-hook.md", 1),
+        ("16-bit.md", 4),
+        ("powersgd.md", 3),
+        ("quantization.md", 3),
+        ("writing-a-hook.md", 6),
+    ],
+)
+def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, page, blocks):
+    found = blocks_of(page)
+    assert len(found) == blocks
+    names = {"torch": torch, "dist": dist}
+    for block in found:
+        run(block, names)
+        if "register_comm_hook(" in block:
+            train(names["model"], torch.optim.SGD(names["model"].parameters(), lr=0.01), 3)
+            assert all(parameter.isfinite().all() for parameter in names["model"].parameters())
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_path, name):
+    save, resume, dcp_save, dcp_resume = blocks_of("checkpointing.md")
+    names = {"torch": torch, "dist": dist, "dcp": dcp, "path": tmp_path / "saved.pt", "folder": tmp_path / "saved"}
+
+    def begin():
+        names["model"] = gradwire.DistributedDataParallel(new_model())
+        names["state"], names["hook"] = HOOKS[name]()
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.01, momentum=0.9)
+
+    begin()
+    names["model"].register_comm_hook(names["state"], names["hook"])
+    train(names["model"], names["optimizer"], 4)
+    exec(save, names)
+    exec(dcp_save, names)
+    saved_model, saved_hook = dict(names["model"].module.state_dict()), names["state"].state_dict()
+    for block in (resume, dcp_resume):
+        begin()
+        exec(block, names)
+        assert all(torch.equal(each, saved_model[key]) for key, each in names["model"].module.state_dict().items())
+        resumed = names["state"].state_dict()
+        assert resumed["iter"] == saved_hook["iter"] == 4
+        assert all(torch.equal(error, saved_hook["errors"][key]) for key, error in resumed["errors"].items())
+        assert any(error.abs().max() > 0 for error in resumed["errors"].values())
+
+
+def test_loop_on_the_fault_handling_page_trains_on_after_an_error(world_of_one):
+    (block,) = blocks_of("fault-handling.md")
+    ddp = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
+    failures = iter([False, True, False])
+
+    def model(batch):
+        if next(failures):
+            raise RuntimeError("on purpose")
+        return ddp(batch).sum()
+
+    model.resynchronize = ddp.resynchronize
+    before = ddp.module.weight.detach().clone()
+    exec(
+        block,
+        {"model": model, "optimizer": torch.optim.SGD(ddp.parameters(), lr=1.0), "loader": [torch.ones(1, 4)] * 3},
+    )
+    assert torch.equal(ddp.module.weight, before - 2)
