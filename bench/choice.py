@@ -36,8 +36,8 @@ def tables(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]
     facts, trained = network[0].provenance["settings"], converge[0].provenance["settings"]
     notes = [
         f"sent: bytes per step, relative to no hook, at {format_rate(rates[0])}",
-        f"speed-up: of forward and backward, over PyTorch's DDP without a hook; {count(facts['hosts'], 'host')}, 12 "
-        "linear layers 512 x 2048 / 2048 x 512",
+        f"speed-up: of forward and backward, over PyTorch's DDP without a hook; {count(facts['hosts'], 'host')}, "
+        f"{facts['model']}",
         f"steps to target: relative to no hook, until {target_of(trained)}; {trained['parameters']:,} parameters; "
         "empty for hooks that were not trained",
     ]

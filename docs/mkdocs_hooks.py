@@ -1,7 +1,8 @@
 """mkdocs hooks: the site's links, which are written so that they also work in the repository.
 
 CONTRIBUTING.md and CHANGELOG.md of the repository become pages of the site. A link to a file that is not on the site,
-such as a test, leads to ``repo_url``; without one its text remains.
+such as a test, leads to ``repo_url``; without one its text remains. Plots link to their full size, and long names in
+tables may break after an underscore.
 """
 
 import posixpath
@@ -52,3 +53,9 @@ def on_page_markdown(markdown, page, config, files):
         return markdown
     folder = posixpath.dirname(page.file.src_uri)
     return site_links(markdown, posixpath.join("docs", folder), folder, config.repo_url)
+
+
+def on_page_content(html, page, config, files):
+    """Link plots to their files, and let names of tests break."""
+    html = re.sub(r'<img [^>]*src="([^"]*plots/[^"]+)"[^>]*/?>', r'<a href="\1" title="Full size">\g<0></a>', html)
+    return re.sub(r"(?<=<code>)test_\w+(?=\*?</code>)", lambda name: name[0].replace("_", "_<wbr>"), html)

@@ -51,11 +51,19 @@ class ErrorFeedbackState(NamedState):
         raise NotImplementedError
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Take parameter names from ``module``; see `NamedState.bind`.
+        """Take parameter names from ``module``.
+
+        Rarely needed: gradwire's DDP binds the state at registration, and the model behind PyTorch's
+        DDP is found at the first step or checkpoint. It is not found if models share parameters and
+        your own hook passes the state on, or if ``gc.freeze()`` has hidden the DDP. Then training
+        works, but options by name and checkpoints raise until `bind` was called.
+
+        Args:
+            module: the model, wrapped or not.
 
         Raises:
-            ValueError: the state is bound to another model, or a name pattern in the options matches no parameter of
-                ``module``.
+            ValueError: the state is bound to another model or has trained without names, or a name pattern in the
+                options matches no parameter of ``module``.
         """
         super().bind(module)
         self._check_patterns()
@@ -84,17 +92,17 @@ class ErrorFeedbackState(NamedState):
         """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
 
         A collective call: every rank must make it, between two steps. Afterwards any rank may call
-        `state_dict` alone, for trainers that save on rank 0::
-
-            >>> state.prepare_checkpoint()
-            >>> if dist.get_rank() == 0:
-            >>>     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
-
-        On every rank the copy takes CPU memory of the size of `state_dict`.
+        `state_dict` alone, for trainers that save on rank 0. On every rank the copy takes CPU memory of
+        the size of `state_dict`.
 
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within two
                 minutes.
+
+        Examples:
+            >>> state.prepare_checkpoint()
+            >>> if dist.get_rank() == 0:
+            ...     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
         """
         self._prepared = None
         self._check_can_be_saved()

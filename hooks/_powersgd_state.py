@@ -67,8 +67,8 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     Attributes:
         iter: number of steps so far.
         options: all options.
-        total_numel_before_compression, total_numel_after_compression: elements of all compressed
-            steps.
+        total_numel_before_compression: elements of all compressed steps.
+        total_numel_after_compression: elements sent in these steps.
 
     Raises:
         ValueError: an option is of another type or out of range, or two options exclude each other.

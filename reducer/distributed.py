@@ -69,8 +69,9 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     Raises:
         NotImplementedError: an argument or setting is not supported.
-        ValueError: the module is or contains a wrapper of the same parameters with a communication hook.
-        ValueError, RuntimeError: as in PyTorch's class.
+        ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or as in
+            PyTorch's class.
+        RuntimeError: as in PyTorch's class.
     """
 
     reducer: DDPReducer
@@ -302,7 +303,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
         A collective call on all ranks, including those without an error of their own. gradwire's own connections are
         replaced, the next backward rebuilds the buckets, and the replicated part of a hook's state (factors, scales,
-        step counts) is taken from one rank. Error memory stays with its rank. See docs/fault-handling.md.
+        step counts) is taken from one rank. Error memory stays with its rank. See "Fault handling" in the documentation.
 
         Args:
             from_rank: the rank of the process group whose parameters, buffers and hook state all ranks take. None to
