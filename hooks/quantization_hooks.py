@@ -101,7 +101,7 @@ def quantization_perchannel_hook(
         bucket_size: elements that share a scale, a power of two from 32 to 1024; equal on all ranks.
 
     Raises:
-        ValueError: ``bucket_size`` is something else.
+        ValueError: ``bucket_size`` is not such a power of two.
 
     Examples:
         >>> model.register_comm_hook(process_group, quantization_perchannel_hook)
