@@ -45,13 +45,13 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
             Q, and the same accuracy takes a higher rank.
         orthogonalization_epsilon: no effect: the orthogonaliser never divides by a number near
             zero.
-        random_seed: of the random columns, equal on all ranks.
+        random_seed: seed of the random columns, equal on all ranks.
         compression_stats_logging_frequency: steps between two log messages with
             `compression_stats`.
         batch_tensors_with_same_shape: no effect: all matrices of a bucket are always batched.
-        ranks: other ranks r by parameter name, as `fnmatch` patterns. The first match counts; 0
-            sends a parameter uncompressed. For layers that need more accuracy than others, such as
-            ``{"*.embedding.weight": 0, "head.*": 8}``.
+        ranks: rank r by parameter name, as `fnmatch` patterns, in place of
+            ``matrix_approximation_rank``. The first match counts; 0 sends a parameter uncompressed. For
+            layers that need more accuracy than others, such as ``{"*.embedding.weight": 0, "head.*": 8}``.
         stacks: number of matrices along the first dimension, by name pattern: 3 for a fused
             query-key-value weight, the number of experts for experts x n x m.
         factor_dtype: wire dtype of the factors: None for the gradients' own (bf16 for fp16
@@ -60,8 +60,8 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         alternating: whether to send P on even steps and Q on odd steps (ACP-SGD): one all-reduce
             and about half the bytes per step, and slightly worse approximations. Worth trying if
             latency or bandwidth still limits the step.
-        precision: of the products that give the factors on GPUs, at ranks above 8: "tf32", on tensor
-            cores where the GPU has them, or "fp32", which is slower. Error feedback makes up for
+        precision: arithmetic of the products that give the factors, on GPUs and at ranks above 8:
+            "tf32", on tensor cores where the GPU has them, or "fp32", which is slower. Error feedback makes up for
             TF32's rounding. Lower ranks and CPUs always use fp32.
 
     Attributes:

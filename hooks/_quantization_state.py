@@ -96,15 +96,15 @@ class QuantizationState(ErrorFeedbackState):
         block_size: elements that share a scale, a power of two from 32 to 1024. A smaller block
             follows the gradient more closely and sends more scales, of 2 bytes each: 64 adds 0.25
             bit per element. 256 is enough for int8; int2 gains from 32.
-        use_error_feedback: whether to add what quantisation loses to the next gradient. Keep it on
-            below 8 bit. The residuals take memory: 1 + 1 / world size times the elements, in
+        use_error_feedback: whether to add the rounding error to the next gradient. Keep it on below
+            8 bit. The residuals take memory: 1 + 1 / world size times the elements, in
             ``error_dtype``.
         start_iter: steps of plain all-reduce before the first quantised step. Early gradients
             change fast; the default suffices for most models.
         exempt: `fnmatch` patterns of parameters to send in 16 bit. Parameters with fewer than two
-            dimensions always are: they are few, and quantising them costs most accuracy.
-        wires: other formats by name pattern; the first match counts, and takes precedence over
-            ``exempt``. For layers that need more accuracy than others, such as
+            dimensions always are: they are few and sensitive.
+        wires: wire format by name pattern, in place of ``wire``; the first match counts, and takes
+            precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
             uncompressed.
         stochastic_rounding: whether to round at random to one of the two nearest codes, so that
@@ -112,7 +112,7 @@ class QuantizationState(ErrorFeedbackState):
             rounding to the nearest is more accurate.
         error_dtype: torch.float32, or torch.bfloat16, which halves the error memory and is rounded
             at random, without bias.
-        seed: of the random numbers, equal on all ranks.
+        seed: seed of the random numbers, equal on all ranks.
 
     Attributes:
         iter: number of steps so far.
@@ -241,8 +241,8 @@ class QuantizationState(ErrorFeedbackState):
         `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
         other ranks; two such calls share tensors.
 
-        The errors of both shots are summed over the ranks: what the applied gradients lack so far.
-        Any world size can resume from them, and nothing is lost. The next steps round differently
+        The errors of both shots are summed over the ranks: the part of the gradients that is not
+        applied yet. Any world size can resume from them, and nothing is lost. The next steps round differently
         from the uninterrupted run's.
 
         Every parameter has an entry even before the first step, so that

@@ -40,13 +40,13 @@ class CastState:
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        accumulate: dtype of the sum over the ranks. "wire" is that of the hook: one all-reduce, as with a process group
-            as the state. With "fp32" every rank sums a shard in fp32, and the sum is rounded once: fp16 sums cannot
+        accumulate: dtype of the sum over the ranks. With "wire" the hook's: one all-reduce, as with a process group as
+            the state. With "fp32" every rank sums a shard in fp32, and the sum is rounded once: fp16 sums cannot
             overflow, and rounding does not grow with the world size. It sends the same bytes in two messages. Choose it
             from 8 ranks on, or if sums overflow.
 
     Raises:
-        TypeError: ``process_group`` is none.
+        TypeError: ``process_group`` is not a process group.
         ValueError: ``accumulate`` is neither "wire" nor "fp32".
 
     Examples:

@@ -24,8 +24,8 @@ class ScaledCastState(NamedState):
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        dtype: wire dtype: torch.float16, or torch.bfloat16, which has the range of fp32 and rarely
-            needs a scale.
+        dtype: wire dtype, torch.float16 or torch.bfloat16. bf16 has the range of fp32 and rarely needs
+            a scale.
         margin: headroom for a gradient to grow from one step to the next, in binades (powers of
             two), 1 to 12. With the default, 4, it may grow 16-fold before elements saturate. Raise
             it if `saturated_elements` keeps rising, lower it to keep smaller values: fp16 loses

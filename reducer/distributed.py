@@ -303,7 +303,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
         A collective call on all ranks, including those without an error of their own. gradwire's own connections are
         replaced, the next backward rebuilds the buckets, and the replicated part of a hook's state (factors, scales,
-        step counts) is taken from one rank. Error memory stays with its rank. See "Fault handling" in the documentation.
+        step counts) is taken from one rank. Error memory stays with its rank. See "Fault handling" in the docs.
 
         Args:
             from_rank: the rank of the process group whose parameters, buffers and hook state all ranks take. None to

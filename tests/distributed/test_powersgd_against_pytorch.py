@@ -81,7 +81,7 @@ def pytorch(request, record_property):
 # --- the defects
 
 
-def test_p1_the_batched_hook_compresses_and_trains_on(worlds, pytorch):
+def test_p1_batched_hook_trains(worlds, pytorch):
     # All gradients of a rank are one number, so the flat bucket is a matrix of rank 1 and comes out as it went in.
     values = [[[torch.full((24, 24), 1.0 + i + r), torch.full((24,), 1.0 + i + r)] for r in range(2)] for i in range(6)]
     for run in worlds(2).run(run_steps, library="ours", values=values, batched=True):
@@ -97,7 +97,7 @@ def test_p1_the_batched_hook_compresses_and_trains_on(worlds, pytorch):
 
 @pytest.mark.parametrize("feedback", [True, False], ids=["with-error-feedback", "without"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_p2_a_step_that_is_not_finite_is_over_when_it_is_over(worlds, pytorch, bad, feedback):
+def test_p2_nonfinite_step_does_not_affect_later_steps(worlds, pytorch, bad, feedback):
     values = random_values(worlds(2), 7, ((24, 24), (16, 20), (24,)))
     values[4][1][0][3, 5] = bad
     options = {"use_error_feedback": feedback}
@@ -115,7 +115,7 @@ def test_p2_a_step_that_is_not_finite_is_over_when_it_is_over(worlds, pytorch, b
 
 
 @pytest.mark.parametrize("feedback", [True, False], ids=["with-error-feedback", "without"])
-def test_p3_a_layer_without_gradient_stays_at_zero_and_wakes_up(worlds, pytorch, feedback):
+def test_p3_zero_gradient_stays_zero_and_recovers(worlds, pytorch, feedback):
     values = random_values(worlds(2), 8, ((24, 24), (16, 20)))
     for ranks in values[:6]:
         for tensors in ranks:
@@ -133,7 +133,7 @@ def test_p3_a_layer_without_gradient_stays_at_zero_and_wakes_up(worlds, pytorch,
 
 @pytest.mark.parametrize("epsilon", [0, 1e-8], ids=["no-epsilon", "epsilon"])
 @pytest.mark.parametrize("gradient", ["ones", "equal_rows", "random"])
-def test_p4_a_gradient_of_lower_rank_than_asked_comes_out_as_it_went_in(worlds, pytorch, gradient, epsilon):
+def test_p4_gradient_of_lower_rank_is_reproduced(worlds, pytorch, gradient, epsilon):
     random = low_rank(24, 20, 1, seed=0)
     gradient = {"ones": torch.ones(24, 20), "equal_rows": random[:1].expand(24, 20).clone(), "random": random}[gradient]
     values = [[[gradient], [gradient]]] * 8
@@ -214,7 +214,7 @@ SEVERAL = ((24, 24), (20,), (16, 20), (20, 16))
 RESUMED = 3 * 24 * 10 * U
 
 
-def test_p5_a_checkpoint_loads_by_default_and_resumes_as_if_nothing_had_been(worlds, pytorch):
+def test_p5_checkpoint_loads_by_default_and_resumes(worlds, pytorch):
     values = random_values(worlds(2), 9, SEVERAL)
     for uninterrupted, run in worlds(2).run(resume, library="ours", values=values, cut=6):
         assert not run.errors
@@ -225,7 +225,7 @@ def test_p5_a_checkpoint_loads_by_default_and_resumes_as_if_nothing_had_been(wor
     pytorch(evidence, defect=run.errors or max(deviations(uninterrupted, run)) > RESUMED)
 
 
-def test_p6_the_checkpoint_of_rank_0_serves_every_rank(worlds, pytorch):
+def test_p6_checkpoint_of_rank_0_fits_every_rank(worlds, pytorch):
     values = random_values(worlds(2), 9, SEVERAL)
     for uninterrupted, run in worlds(2).run(resume, library="ours", values=values, cut=6, share=True):
         assert max(deviations(uninterrupted, run)) <= RESUMED
@@ -252,14 +252,14 @@ def group_after_loading(library):
     return state.process_group is group, state.process_group is dist.group.WORLD
 
 
-def test_p6_a_loaded_state_averages_over_the_group_it_was_made_with(worlds, pytorch):
+def test_p6_loaded_state_averages_over_its_own_group(worlds, pytorch):
     assert worlds(2).run(group_after_loading, library="ours") == [(True, False)] * 2
     kept, reset = probe(worlds(2), group_after_loading, library="pytorchs") or (False, False)
     pytorch(f"kept: {kept}, the default group instead: {reset}", defect=not kept)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_p7_many_buckets_give_what_one_bucket_gives(worlds, wrapper):
+def test_p7_many_buckets_equal_one_bucket(worlds, wrapper):
     # Factors and errors belong to parameters, and BLAS rounds by alignment: equal as a resumed run is, see RESUMED.
     values = random_values(worlds(2), 8, ((24, 24), (20,), (16, 20), (20, 16), (7,), (12, 30)))
     case = {"library": "ours", "values": values, "wrapper": wrapper}
@@ -305,7 +305,7 @@ def end_of(outcomes):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_p8_complex_gradients_are_real_pairs(worlds, pytorch, wrapper):
+def test_p8_complex_gradients_are_compressed_as_real_pairs(worlds, pytorch, wrapper):
     # A complex matrix of rank 1 has rank 2 in real numbers. The gradient of Re(w x) is the conjugate of x.
     matrix = low_rank(24, 20, 1, seed=0, dtype=torch.complex64)
     vector = torch.randn(7, generator=generator(1), dtype=torch.complex64)
@@ -340,7 +340,7 @@ def two_models(library, wrapper):
     return 2, state.iter, "trains"
 
 
-def test_p9_a_state_of_two_models_raises_at_once(worlds, pytorch):
+def test_p9_state_of_two_models_raises_at_once(worlds, pytorch):
     for models, steps, error in worlds(2).run(two_models, library="ours", wrapper="gradwire"):
         assert (models, steps) == (2, 0), "at the registration of the second model"
         assert re.match("ValueError: This state belongs to another model.*Make a new state", error)
@@ -361,7 +361,7 @@ def synchronisations(library, values):
     return synchronize.call_count, [str(call.args) for call in synchronize.call_args_list[:1]], run.errors
 
 
-def test_p10_a_cpu_model_trains_on_a_machine_with_cuda(worlds, pytorch):
+def test_p10_cpu_model_trains_on_machine_with_cuda(worlds, pytorch):
     values = random_values(worlds(2), 4, ((24, 20),))
     assert worlds(2).run(synchronisations, library="ours", values=values) == [(0, [], [])] * 2
     count, arguments, _ = probe(worlds(2), synchronisations, library="pytorchs", values=values) or (-1, [], [])
@@ -390,7 +390,7 @@ def memory_and_log(library, values):
     return pointers[2:], messages
 
 
-def test_p11_the_error_stays_where_it_is_and_the_start_is_told_once(worlds, pytorch):
+def test_p11_error_memory_is_kept_and_start_is_logged_once(worlds, pytorch):
     values = random_values(worlds(1), 7, ((24, 24), (16, 20), (20, 16)))
     ((pointers, messages),) = worlds(1).run(memory_and_log, library="ours", values=values)
     assert len(pointers[0]) == 3
@@ -432,7 +432,7 @@ def buckets_seen(library, values):
     return seen[2:], left[2:], aliases[2:]
 
 
-def test_p12_the_batched_hook_leaves_the_buckets_memory_alone(worlds, pytorch):
+def test_p12_batched_hook_leaves_buffer_unchanged(worlds, pytorch):
     values = random_values(worlds(1), 6, ((23, 24), (7,)))  # 559 elements: 24 x 24 with padding
     ((seen, left, aliases),) = worlds(1).run(buckets_seen, library="ours", values=values)
     assert seen == left == seen[:1] * 4
@@ -486,7 +486,7 @@ def schedule_of_ranks(library, values, ranks):
     return errors, ""
 
 
-def test_p13_the_rank_may_change_while_training(worlds, pytorch):
+def test_p13_rank_can_change_during_training(worlds, pytorch):
     case = {"values": [[low_rank(24, 20, 4, seed=0)]] * 10, "ranks": [1] * 6 + [4] * 2 + [1] * 2}
     for errors, _ in worlds(2).run(schedule_of_ranks, library="ours", **case):
         assert max(errors[6:8]) <= rounding(24, 20, 4)
@@ -517,7 +517,7 @@ def lifetimes(library, values):
     return seen
 
 
-def test_p14_what_travels_outlives_the_step(worlds, pytorch):
+def test_p14_wire_buffers_outlive_the_step(worlds, pytorch):
     # So no stream can find it in other hands. The memory of the first steps' larger needs is given back in the fifth.
     values = random_values(worlds(1), 10, ((24, 24), (16, 20), (20,)))
     (seen,) = worlds(1).run(lifetimes, library="ours", values=values)
@@ -544,7 +544,7 @@ def calls_without_a_bucket(library):
     return found, state.iter
 
 
-def test_p15_a_gradient_without_its_bucket_is_refused_before_anything_is_sent(worlds, pytorch):
+def test_p15_gradient_without_bucket_raises_before_sending(worlds, pytorch):
     # Neither the Python reducer nor FSDP is supported.
     ((found, steps),) = worlds(1).run(calls_without_a_bucket, library="ours")
     assert [calls for _, calls in found] == [0, 0]
@@ -557,7 +557,7 @@ def test_p15_a_gradient_without_its_bucket_is_refused_before_anything_is_sent(wo
 # --- seen on the way
 
 
-def test_scalars_and_empty_parameters_are_ordinary(worlds, pytorch):
+def test_scalars_and_empty_parameters_are_sent_uncompressed(worlds, pytorch):
     shapes = ((24, 20), (), (0, 3), (5, 0))
     values = random_values(worlds(2), 5, shapes)
     for run in worlds(2).run(run_steps, library="ours", values=values):
@@ -568,7 +568,7 @@ def test_scalars_and_empty_parameters_are_ordinary(worlds, pytorch):
     pytorch("; ".join(theirs.errors) or "trains", defect=theirs.errors)
 
 
-def test_a_transposed_weight_is_the_matrix_that_it_is(worlds, pytorch):
+def test_transposed_weight_is_compressed_in_its_own_layout(worlds, pytorch):
     # Read in the order of another layout, a gradient of rank 1 is one of full rank.
     gradient = low_rank(20, 24, 1, seed=0).t()
     values = [[[gradient], [gradient]]] * 6
@@ -594,7 +594,7 @@ def conservation(library, values):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_the_error_of_16_bit_gradients_is_kept_in_fp32(worlds, pytorch, dtype):
+def test_error_of_16_bit_gradients_is_kept_in_fp32(worlds, pytorch, dtype):
     values = random_values(worlds(1), 20, ((24, 20),), dtype=dtype)
     ((lost, kept_in),) = worlds(1).run(conservation, library="ours", values=values)
     assert kept_in == torch.float32
@@ -612,7 +612,7 @@ MAGNITUDES = {
 
 
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
-def test_large_and_small_gradients_come_out_as_they_went_in(worlds, pytorch, magnitude):
+def test_large_and_small_gradients_are_reproduced(worlds, pytorch, magnitude):
     # Their squares are out of the range of their dtype.
     dtype, size = MAGNITUDES[magnitude]
     gradient = (low_rank(128, 96, 1, seed=0).sign() * size).to(dtype)
@@ -628,7 +628,7 @@ def test_large_and_small_gradients_come_out_as_they_went_in(worlds, pytorch, mag
     pytorch(evidence, defect=not relative_error(last, gradient) < 2 * limit)
 
 
-def test_matrices_of_one_shape_are_measured_apart(worlds, pytorch):
+def test_matrices_of_one_shape_are_normalised_separately(worlds, pytorch):
     # An orthogonaliser with one norm for a batch gets all but the largest wrong.
     values = [[[scale * low_rank(24, 20, 1, seed=i) for i, scale in enumerate((1.0, 1e-6, 1e3))]] * 2] * 6
     options = {"batch_tensors_with_same_shape": True}
@@ -640,10 +640,8 @@ def test_matrices_of_one_shape_are_measured_apart(worlds, pytorch):
     pytorch(f"relative errors: {', '.join(f'{e:.1g}' for e in wrong)}", defect=not wrong or max(wrong) > 1e-3)
 
 
-def test_the_table_in_the_documentation_names_every_test():
+def test_table_in_documentation_names_every_test():
     table = Path(__file__).parents[2] / "docs" / "powersgd-against-pytorch.md"
     named = set(re.findall(r"`(test_\w+)`", table.read_text()))
-    here = {name for name in globals() if name.startswith("test_")} - {
-        "test_the_table_in_the_documentation_names_every_test"
-    }
+    here = {name for name in globals() if name.startswith("test_")} - {"test_table_in_documentation_names_every_test"}
     assert named == here
