@@ -129,6 +129,7 @@ def templates_in(path):
 
 def test_messages_quoted_in_troubleshooting_exist_in_the_source():
     sources = [path for package in PACKAGES for path in (ROOT / package).glob("*.py")]
+    sources.append(Path(torch.nn.parallel.distributed.__file__))
     templates = "\n\n".join(" ".join(template.split()) for path in sources for template in templates_in(path))
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^#### (`+)(.*)\1$", page, re.MULTILINE)
