@@ -165,14 +165,14 @@ def _cpu_name() -> str:
 def _commit() -> str | None:
     """The commit of the checkout that holds this file, with "-dirty" after local changes; None outside a checkout.
 
-    Results, and the pages and plots made from them, do not count as changes: benches run one after another.
+    Results and documentation, which is partly made from them, do not count as changes: benches run one after another.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:  # a venv inside somebody else's checkout
         return None
     root = here.parents[1]
     commit = _git(root, "rev-parse", "HEAD")
-    generated = (":!bench/results", ":!docs/plots", ":!docs/benchmarks.md", ":!README.md")
+    generated = (":!bench/results", ":!docs", ":!README.md")
     changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *generated)
     return f"{commit}-dirty" if changes and commit else commit
 
