@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.bench import compiled, converge, demo, hooks, kernels, network, reducer, rounding, wires
+from gradwire.bench import compiled, converge, demo, hooks, kernels, network, reducer, rounding, telemetry, wires
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/quantization.md", "docs/compiled-kernels.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/quantization.md", "docs/telemetry.md", "docs/compiled-kernels.md")
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
 
@@ -28,6 +28,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "reducer": (("reducer",), reducer.tables),
     "kernels": (("kernels",), kernels.tables),
     "rounding": (("rounding",), rounding.tables),
+    "telemetry": (("telemetry",), telemetry.tables),
     "wires": (("converge_text", "rounding"), wires.tables),
     "compiled": (("compiled",), compiled.tables),
 }

@@ -3,7 +3,7 @@
 Every hook state measures itself once `Observed.observe` was called, on every rank::
 
     >>> report = to_tensorboard(SummaryWriter("runs/int4")) if dist.get_rank() == 0 else None
-    >>> state.observe(every=10, exact_every=1000, report=report)
+    >>> state.observe(every=50, exact_every=1000, report=report)
 
 `Observed.metrics`, and every report, is a dictionary of numbers about one step on this rank:
 
@@ -101,7 +101,7 @@ class Observed:
 
     _telemetry: "Telemetry | None" = None  # a class attribute: it is neither pickled nor part of a checkpoint
 
-    def observe(self, *, every: int = 10, exact_every: int = 0, report: Report | None = None) -> None:
+    def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
         """Measure one step in ``every`` from now on. Call it on every rank, between the same two steps.
 
         A measured step has the same result. It takes the norms of result and error memory, and reads them in a later
