@@ -21,7 +21,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,6 +35,7 @@ from gradwire.comm.store_collectives import (
     format_ranks,
     store_all_gather,
 )
+from gradwire.hooks._samples import Recorder
 from gradwire.hooks._types import GradBucket
 
 # How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
@@ -49,16 +49,6 @@ _REMEDY = (
     "and install the same gradwire."
 )
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
-
-
-class Replicated(Protocol):
-    """Settings and values that must be equal on all ranks."""
-
-    def settings(self) -> dict[str, object]:
-        """Options, as plain values. Every bucket compares them, so this must be cheap."""
-
-    def replicated(self) -> dict[str, object]:
-        """Further values that only a handshake compares."""
 
 
 class HookSettings:
@@ -103,7 +93,7 @@ class HookSettings:
         group: dist.ProcessGroup,
         bucket: GradBucket,
         layout: Callable[[], Mapping[str, object]],
-        telemetry: Replicated | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
 
@@ -111,14 +101,14 @@ class HookSettings:
             group: the ranks.
             bucket: the current bucket.
             layout: returns facts about the bucket that must be equal; called only in a handshake.
-            telemetry: further settings and values that must be equal; None if there are none.
+            recorder: of the hook's state; its settings and values that must be equal; None if there are none.
 
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
         """
         settings, generation = self.settings(), connections_of(group).generation
-        if telemetry is not None:
-            settings = {**settings, **telemetry.settings()}
+        if recorder is not None:
+            settings = {**settings, **recorder.settings()}
         agreed_in, agreed = self._agreed.get(group, (None, None))
         if agreed_in == generation and agreed == settings:
             return
@@ -129,7 +119,7 @@ class HookSettings:
             **settings,
             "loaded since the last handshake": again and self._is_loaded_anew,
             **self.replicated(),
-            **(telemetry.replicated() if telemetry is not None else {}),
+            **(recorder.replicated() if recorder is not None else {}),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             **layout(),
         }

@@ -152,7 +152,7 @@ def agree(
         RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
     """
     group = process_group if process_group is not None else default_group()
-    settings.agree(group, bucket, partial(_layout, bucket), observed._telemetry if observed is not None else None)
+    settings.agree(group, bucket, partial(_layout, bucket), observed._recorder if observed is not None else None)
 
 
 def reduce_bucket(
@@ -179,8 +179,8 @@ def reduce_bucket(
     work = bucket_work(bucket, _tables_of.setdefault(executor, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
     is_first, is_last = bucket.index() == 0, bucket.is_last()
-    telemetry = observed._telemetry if observed is not None else None
-    sample = telemetry.sample(bucket) if telemetry is not None and not is_capturing(gradient.device) else None
+    recorder = observed._recorder if observed is not None and not is_capturing(gradient.device) else None
+    measured = recorder.recorder(bucket) if recorder is not None else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
         if is_first:
@@ -188,13 +188,13 @@ def reduce_bucket(
                 each.start_step()
         if work is None:
             steps = sparse_all_reduce(gradient, transport, divisor or transport.world_size)
-            result = await (steps if sample is None else sample.uncompressed(steps, gradient.device))
+            result = await (steps if measured is None else measured.uncompressed(steps, gradient.device))
         else:
-            run = algorithm if sample is None else sample.observed(algorithm)
+            run = algorithm if measured is None else measured.observed(algorithm)
             await run(work.source, work.target, transport, workspace)
             result = work.result
-        if is_last and sample is not None and observed is not None:
-            sample.finish(observed.residuals(), observed.device_counters(), gradient.device)
+        if is_last and measured is not None:
+            measured.finish(gradient.device)
         return result
 
     ranges = f"gradwire::{name}, bucket {bucket.index()}"

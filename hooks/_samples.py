@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradwire.comm import Collective, Steps, Transport, Workspace
 from gradwire.compress import Gradients
+from gradwire.hooks._types import GradBucket
 from gradwire.kernels import compute_dtype, flatten
 
 T = TypeVar("T")
@@ -102,21 +103,59 @@ def _durations(marks: Sequence[Mark]) -> list[float]:
     return [end.milliseconds_since(begin) for begin, end in zip(marks[::2], marks[1::2], strict=True)]
 
 
+class Measurable(Protocol):
+    """What a sample reads of a hook state at the end of a step."""
+
+    def residuals(self) -> Sequence[Tensor]:
+        """This rank's error memory."""
+
+    def device_counters(self) -> Mapping[str, Tensor]:
+        """Further numbers, one element each."""
+
+
+class BucketRecorder(Protocol):
+    """Measures one bucket in one step."""
+
+    def observed(self, algorithm: Algorithm) -> Algorithm:
+        """The bucket's algorithm, measured."""
+
+    def uncompressed(self, steps: Steps[T], device: torch.device) -> Steps[T]:
+        """The all-reduce of a bucket that is never compressed, measured."""
+
+    def finish(self, device: torch.device) -> None:
+        """Called behind the algorithm of the last bucket of the step."""
+
+
+class Recorder(Protocol):
+    """Measures the buckets of a hook state."""
+
+    def recorder(self, bucket: GradBucket) -> BucketRecorder | None:
+        """What measures ``bucket`` in this step; None if nothing does."""
+
+    def settings(self) -> dict[str, object]:
+        """Options that must be equal on all ranks, as plain values."""
+
+    def replicated(self) -> dict[str, object]:
+        """Further values that must be equal when the ranks compare `settings`."""
+
+
 class Sample:
     """The measurements of one step: a hook's buckets add to it in turn, in their order.
 
     Args:
         step: its number.
         is_exact: whether to exchange the exact mean too, and compare.
+        state: of the hook.
 
     Attributes:
         is_complete: whether the last bucket has added its measurements.
     """
 
-    def __init__(self, step: int, is_exact: bool) -> None:
+    def __init__(self, step: int, is_exact: bool, state: Measurable) -> None:
         self.step = step
         self.is_exact = is_exact
         self.is_complete = False
+        self._state = state
         self._timelines: list[Timeline] = []
         self._gradient_bytes: list[int] = []  # by bucket, like the timelines
         self._sums: dict[str, Tensor] = {}  # fp64, on the device
@@ -150,16 +189,10 @@ class Sample:
 
         return measured
 
-    def finish(self, residuals: Sequence[Tensor], counters: Mapping[str, Tensor], device: torch.device) -> None:
-        """Add what belongs to the whole step, and copy all sums to the host. Called behind the last bucket's algorithm.
-
-        Args:
-            residuals: this rank's error memory.
-            counters: further numbers, one element each.
-            device: of the gradients.
-        """
-        self._add("residual", residuals)
-        for name, value in counters.items():
+    def finish(self, device: torch.device) -> None:
+        """Add what belongs to the whole step, and copy all sums to the host, without waiting for the device."""
+        self._add("residual", self._state.residuals())
+        for name, value in self._state.device_counters().items():
             self._sum(name, value)
         values = torch.stack([value.to(device) for value in self._sums.values()])
         if device.type == "cuda":

@@ -22,6 +22,7 @@ Every hook state measures itself once `Observed.observe` was called, on every ra
 """
 
 import json
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradwire.hooks._samples import Sample
+from gradwire.hooks._samples import Recorder, Sample
 from gradwire.hooks._types import GradBucket
 
 __all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
@@ -99,7 +100,7 @@ def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
 class Observed:
     """A hook state that can measure its steps; see this module's description for the numbers."""
 
-    _telemetry: "Telemetry | None" = None  # a class attribute: it is neither pickled nor part of a checkpoint
+    _recorder: Recorder | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
 
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
         """Measure one step in ``every`` from now on. Call it on every rank, between the same two steps.
@@ -117,11 +118,11 @@ class Observed:
         Raises:
             ValueError: a number of steps is out of range.
         """
-        self._telemetry = Telemetry(every, exact_every, report)
+        self._recorder = Telemetry(self, every, exact_every, report)
 
     def stop_observing(self) -> None:
         """Measure no more steps. Call it on every rank, between the same two steps."""
-        self._telemetry = None
+        self._recorder = None
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the latest measured step; empty before the first one is over.
@@ -129,13 +130,14 @@ class Observed:
         Raises:
             RuntimeError: `observe` was not called.
         """
-        if self._telemetry is None:
+        telemetry = self._recorder
+        if not isinstance(telemetry, Telemetry):
             raise RuntimeError(
                 f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
                 "that you want to measure."
             )
-        self._telemetry.flush()
-        return dict(self._telemetry.latest)
+        telemetry.flush()
+        return dict(telemetry.latest)
 
     def residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
@@ -150,17 +152,19 @@ class Telemetry:
     """The measurements of a hook state.
 
     Args:
+        state: the hook state.
         every, exact_every, report: as in `Observed.observe`.
 
     Attributes:
         latest: the metrics of the latest measured step.
     """
 
-    def __init__(self, every: int, exact_every: int, report: Report | None) -> None:
+    def __init__(self, state: Observed, every: int, exact_every: int, report: Report | None) -> None:
         for name, value, least in (("every", every, 1), ("exact_every", exact_every, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}; expected a whole number of steps, at least {least}.")
         self.latest: dict[str, float] = {}
+        self._state = weakref.proxy(state)
         self._every = every
         self._exact_every = exact_every
         self._report = report
@@ -176,13 +180,13 @@ class Telemetry:
         """Further values that must be equal when the ranks compare `settings`."""
         return {"steps since observe()": self._n_steps if self._exact_every else "any"}
 
-    def sample(self, bucket: GradBucket) -> Sample | None:
+    def recorder(self, bucket: GradBucket) -> Sample | None:
         """The measurements to which ``bucket`` adds; None in a step that is not measured."""
         if bucket.index() == 0:
             self.flush()
             step = self._n_steps + 1
             is_exact = self._exact_every > 0 and step % self._exact_every == 0
-            self._sample = Sample(step, is_exact) if is_exact or step % self._every == 0 else None
+            self._sample = Sample(step, is_exact, self._state) if is_exact or step % self._every == 0 else None
             if self._sample is not None:
                 self._pending.append(self._sample)
         sample = self._sample
