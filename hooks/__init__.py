@@ -4,6 +4,7 @@ Each hook is a function for ``model.register_comm_hook(state, hook)``, on PyTorc
 """
 
 from gradwire.hooks import (
+    auto_hook,
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
@@ -12,4 +13,12 @@ from gradwire.hooks import (
     telemetry,
 )
 
-__all__ = ["debugging_hooks", "default_hooks", "powerSGD_hook", "quantization_hooks", "scaled_cast_hooks", "telemetry"]
+__all__ = [
+    "auto_hook",
+    "debugging_hooks",
+    "default_hooks",
+    "powerSGD_hook",
+    "quantization_hooks",
+    "scaled_cast_hooks",
+    "telemetry",
+]

@@ -37,7 +37,7 @@ _BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks
 
 
 class CastState(Observed):
-    """A process group and options, as the state of `fp16_compress_hook` and `bf16_compress_hook`.
+    """A process group and options, as the state of a hook of this module, which can measure its steps; see `observe`.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -76,6 +76,11 @@ def _cast_hook(
     process_group = state.process_group if isinstance(state, CastState) else state
     observed = state if isinstance(state, CastState) else None
     if isinstance(state, CastState) and state.accumulate == "fp32":
+        if dtype is None:
+            raise ValueError(
+                "accumulate is 'fp32', but allreduce_hook sends and sums the gradients in their own dtype. Use "
+                "fp16_compress_hook or bf16_compress_hook, or accumulate='wire'."
+            )
         wire = "fp16" if dtype == torch.float16 else "bf16"
         return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, _FP32_SETTINGS[hook], observed)
 
@@ -87,12 +92,14 @@ def _cast_hook(
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
-def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+@ddp_hook(_needs_cast_state)
+def allreduce_hook(
+    process_group: dist.ProcessGroup | CastState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in their own dtype.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over, None for the default group; or a `CastState`, to measure steps.
         bucket: the gradients. Overwritten with their mean.
 
     Example::
