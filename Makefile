@@ -5,7 +5,7 @@ PACKAGES := api reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format docs test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -72,6 +72,9 @@ bench-kernels: install
 bench-rounding: install
 	$(BIN)/gradwire bench rounding
 
+bench-telemetry: install
+	$(BIN)/gradwire bench telemetry
+
 bench-reducer: install
 	$(BIN)/gradwire bench reducer
 
@@ -93,6 +96,7 @@ bench: install
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
 	$(BIN)/gradwire bench compiled --output bench/results/compiled.jsonl
 	$(BIN)/gradwire bench rounding --output bench/results/rounding.jsonl
+	$(BIN)/gradwire bench telemetry --output bench/results/telemetry.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl

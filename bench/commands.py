@@ -10,7 +10,18 @@ import torch
 import typer
 
 import gradwire
-from gradwire.bench import compare, compiled, converge, kernel_model, kernels, namespaces, network, reducer, rounding
+from gradwire.bench import (
+    compare,
+    compiled,
+    converge,
+    kernel_model,
+    kernels,
+    namespaces,
+    network,
+    reducer,
+    rounding,
+    telemetry,
+)
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.command_runs import measured, report
@@ -221,6 +232,18 @@ def bench_hooks(
     sizes = [1] if quick else parse_ranks(ranks, device)
     measure = partial(hook_bench.measure, names, sizes, 10 if quick else steps, threads)
     report(measured("gradwire bench hooks", measure, device, threads), hook_bench.tables, output)
+
+
+@bench.command("telemetry")
+def bench_telemetry(
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each kind, for each hook.")] = 60,
+    ranks: RanksOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Time steps that measure themselves with state.observe(), beside steps that do not. Takes two minutes."""
+    device = bench_device()
+    measure = partial(telemetry.measure, parse_ranks(ranks, device), steps)
+    report(measured("gradwire bench telemetry", measure, device), telemetry.tables, output)
 
 
 @bench.command("network", epilog=_listed(HOOKS))

@@ -202,7 +202,7 @@ def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futur
         await transport.all_reduce(wire)
         unflatten(wire, target.tensors, table=target.table)
 
-    return reduce_bucket(None, bucket, algorithm)
+    return reduce_bucket(None, bucket, algorithm, "mean_then_mean_of_squares")
 
 
 def two_collectives_of_a_bucket_stay_in_order(device: torch.device) -> None:

@@ -66,6 +66,7 @@ class Implementation:
         seconds: durations of the timed steps on this rank.
         host_seconds: CPU time of this process in each step so far, until the backward returned.
         link_bytes: bytes sent over the network interface in the timed steps.
+        state: of the hook.
         calls: driver calls of one more step; None without a GPU.
     """
 
@@ -85,7 +86,7 @@ class Implementation:
         self.ddp = wrap(
             make_model().to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None
         )
-        self._state = self._register(_registration(hook, name, group))
+        self.state = self._register(_registration(hook, name, group))
 
     @property
     def label(self) -> str:
@@ -133,10 +134,10 @@ class Implementation:
         self.ddp.zero_grad(set_to_none=True)
         with self.ddp.no_sync():
             self._loss(batch).backward()
-        local, old = self._gradients(), error_memory(self._state)
+        local, old = self._gradients(), error_memory(self.state)
         self._buckets = []
         self.step(batch)
-        result, new = self._gradients(), error_memory(self._state)
+        result, new = self._gradients(), error_memory(self.state)
         buckets, self._buckets = self._buckets, None
         complaint = None
         if self.one_bucket and len(buckets) > 1:
@@ -148,7 +149,7 @@ class Implementation:
             complaint = complaint_about_mean(local, result, wire)
         else:
             errors = [self._by_parameter(memory, buckets) for memory in (old, new)]
-            is_quantized = isinstance(self._state, QuantizationState)
+            is_quantized = isinstance(self.state, QuantizationState)
             complaint = complaint_about_feedback(local, errors[0], result, errors[1], is_quantized)
         if complaint is not None:
             raise RuntimeError(f"{self.label}: {complaint}; nothing is timed.")
@@ -166,7 +167,7 @@ class Implementation:
     def _by_parameter(self, errors: Mapping[Any, Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The error memory in the order of the model's parameters."""
         named = dict(self.ddp.module.named_parameters())
-        if isinstance(self._state, PowerSGDState | QuantizationState):
+        if isinstance(self.state, PowerSGDState | QuantizationState):
             return [errors[name] for name in named]
         views: dict[int, Tensor] = {}
         for flat, parameters in zip(errors.values(), buckets, strict=True):  # both in the order of buckets

@@ -10,7 +10,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.bench import choice, compiled, converge, demo, hooks, kernels, network, reducer, rounding, wires
+from gradwire.bench import (
+    choice,
+    compiled,
+    converge,
+    demo,
+    hooks,
+    kernels,
+    network,
+    reducer,
+    rounding,
+    telemetry,
+    wires,
+)
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
 
@@ -19,6 +31,7 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/choosing-a-hook.md",
     "docs/quantization.md",
+    "docs/telemetry.md",
     "docs/compiled-kernels.md",
 )
 PLOTS = "docs/plots"
@@ -35,6 +48,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "kernels": (("kernels",), kernels.tables),
     "rounding": (("rounding",), rounding.tables),
     "choice": (("network", "converge_text"), choice.tables),
+    "telemetry": (("telemetry",), telemetry.tables),
     "wires": (("converge_text", "rounding"), wires.tables),
     "compiled": (("compiled",), compiled.tables),
 }

@@ -6,6 +6,7 @@ This package imports neither kernels nor hooks.
 from gradwire.comm.collectives import Collective
 from gradwire.comm.connections import Connections, connections_of, executor_for
 from gradwire.comm.executor import Executor
+from gradwire.comm.profiling import in_ranges
 from gradwire.comm.transport import (
     GroupTransport,
     LocalTransport,
@@ -27,6 +28,7 @@ __all__ = [
     "Workspace",
     "connections_of",
     "executor_for",
+    "in_ranges",
     "run_algorithm",
     "wait_for",
 ]

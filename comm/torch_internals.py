@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast as profiler_range
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllToAllOptions,
@@ -26,6 +27,7 @@ __all__ = [
     "device_timeouts",
     "is_initialized_group",
     "lifetime_token",
+    "profiler_range",
     "store_of_group",
 ]
 

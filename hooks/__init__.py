@@ -3,6 +3,22 @@
 Each hook is a function for ``model.register_comm_hook(state, hook)``, on PyTorch's DDP and on gradwire's.
 """
 
-from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
+from gradwire.hooks import (
+    auto_hook,
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+    scaled_cast_hooks,
+    telemetry,
+)
 
-__all__ = ["debugging_hooks", "default_hooks", "powerSGD_hook", "quantization_hooks", "scaled_cast_hooks"]
+__all__ = [
+    "auto_hook",
+    "debugging_hooks",
+    "default_hooks",
+    "powerSGD_hook",
+    "quantization_hooks",
+    "scaled_cast_hooks",
+    "telemetry",
+]

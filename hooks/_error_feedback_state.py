@@ -38,9 +38,8 @@ class ErrorFeedbackState(NamedState):
     """
 
     def __init__(self, hook: str) -> None:
-        super().__init__()
+        super().__init__(hook)
         self.iter = 0
-        self._hook_name = hook
         self._is_loaded = False  # whether the memory is from a checkpoint
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
@@ -147,7 +146,7 @@ class ErrorFeedbackState(NamedState):
         if self._names.module is None and self.iter == 0 and not self._is_loaded:
             raise RuntimeError(
                 f"This {type(self).__name__} belongs to no model yet, so the entries of its checkpoint are not known. "
-                f"Register it with model.register_comm_hook(state, {self._hook_name}), or call state.bind(model), "
+                f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
                 "before it is saved or loaded."
             )
 

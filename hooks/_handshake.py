@@ -35,6 +35,7 @@ from gradwire.comm.store_collectives import (
     format_ranks,
     store_all_gather,
 )
+from gradwire.hooks._samples import Recorder
 from gradwire.hooks._types import GradBucket
 
 # How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
@@ -57,10 +58,13 @@ class HookSettings:
 
     Args:
         hook: name of the hook.
+
+    Attributes:
+        hook_name: name of the hook.
     """
 
     def __init__(self, hook: str) -> None:
-        self._hook = hook
+        self.hook_name = hook
         # The settings that all ranks of a process group have, None after a load, and the generation of the connections
         # in which they agreed: a handshake that one rank finished may have failed on another.
         self._agreed: WeakKeyDictionary[dist.ProcessGroup, tuple[int, dict[str, object] | None]] = WeakKeyDictionary()
@@ -68,7 +72,7 @@ class HookSettings:
 
     def settings(self) -> dict[str, object]:
         """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
-        return {"hook": self._hook}
+        return {"hook": self.hook_name}
 
     def replicated(self) -> dict[str, object]:
         """Further values that a handshake compares: counters, and digests of loaded memory."""
@@ -84,18 +88,27 @@ class HookSettings:
         for group, (generation, _) in list(self._agreed.items()):
             self._agreed[group] = generation, None
 
-    def agree(self, group: dist.ProcessGroup, bucket: GradBucket, layout: Callable[[], Mapping[str, object]]) -> None:
+    def agree(
+        self,
+        group: dist.ProcessGroup,
+        bucket: GradBucket,
+        layout: Callable[[], Mapping[str, object]],
+        recorder: Recorder | None = None,
+    ) -> None:
         """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
 
         Args:
             group: the ranks.
             bucket: the current bucket.
             layout: returns facts about the bucket that must be equal; called only in a handshake.
+            recorder: of the hook's state; its settings and values that must be equal; None if there are none.
 
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
         """
         settings, generation = self.settings(), connections_of(group).generation
+        if recorder is not None:
+            settings = {**settings, **recorder.settings()}
         agreed_in, agreed = self._agreed.get(group, (None, None))
         if agreed_in == generation and agreed == settings:
             return
@@ -106,6 +119,7 @@ class HookSettings:
             **settings,
             "loaded since the last handshake": again and self._is_loaded_anew,
             **self.replicated(),
+            **(recorder.replicated() if recorder is not None else {}),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             **layout(),
         }

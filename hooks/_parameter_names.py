@@ -15,6 +15,7 @@ from gradwire.hooks._arguments import check_process_group
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._reduce_bucket import is_zero_copy_bucket
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.telemetry import Observed
 
 NUMBERED = "parameter."
 # Name components that torch.compile, activation checkpointing and FSDP add.
@@ -215,15 +216,18 @@ class ParameterNames:
         )
 
 
-class NamedState(HookSettings):
+class NamedState(Observed, HookSettings):
     """A hook's state with memory by parameter name.
+
+    Args:
+        hook: name of the hook.
 
     Attributes:
         process_group: the ranks to average over; None for the default group.
     """
 
-    def __init__(self) -> None:
-        super().__init__(type(self).__name__)
+    def __init__(self, hook: str) -> None:
+        super().__init__(hook)
         self._names = ParameterNames(self)
 
     @property

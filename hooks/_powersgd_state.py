@@ -143,6 +143,10 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
         return self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
 
+    def residuals(self) -> list[torch.Tensor]:
+        """This rank's error memory, for `metrics`."""
+        return [each.error for each in list(self._memory.values()) if each.error is not None]
+
     @property
     def error_memory_bytes(self) -> int:
         """Bytes of the error memory on this rank."""

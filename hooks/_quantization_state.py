@@ -179,7 +179,11 @@ class QuantizationState(ErrorFeedbackState):
     @property
     def error_memory_bytes(self) -> int:
         """Bytes of the error memory on this rank."""
-        return sum(bucket.errors.nbytes for bucket in self._buckets.values() if bucket.errors is not None)
+        return sum(errors.nbytes for errors in self.residuals())
+
+    def residuals(self) -> list[Tensor]:
+        """This rank's error memory of both shots, for `metrics`."""
+        return [bucket.errors for bucket in list(self._buckets.values()) if bucket.errors is not None]
 
     def bucket(
         self, names: tuple[str, ...], dtype: torch.dtype, bucket: GradBucket, transport: Transport

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.comm import Executor, Workspace, executor_for, in_ranges
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import Gradients, sparse_all_reduce
 from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._samples import Algorithm
 from gradwire.hooks._types import GradBucket
-from gradwire.kernels import SegmentTable
+from gradwire.hooks.telemetry import Observed
+from gradwire.kernels import SegmentTable, is_capturing
 
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
-Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not an attribute of the hook: functools.wraps would copy it to a user's wrapper, which expects flat buffers.
@@ -133,24 +134,35 @@ def _layout(bucket: GradBucket) -> dict[str, object]:
     }
 
 
-def agree(settings: HookSettings, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> None:
-    """Compare ``settings`` with the other ranks, once. `reduce_bucket` calls it.
+def agree(
+    settings: HookSettings,
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    observed: Observed | None = None,
+) -> None:
+    """Compare ``settings`` with the other ranks, once. Every hook calls it before anything else.
 
-    A hook that modifies its state before it calls `reduce_bucket` must call this first.
+    Args:
+        settings: of the hook.
+        process_group: the ranks; None for the default group.
+        bucket: the current bucket.
+        observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
 
     Raises:
         RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
     """
     group = process_group if process_group is not None else default_group()
-    settings.agree(group, bucket, partial(_layout, bucket))
+    settings.agree(group, bucket, partial(_layout, bucket), observed._recorder if observed is not None else None)
 
 
 def reduce_bucket(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
     algorithm: Algorithm,
+    name: str,
+    *,
     divisor: int | None = None,
-    settings: HookSettings | None = None,
+    observed: Observed | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
@@ -158,27 +170,33 @@ def reduce_bucket(
         process_group: the ranks to average over; None for the default group.
         bucket: of either DDP. A sparse gradient is averaged without the algorithm.
         algorithm: an ``async`` function that awaits its collectives.
+        name: of the hook, for profiler ranges.
         divisor: of a sparse gradient, by default the world size.
-        settings: of the hook, which must be equal on all ranks; None if they were compared or there are none.
-
-    Raises:
-        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
+        observed: the hook's state, which may measure this step.
     """
-    if settings is not None:
-        agree(settings, process_group, bucket)
     executor = executor_for(process_group, bucket_device(bucket))
     transport, workspaces = executor.transport, executor.workspaces
     work = bucket_work(bucket, _tables_of.setdefault(executor, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
-    is_first = bucket.index() == 0
+    is_first, is_last = bucket.index() == 0, bucket.is_last()
+    recorder = observed._recorder if observed is not None and not is_capturing(gradient.device) else None
+    measured = recorder.recorder(bucket) if recorder is not None else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
         if is_first:
             for each in workspaces:
                 each.start_step()
         if work is None:
-            return await sparse_all_reduce(gradient, transport, divisor or transport.world_size)
-        await algorithm(work.source, work.target, transport, workspace)
-        return work.result
+            steps = sparse_all_reduce(gradient, transport, divisor or transport.world_size)
+            result = await (steps if measured is None else measured.uncompressed(steps, gradient.device))
+        else:
+            run = algorithm if measured is None else measured.observed(algorithm)
+            await run(work.source, work.target, transport, workspace)
+            result = work.result
+        if is_last and measured is not None:
+            measured.finish(gradient.device)
+        return result
 
-    return cast("Future[torch.Tensor]", executor.submit(task, is_last=bucket.is_last()))
+    ranges = f"gradwire::{name}, bucket {bucket.index()}"
+    future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges), is_last=is_last)
+    return cast("Future[torch.Tensor]", future)

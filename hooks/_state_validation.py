@@ -96,6 +96,19 @@ def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) ->
             )
 
 
+def check_auto_state(state: object) -> None:
+    """Raise ValueError unless ``state`` is an `AutoState.state_dict`, except for its states of hooks."""
+    state = _entries(state, "AutoState", ("iter", "plan", "states"))
+    _check_count("iter", state["iter"])
+    for key, kind in (("plan", str), ("states", Mapping)):
+        entries = state[key]
+        expected = "a dictionary from parameter names to candidates" if key == "plan" else "a dictionary of states"
+        if not isinstance(entries, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, kind) for name, value in entries.items()
+        ):
+            raise _wrong(key, entries, expected)
+
+
 def check_scaled_cast_state(state: object) -> None:
     """Raise ValueError unless ``state`` is a `ScaledCastState.state_dict`."""
     state = _entries(state, "ScaledCastState", ("names", "exponents", "counters"))

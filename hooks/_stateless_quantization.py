@@ -11,6 +11,7 @@ from gradwire.compress import Gradients, Quantization, QuantizedBucket, quantize
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._reduce_bucket import agree, bucket_device, bucket_dtype, is_sparse, reduce_bucket
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import WIRE_FORMATS, as_real, gradient_layout, layout_in_dtype
 
 # Layouts of buckets, kept from step to step.
@@ -18,7 +19,12 @@ _buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, QuantizedBucket]] 
 
 
 def quantized_reduction(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, wire: str, block_size: int, settings: HookSettings
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    wire: str,
+    block_size: int,
+    settings: HookSettings,
+    observed: Observed | None = None,
 ) -> Future[torch.Tensor]:
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
 
@@ -28,8 +34,9 @@ def quantized_reduction(
         wire: name of the format.
         block_size: elements that share a scale.
         settings: of the hook, which must be equal on all ranks.
+        observed: the hook's state, which may measure this step; None without a state.
     """
-    agree(settings, process_group, bucket)
+    agree(settings, process_group, bucket, observed)
     executor = executor_for(process_group, bucket_device(bucket))
     quantized = _quantized_bucket(executor, bucket, wire, block_size) if not is_sparse(bucket) else None
 
@@ -38,7 +45,7 @@ def quantized_reduction(
         gradients, results = source.each(quantized.layout), target.each(quantized.layout)
         await quantized_all_reduce(quantized, gradients, results, 0, transport, workspace)
 
-    return reduce_bucket(process_group, bucket, algorithm)
+    return reduce_bucket(process_group, bucket, algorithm, settings.hook_name, observed=observed)
 
 
 def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_size: int) -> QuantizedBucket:

@@ -16,9 +16,10 @@ from gradwire.hooks._arguments import (
     needs_process_group,
 )
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._reduce_bucket import Tables, bucket_work, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._reduce_bucket import Tables, agree, bucket_work, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import flatten, unflatten
 
 __all__ = [
@@ -35,8 +36,8 @@ _FP32_SETTINGS = {name: HookSettings(f"{name}, accumulate fp32") for name in _SE
 _BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks; formats of 16 bit have no scales
 
 
-class CastState:
-    """A process group and options, as the state of `fp16_compress_hook` and `bf16_compress_hook`.
+class CastState(Observed):
+    """A process group and options, as the state of a hook of this module, which can measure its steps; see `observe`.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -73,23 +74,32 @@ def _cast_hook(
     state: dist.ProcessGroup | CastState | None, bucket: GradBucket, dtype: torch.dtype | None, hook: str
 ) -> torch.futures.Future[torch.Tensor]:
     process_group = state.process_group if isinstance(state, CastState) else state
+    observed = state if isinstance(state, CastState) else None
     if isinstance(state, CastState) and state.accumulate == "fp32":
+        if dtype is None:
+            raise ValueError(
+                "accumulate is 'fp32', but allreduce_hook sends and sums the gradients in their own dtype. Use "
+                "fp16_compress_hook or bf16_compress_hook, or accumulate='wire'."
+            )
         wire = "fp16" if dtype == torch.float16 else "bf16"
-        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, _FP32_SETTINGS[hook])
+        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, _FP32_SETTINGS[hook], observed)
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    return reduce_bucket(process_group, bucket, algorithm, settings=_SETTINGS[hook])
+    agree(_SETTINGS[hook], process_group, bucket, observed)
+    return reduce_bucket(process_group, bucket, algorithm, hook, observed=observed)
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
-def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+@ddp_hook(_needs_cast_state)
+def allreduce_hook(
+    process_group: dist.ProcessGroup | CastState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in their own dtype.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over, None for the default group; or a `CastState`, to measure steps.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:

@@ -73,7 +73,7 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
     """Average a bucket: with PowerSGD, or plainly before the start and if none of its matrices would shrink enough."""
     state._is_batched = batched
     state._prepared = None
-    agree(state, state.process_group, bucket)
+    agree(state, state.process_group, bucket, state)
     if state._settings_of_buckets != (settings := state.settings()):
         state.options = replace(state.options)  # validates: the user may have modified ranks and stacks in place
         state._settings_of_buckets, state._buckets, state._patterns_match = settings, {}, False
@@ -101,7 +101,8 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
         state._count(numel, low_rank.sent_numel(iteration) if low_rank is not None else numel, bucket.is_last())
     if has_started and bucket.is_last():
         _warn_if_idle(state)
-    return reduce_bucket(state.process_group, bucket, algorithm)
+    name = "batched_powerSGD_hook" if batched else "powerSGD_hook"
+    return reduce_bucket(state.process_group, bucket, algorithm, name, observed=state)
 
 
 def _low_rank_bucket(state: PowerSGDState, names: tuple[str, ...], bucket: GradBucket) -> LowRankBucket | None:

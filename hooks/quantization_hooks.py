@@ -46,7 +46,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
         ValueError: the bucket is from another model than the state, or a pattern in ``wires`` matches nothing.
     """
     state._prepared = None
-    agree(state, state.process_group, bucket)
+    agree(state, state.process_group, bucket, state)
     names, iteration = state.parameter_names(bucket), state.iter
     state._names.note(names, bucket)
     quantized = None
@@ -62,7 +62,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
         await quantized_all_reduce(quantized, gradients, results, iteration, transport, workspace)
 
     state.maybe_increase_iter(bucket)
-    return reduce_bucket(state.process_group, bucket, algorithm)
+    return reduce_bucket(state.process_group, bucket, algorithm, state.hook_name, observed=state)
 
 
 @zero_copy

@@ -10,7 +10,7 @@ from gradwire.comm import Transport, Workspace
 from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
 from gradwire.hooks._arguments import ddp_hook, needs_state
 from gradwire.hooks._parameter_names import NamedState
-from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
+from gradwire.hooks._reduce_bucket import agree, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import check_scaled_cast_state
 from gradwire.hooks._types import GradBucket
 
@@ -52,7 +52,7 @@ class ScaledCastState(NamedState):
         growth: int = 1,
         backoff: int = 4,
     ) -> None:
-        super().__init__()
+        super().__init__("scaled_cast_hook")
         self.process_group = process_group
         self.scaling = DelayedScaling(dtype=dtype, margin=margin, growth=growth, backoff=backoff)
         self._buckets: dict[tuple[str, ...], BucketScale] = {}
@@ -79,9 +79,13 @@ class ScaledCastState(NamedState):
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self.scaling).items())
         return f"{type(self).__name__}({options})"
 
+    def device_counters(self) -> dict[str, torch.Tensor]:
+        """The three totals, for `metrics`."""
+        return dict(zip(("nonfinite_elements", "saturated_elements", "skipped_steps"), self._counters, strict=False))
+
     def settings(self) -> dict[str, object]:
         """The options, which must be equal on all ranks. Scales need not be: the ranks agree on them."""
-        return {"hook": "scaled_cast_hook", **vars(self.scaling)}
+        return {"hook": self.hook_name, **vars(self.scaling)}
 
     def exponents(self) -> dict[str, int]:
         """The exponent of the current scale, 2^exponent, by parameter name. Waits for the device."""
@@ -178,6 +182,7 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
         state: options, scales and counters. Modified.
         bucket: the gradients. Overwritten with their mean.
     """
+    agree(state, state.process_group, bucket, state)
     names = state._names.of(bucket)
     is_last = bucket.is_last()
 
@@ -187,4 +192,4 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
         counters = state.counters(device)
         await scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
 
-    return reduce_bucket(state.process_group, bucket, algorithm, settings=state)
+    return reduce_bucket(state.process_group, bucket, algorithm, state.hook_name, observed=state)

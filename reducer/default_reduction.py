@@ -38,4 +38,4 @@ def default_reduction(bucket: Bucket, exchange: Exchange) -> Future[Tensor]:
         else:
             await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
-    return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, bucket.divisor)
+    return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)

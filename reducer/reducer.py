@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.futures import Future
 
 from gradwire.comm.connections import ADVICE
+from gradwire.comm.torch_internals import profiler_range
 from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.autograd_hooks import AutogradHooks
@@ -271,7 +272,9 @@ class Reducer(Exchange):
         if self.skip_unused and set(bucket.members) <= set(self._unused):
             return
         self.times.record("backward_comm_time_start")
-        with self.leaving(f"the communication hook of bucket {bucket.index()}"):
+        index = bucket.index()
+        ranges = profiler_range(f"gradwire::launch bucket {index}")
+        with ranges, self.leaving(f"the communication hook of bucket {index}"):
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
@@ -282,7 +285,7 @@ class Reducer(Exchange):
                 future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
                 self._raise(errors.no_future(future))
-            self._backward.futures[bucket.index()] = future
+            self._backward.futures[index] = future
 
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
         if self._hook is not None:
@@ -305,7 +308,8 @@ class Reducer(Exchange):
         size = self.process_group.size()
         scale = size / self._forward_results.divisor(size) if self._hook is not None else 1
         self.times.n_reduced = sum(future is not None for future in backward.futures)
-        with self.leaving("the end of the backward pass"), torch.no_grad():
+        waiting = profiler_range("gradwire::wait for buckets")
+        with waiting, self.leaving("the end of the backward pass"), torch.no_grad():
             for bucket in self.buckets:
                 self._finish(bucket, scale)
             for future in self._forward_results.futures:

@@ -57,7 +57,16 @@ def test_names_that_do_not_exist_do_not_resolve():
 
 
 @pytest.mark.parametrize(
-    "name", ["debugging_hooks", "default_hooks", "powerSGD_hook", "quantization_hooks", "scaled_cast_hooks"]
+    "name",
+    [
+        "auto_hook",
+        "debugging_hooks",
+        "default_hooks",
+        "powerSGD_hook",
+        "quantization_hooks",
+        "scaled_cast_hooks",
+        "telemetry",
+    ],
 )
 def test_public_hook_modules_are_reachable_after_import_gradwire(name):
     program = f"import gradwire; print(gradwire.hooks.{name}.__name__)"

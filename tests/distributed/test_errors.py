@@ -65,7 +65,7 @@ class FaultyHook:
         async def algorithm(source, target, transport, workspace):
             raise Fault("from the worker")
 
-        return reduce_bucket(state, bucket, algorithm)
+        return reduce_bucket(state, bucket, algorithm, "test_hook")
 
     def future_holds_nonsense(self, state, bucket):
         future = torch.futures.Future()

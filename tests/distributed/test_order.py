@@ -61,7 +61,7 @@ def sums_and_squares(draw, sum_of=all_reduced):
         unflatten(wire + WEIGHT_OF_SQUARES * squares, target.tensors, table=target.table)
 
     def hook(state, bucket):
-        return reduce_bucket(state, bucket, algorithm)
+        return reduce_bucket(state, bucket, algorithm, "test_hook")
 
     return hook
 

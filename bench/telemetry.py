@@ -1,0 +1,110 @@
+"""The cost of telemetry: steps that measure themselves, and that compare with the exact mean, beside plain steps.
+
+One model per kind of step trains with the same hook. They take turns step by step, so that background load falls on
+all of them, and each timed step follows a plain one. `measure` starts the ranks; each runs `main`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+
+from gradwire.bench import launch
+from gradwire.bench.hook_registry import label
+from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, make_batch
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
+from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
+from gradwire.bench.timing import bench_device, in_turn, slowest
+
+HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
+MODULE = "gradwire.bench.telemetry"
+PLAIN, MEASURED, COMPARED = "plain", "measured", "compared"
+EVERY, EXACT_EVERY = 50, 1000  # of the shares in the table
+
+
+def measure(ranks: Sequence[int], steps: int) -> Measured:
+    """Step times of each hook without telemetry, measured in every step, and compared in every step.
+
+    Args:
+        ranks: world sizes, one after another.
+        steps: timed steps of each kind.
+
+    Raises:
+        LaunchError: a rank failed, or a hook's gradients are wrong.
+    """
+    device = bench_device()
+    settings = {"model": MODEL, "steps": steps, "threads": 1, "first_compressed_step": FIRST_COMPRESSED}
+    runs = [(size, settings | {"hook": hook}) for size in ranks for hook in HOOKS]
+    return Measured(settings, [record for size, of in runs for record in launch.run(MODULE, of, size, device)])
+
+
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """Time one hook as one rank; returns the records."""
+    hook, steps, rank = settings["hook"], settings["steps"], dist.get_rank()
+    kinds = {kind: Implementation(hook, GRADWIRE, device) for kind in (PLAIN, MEASURED, COMPARED)}
+    kinds[MEASURED].state.observe(every=1)
+    kinds[COMPARED].state.observe(every=1, exact_every=1)
+    everything = list(kinds.values())
+    for step in range(WARM_UP):
+        for implementation in everything:
+            implementation.step(make_batch(step, rank, device))
+    for implementation in everything:
+        implementation.check(make_batch(WARM_UP, rank, device))
+    for step in track(range(steps), description=f"{hook:<24}", disable=rank != 0):
+        batch = make_batch(WARM_UP + 1 + step, rank, device)
+        for implementation in in_turn(everything, step):
+            kinds[PLAIN].step(batch)  # untimed: what comes before a step, such as its caches, is equal for all kinds
+            dist.barrier()
+            implementation.seconds.append(implementation.step(batch))
+    ranks = dist.get_world_size()
+    return [
+        Record(
+            bench="telemetry",
+            case={"hook": hook},
+            implementation=kind,
+            ranks=ranks,
+            metric=STEP_MS,
+            **percentiles_ms(slowest(implementation.seconds)),
+        )
+        for kind, implementation in kinds.items()
+    ]
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """What telemetry adds to a step, a table per world size."""
+    names = {"hook": lambda record: label(record["hook"])}
+    columns = [
+        ("step time (ms)", value(STEP_MS, PLAIN)),
+        ("measured step (ms)", value(STEP_MS, MEASURED)),
+        (f"overhead of every={EVERY}", _share(MEASURED, EVERY)),
+        ("compared step (ms)", value(STEP_MS, COMPARED)),
+        (f"overhead of exact_every={EXACT_EVERY}", _share(COMPARED, EXACT_EVERY)),
+    ]
+    settings = records[0].provenance["settings"]
+    notes = (
+        f"model: {settings['model']}",
+        f"median of {settings['steps']} steps of each kind, in turns, forward and backward on the slowest rank",
+        "overhead: what a measured step takes longer, spread over the steps between two of them",
+    )
+    return [
+        pivot(f"Telemetry, {count(ranks, 'rank')}", group, names, columns, notes)
+        for (ranks,), group in groups_of(records, "ranks")
+    ]
+
+
+def _share(kind: str, every: int) -> Callable[[Group], str]:
+    """What steps of a kind add to the average step, if one in ``every`` is of it."""
+
+    def cell(group: Group) -> str:
+        plain, other = median_of(group, STEP_MS, PLAIN), median_of(group, STEP_MS, kind)
+        return "" if plain is None or other is None else f"{(other - plain) / plain / every:.2%}"
+
+    return cell
+
+
+if __name__ == "__main__":
+    launch.work(main)

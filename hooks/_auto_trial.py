@@ -1,0 +1,159 @@
+"""The exchanges that `gradwire.hooks.auto_hook` chooses from, and how each is measured on copies of the gradients."""
+
+from itertools import accumulate
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.comm import Steps, Transport, Workspace
+from gradwire.compress import Gradients
+from gradwire.hooks._error_feedback_state import ErrorFeedbackState
+from gradwire.hooks._reduce_bucket import bucket_device, bucket_work, is_sparse
+from gradwire.hooks._samples import Algorithm, Mark, Recorder, T, Timeline, mark
+from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.kernels import WIRE_FORMATS, flatten
+
+PLAIN = "plain"
+CASTS: dict[str, CommHook] = {PLAIN: allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+LOW_RANK = "powersgd-r"
+
+
+class Exchange(NamedTuple):
+    """A hook and its state."""
+
+    state: CastState | QuantizationState | PowerSGDState
+    hook: CommHook
+
+    def run(self, bucket: GradBucket, iteration: int, recorder: Recorder | None) -> Future[Tensor]:
+        """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
+        if isinstance(self.state, ErrorFeedbackState):
+            self.state.iter = iteration  # it counts only the steps whose last bucket it gets
+        self.state._recorder = recorder
+        return self.hook(self.state, bucket)
+
+
+def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int) -> Exchange:
+    """The exchange of a candidate's name, which compresses from step ``start`` on.
+
+    Raises:
+        ValueError: there is no candidate of that name.
+    """
+    if name in CASTS:
+        return Exchange(CastState(process_group), CASTS[name])
+    if name in WIRE_FORMATS:
+        return Exchange(QuantizationState(process_group, name, start_iter=start), quantization_hook)
+    rank = name.removeprefix(LOW_RANK)
+    if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
+        state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
+        return Exchange(state, powerSGD_hook)
+    raise ValueError(
+        f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
+        "rank N, such as powersgd-r4."
+    )
+
+
+class Stopwatch:
+    """Measures the buckets of one step of one exchange; see `gradwire.hooks._samples.Recorder`.
+
+    Attributes:
+        timelines: of the buckets, in order.
+    """
+
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []
+
+    def recorder(self, bucket: GradBucket) -> "Stopwatch":
+        return self
+
+    def settings(self) -> dict[str, object]:
+        return {}
+
+    def replicated(self) -> dict[str, object]:
+        return {}
+
+    def observed(self, algorithm: Algorithm) -> Algorithm:
+        def timed(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+            return self._start(source.table.device).of(algorithm(source, target, transport, workspace))
+
+        return timed
+
+    def uncompressed(self, steps: Steps[T], device: torch.device) -> Steps[T]:
+        return self._start(device).of(steps)
+
+    def finish(self, device: torch.device) -> None:
+        pass
+
+    def _start(self, device: torch.device) -> Timeline:
+        self.timelines.append(Timeline(device))
+        return self.timelines[-1]
+
+
+class CopiedBucket:
+    """A flat copy of a bucket, on which an exchange is measured without consequences."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        source = bucket_work(bucket, {}).source
+        table = source.table
+        flat = torch.empty(table.numel, dtype=table.dtype, device=table.device)
+        self._buffer = flatten(source.tensors, flat, table=table)
+        self._bucket = bucket
+
+    def index(self) -> int:
+        return self._bucket.index()
+
+    def is_last(self) -> bool:
+        return self._bucket.is_last()
+
+    def parameters(self) -> list[Tensor]:
+        return self._bucket.parameters()
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+
+class Trial:
+    """The measurement of one candidate in one step, bucket by bucket, each on its own.
+
+    Args:
+        candidate: its name.
+        exchange: runs on copies of the gradients; None for the plain exchange, which runs on the gradients.
+
+    Attributes:
+        buckets: the parameter names of each bucket.
+    """
+
+    def __init__(self, candidate: str, exchange: Exchange | None) -> None:
+        self.candidate = candidate
+        self.buckets: list[tuple[str, ...]] = []
+        self._exchange = exchange
+        self._stopwatch = Stopwatch()
+        self._marks: list[Mark] = []  # begin and end of each bucket
+
+    def run(self, bucket: GradBucket, names: tuple[str, ...], plain: Exchange, iteration: int) -> Future[Tensor]:
+        """Measure the candidate, then exchange the gradients plainly; waits for both."""
+        self.buckets.append(names)
+        device = bucket_device(bucket)
+        self._marks.append(mark(device))
+        if self._exchange is not None and not is_sparse(bucket):
+            self._exchange.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
+            result = plain.run(bucket, iteration, None)
+        else:
+            result = plain.run(bucket, iteration, self._stopwatch)
+        result.wait()
+        self._marks.append(mark(device))
+        return result
+
+    def costs(self) -> list[list[float]]:
+        """Milliseconds of encoding, wire and decoding, for each bucket."""
+        return [list(timeline.milliseconds()) for timeline in self._stopwatch.timelines]
+
+    def ready(self) -> list[float]:
+        """Milliseconds from the first complete gradient to each bucket, without the waiting."""
+        gaps = [begin.milliseconds_since(end) for end, begin in zip(self._marks[1::2], self._marks[2::2], strict=False)]
+        return list(accumulate(gaps, initial=0.0))

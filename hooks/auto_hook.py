@@ -1,0 +1,301 @@
+"""`auto_hook`: measures plain, cast, quantised and low-rank exchanges in the first steps; chooses for each bucket."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import Transport, executor_for
+from gradwire.compress._options import check_whole_number
+from gradwire.hooks._arguments import ddp_hook, needs_state
+from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
+from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
+from gradwire.hooks._error_feedback_state import ErrorFeedbackState
+from gradwire.hooks._handshake import digest
+from gradwire.hooks._parameter_names import NamedState, plain_name
+from gradwire.hooks._reduce_bucket import agree, bucket_device, zero_copy
+from gradwire.hooks._state_validation import check_auto_state
+from gradwire.hooks._types import GradBucket
+
+__all__ = ["AutoState", "auto_hook"]
+
+logger = logging.getLogger("gradwire.hooks.auto_hook")
+
+DEFAULT_CANDIDATES = (PLAIN, "bf16", "int8", "int4", "powersgd-r4")
+# Steps before the first measurement: DDP rebuilds its buckets after the first.
+FIRST_STEPS = 2
+# The first step of each candidate allocates and compiles; its times are not used.
+WARM_UP = 1
+
+
+class AutoState(NamedState):
+    """Options, measurements and choices of `auto_hook`, for one model.
+
+    The first two steps are plain. Then each candidate is measured in ``1 + repeats`` steps, on copies of the gradients:
+    results stay bitwise equal to the plain all-reduce, and no error memory is left behind. These steps wait for each
+    exchange and are slower than others. After them, a model of overlap (`gradwire.hooks._auto_plan`) chooses an
+    exchange for each bucket from the slowest rank's times, and training continues with it. The choice is logged,
+    equal on all ranks, and saved by `state_dict`, so that a resumed run does not measure again.
+
+    Only times are measured. PowerSGD at a low rank may take more steps to the same loss than quantised exchanges; put
+    only candidates on the list whose accuracy you trust.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        candidates: names of exchanges, from the most to the least precise: "plain" first, then any of "bf16", "fp16",
+            the formats of `QuantizationState` ("int8", "int4", "int2", "fp8_e4m3", ...) and "powersgd-rN" for rank N.
+        repeats: measured steps of each candidate.
+        min_gain: compress only if the predicted time from the first gradient to the last result is this many times
+            shorter.
+        plan: candidates by parameter name, such as the ``plan`` of another run: nothing is measured.
+
+    Attributes:
+        iter: number of steps so far.
+        plan: the chosen candidate of every parameter; empty before the choice.
+
+    Raises:
+        ValueError: a candidate is unknown, the first is not "plain", or a number is out of range.
+
+    Example::
+        >>> state = AutoState(process_group)
+        >>> model.register_comm_hook(state, auto_hook)
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        candidates: Sequence[str] = DEFAULT_CANDIDATES,
+        repeats: int = 3,
+        min_gain: float = 1.05,
+        plan: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__("auto_hook")
+        self.process_group = process_group
+        self.candidates, self.repeats, self.min_gain = tuple(candidates), repeats, min_gain
+        self.iter = 0
+        self.plan = dict(plan or {})
+        self._check_options()
+        self._exchanges: dict[str, Exchange] = {}
+        self._candidate: Exchange | None = None  # under measurement, on copies
+        self._trials: list[Trial] = []
+        self._first_trial = FIRST_STEPS  # the step of the first measurement
+
+    def _check_options(self) -> None:
+        expected = f"a list of different names that begins with {PLAIN!r}"
+        if not self.candidates or self.candidates[0] != PLAIN or len(set(self.candidates)) < len(self.candidates):
+            raise ValueError(f"candidates is {list(self.candidates)}; expected {expected}.")
+        for name in (*self.candidates, *self.plan.values()):
+            make_exchange(name, None, FIRST_STEPS)
+        check_whole_number("repeats", self.repeats, "a whole number of steps, at least 1", 1)
+        if not isinstance(self.min_gain, int | float) or not self.min_gain >= 1:
+            raise ValueError(f"min_gain is {self.min_gain!r}; expected a ratio of times, at least 1.")
+
+    def __repr__(self) -> str:
+        chosen = ", ".join(f"{len(names)} parameters {name}" for name, names in self._members().items())
+        return (
+            f"{type(self).__name__}(iter={self.iter}, candidates={list(self.candidates)}, {chosen or 'no choice yet'})"
+        )
+
+    def settings(self) -> dict[str, object]:
+        """The options, which must be equal on all ranks."""
+        options = {"candidates": self.candidates, "repeats": self.repeats, "min_gain": self.min_gain}
+        return {"hook": self.hook_name, **options}
+
+    def replicated(self) -> dict[str, object]:
+        """The number of steps, and a digest of the plan."""
+        return {"iter": self.iter, "plan": digest(sorted(self.plan.items())) if self.plan else "none"}
+
+    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+        """Names of the bucket's parameters, which the plan needs."""
+        return self._names.of(bucket, "The choice of an exchange for each parameter")
+
+    def residuals(self) -> list[Tensor]:
+        """This rank's error memory, for `metrics`."""
+        return [error for exchange in self._exchanges.values() for error in exchange.state.residuals()]
+
+    def exchange(self, name: str) -> Exchange:
+        """The exchange of a candidate, created at its first use."""
+        if name not in self._exchanges:
+            self._exchanges[name] = self._make(name)
+        return self._exchanges[name]
+
+    def take_back(self, name: str, gradient: Tensor) -> None:
+        """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
+        exchange = self._exchanges.get(self.plan.get(plain_name(name), PLAIN))
+        if exchange is not None and isinstance(exchange.state, NamedState):
+            exchange.state.take_back(name, gradient)
+
+    def prepare_checkpoint(self) -> None:
+        """Let any rank call `state_dict` alone until the next step; a collective call.
+
+        Raises:
+            RuntimeError: a rank has not called it within two minutes.
+        """
+        for _, state in self._with_memory():
+            state.prepare_checkpoint()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, plan, and the `state_dict` of each exchange in use, for ``torch.load(weights_only=True)``.
+
+        A collective call, unless `prepare_checkpoint` was called since the last step. Any world size can resume.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
+        """
+        self._names.search()
+        self._names.require("A checkpoint of an AutoState")
+        states = {name: state.state_dict() for name, state in self._with_memory()}
+        return {"iter": self.iter, "plan": dict(self.plan), "states": states}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`: with its plan, or by measuring if it has none.
+
+        Raises:
+            ValueError: an entry is missing, of another type, or out of range. This state is not modified.
+        """
+        check_auto_state(state_dict)
+        exchanges = {name: self._make(name) for name in state_dict["states"]}
+        for name, exchange in exchanges.items():
+            if not isinstance(exchange.state, ErrorFeedbackState):
+                raise ValueError(f"states has an entry {name!r}, but {name} keeps nothing. Leave it out.")
+            exchange.state.load_state_dict(state_dict["states"][name])
+        for name in state_dict["plan"].values():
+            make_exchange(name, None, FIRST_STEPS)
+        self._restart(state_dict["iter"], state_dict["plan"], exchanges)
+
+    def replicated_state(self) -> dict[str, Any]:
+        """Step count, plan and factors; see `NamedState.replicated_state`."""
+        states = {name: state.replicated_state() for name, state in self._with_memory()}
+        return {"iter": self.iter, "plan": dict(self.plan), "states": states}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Take step count, plan and factors from another rank; keep this rank's errors."""
+        for name, state in replicated["states"].items():
+            kept = self.exchange(name).state
+            assert isinstance(kept, ErrorFeedbackState)
+            kept.load_replicated_state(state)
+        self._restart(replicated["iter"], replicated["plan"], self._exchanges)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: options, plan and this rank's memory, without the process group."""
+        options = {"candidates": self.candidates, "repeats": self.repeats, "min_gain": self.min_gain, "plan": self.plan}
+        states = {name: state for name, state in self._with_memory()}
+        return {"options": options, "iter": self.iter, "states": states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None, **state["options"])  # type: ignore[misc]
+        exchanges = {name: Exchange(each, self._make(name).hook) for name, each in state["states"].items()}
+        self._restart(state["iter"], self.plan, exchanges)
+
+    def _make(self, name: str) -> Exchange:
+        exchange = make_exchange(name, self.process_group, FIRST_STEPS)
+        if self._names.module is not None and isinstance(exchange.state, NamedState):
+            exchange.state.bind(self._names.module)
+        return exchange
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take parameter names from ``module``; see `NamedState.bind`."""
+        super().bind(module)
+        for _, state in self._with_memory():
+            state.bind(module)
+
+    def _with_memory(self) -> list[tuple[str, ErrorFeedbackState]]:
+        """The exchanges in use that keep error memory, by name."""
+        found = sorted(self._exchanges.items())
+        return [(name, each.state) for name, each in found if isinstance(each.state, ErrorFeedbackState)]
+
+    def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
+        self.iter, self.plan, self._exchanges = iteration, dict(plan), dict(exchanges)
+        self._trials, self._first_trial = [], iteration + FIRST_STEPS
+        self.expect_handshake()
+
+    def _members(self) -> dict[str, list[str]]:
+        """The parameters of each candidate."""
+        members: dict[str, list[str]] = {}
+        for name, candidate in self.plan.items():
+            members.setdefault(candidate, []).append(name)
+        return members
+
+    # The steps of a measurement.
+
+    def _begin_step(self, bucket: GradBucket) -> None:
+        """Start the next trial, or choose once all are over."""
+        if self.plan or self.iter < self._first_trial or len(self.candidates) == 1:
+            return
+        index, step = divmod(self.iter - self._first_trial, WARM_UP + self.repeats)
+        if index == len(self.candidates):
+            self._choose(bucket)
+            return
+        candidate = self.candidates[index]
+        if step == 0:
+            self._candidate = self._make(candidate) if candidate != PLAIN else None
+        self._trials.append(Trial(candidate, self._candidate))
+
+    def _end_step(self) -> None:
+        self.iter += 1
+        if self._trials and self._trials[-1].buckets != self._trials[0].buckets:
+            logger.info("The buckets have changed: the candidates are measured again.")
+            self._trials, self._first_trial = [], self.iter
+
+    def _choose(self, bucket: GradBucket) -> None:
+        """Choose from the slowest rank's times. A collective call."""
+        device, process_group = bucket_device(bucket), self.process_group
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        counted = [
+            [trial for trial in self._trials if trial.candidate == candidate][WARM_UP:] for candidate in self.candidates
+        ]
+        costs = torch.stack([torch.tensor([t.costs() for t in trials]).amin(0) for trials in counted], 1)
+        ready = torch.tensor([trial.ready() for trials in counted for trial in trials]).amin(0)
+        executor = executor_for(process_group, device)
+        times = torch.cat([costs.flatten(), ready]).to(device)
+        executor.submit(lambda _: _largest(times, executor.transport), is_last=True).wait()
+        costs_ms, ready_ms = times[: costs.numel()].view(costs.shape).tolist(), times[costs.numel() :].tolist()
+        of_buckets = [{name: Cost(*cost) for name, cost in zip(self.candidates, of, strict=True)} for of in costs_ms]
+        chosen = choose(ready_ms, of_buckets, self.min_gain)
+        for names, name in zip(self._trials[0].buckets, chosen, strict=True):
+            self.plan.update(dict.fromkeys(names, name))
+        for name in self.candidates:
+            time = predicted_ms(ready_ms, [of[name] for of in of_buckets])
+            logger.info("%s: %.1f ms from the first gradient to the last result (predicted)", name, time)
+        logger.info("Chosen: %s", ", ".join(f"{name} for {len(of)} parameters" for name, of in self._members().items()))
+        self._trials, self._candidate = [], None
+
+    def _chosen(self, names: Sequence[str]) -> Exchange:
+        """The exchange of a bucket: the most precise one that was chosen for any of its parameters."""
+        chosen = {self.plan.get(name, PLAIN) for name in names}
+        order = (*self.candidates, *sorted(chosen - set(self.candidates)))
+        return self.exchange(min(chosen, key=order.index))
+
+
+async def _largest(times: Tensor, transport: Transport) -> None:
+    await transport.all_reduce_max(times)
+
+
+@zero_copy
+@ddp_hook(needs_state(AutoState))
+def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Measure the candidates of an `AutoState` in the first steps, then exchange each bucket as chosen.
+
+    Args:
+        state: options, measurements, the plan, and the memory of the exchanges. Modified.
+        bucket: the gradients. Overwritten with their mean, approximate if a lossy exchange was chosen.
+
+    Raises:
+        RuntimeError: the names of the parameters are not known.
+    """
+    agree(state, state.process_group, bucket, state)
+    names = state.parameter_names(bucket)
+    if bucket.index() == 0:
+        state._begin_step(bucket)
+    if state._trials:
+        result = state._trials[-1].run(bucket, names, state.exchange(PLAIN), state.iter)
+    else:
+        result = state._chosen(names).run(bucket, state.iter, state._recorder)
+    if bucket.is_last():
+        state._end_step()
+    return result

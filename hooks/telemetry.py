@@ -1,0 +1,203 @@
+"""Telemetry: what a hook sends, what it costs, and how close its result is to the exact mean, while you train.
+
+Every hook state measures itself once `Observed.observe` was called, on every rank::
+
+    >>> report = to_tensorboard(SummaryWriter("runs/int4")) if dist.get_rank() == 0 else None
+    >>> state.observe(every=50, exact_every=1000, report=report)
+
+`Observed.metrics`, and every report, is a dictionary of numbers about one step on this rank:
+
+- ``step``: steps since `Observed.observe`.
+- ``gradient_bytes``, ``sent_bytes``, ``compression_ratio``: payload before and after compression.
+- ``uncompressed_buckets``: buckets sent at full size: sparse ones, ones without a matrix that shrinks, and all before
+  compression starts.
+- ``encode_ms``, ``wire_ms``, ``decode_ms``: computing up to the last collective, waiting for collectives (their queue
+  included), and computing behind the last one; summed over the buckets. They overlap with the backward pass.
+- ``residual_ratio``: norm of the error memory over norm of the result. It should settle. A hook with error feedback
+  that loses information forever shows a ratio that keeps growing.
+- ``cosine``, ``relative_error``: of the result and the exact mean of this step's gradients, in steps of
+  ``exact_every``. With error feedback the result contains residuals of earlier steps, so a cosine of 0.5 to 0.9 is
+  normal for low rank.
+- ``saturated_elements``, ``nonfinite_elements``, ``skipped_steps``: totals of `ScaledCastState`.
+"""
+
+import json
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gradwire.hooks._samples import Recorder, Sample
+from gradwire.hooks._types import GradBucket
+
+__all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
+
+Report = Callable[[Mapping[str, float]], None]
+
+
+class ScalarWriter(Protocol):
+    """What `to_tensorboard` needs of ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Write one number."""
+
+
+class Run(Protocol):
+    """What `to_wandb` needs of a run of Weights & Biases, or of the module ``wandb``."""
+
+    def log(self, data: dict[str, float]) -> Any:
+        """Write numbers of one step."""
+
+
+def to_jsonl(path: str | Path) -> Report:
+    """A report that appends one line of JSON per measured step to a file.
+
+    Args:
+        path: of the file, created if it does not exist.
+    """
+
+    def report(metrics: Mapping[str, float]) -> None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(dict(metrics)) + "\n")
+
+    return report
+
+
+def to_tensorboard(writer: ScalarWriter, prefix: str = "gradwire/") -> Report:
+    """A report that writes scalars, such as ``gradwire/wire_ms``, to TensorBoard.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``.
+        prefix: of the tags.
+    """
+
+    def report(metrics: Mapping[str, float]) -> None:
+        step = int(metrics["step"])
+        for name, value in metrics.items():
+            if name != "step":
+                writer.add_scalar(prefix + name, value, step)
+
+    return report
+
+
+def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
+    """A report that logs to Weights & Biases, with ``gradwire/step`` among the numbers.
+
+    Args:
+        run: of ``wandb.init()``.
+        prefix: of the names.
+    """
+
+    def report(metrics: Mapping[str, float]) -> None:
+        run.log({prefix + name: value for name, value in metrics.items()})
+
+    return report
+
+
+class Observed:
+    """A hook state that can measure its steps; see this module's description for the numbers."""
+
+    _recorder: Recorder | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
+
+    def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
+        """Measure one step in ``every`` from now on. Call it on every rank, between the same two steps.
+
+        A measured step has the same result. It takes the norms of result and error memory, and reads them in a later
+        step, without waiting for the device.
+
+        Args:
+            every: steps per measurement, at least 1.
+            exact_every: steps between two comparisons with the exact mean, which take an uncompressed all-reduce in
+                fp32 and two flat copies of a bucket; 0 for none. Equal on all ranks.
+            report: called with the `metrics` of each measured step, in the thread that trains; see `to_jsonl`,
+                `to_tensorboard` and `to_wandb`. Usually given on one rank only.
+
+        Raises:
+            ValueError: a number of steps is out of range.
+        """
+        self._recorder = Telemetry(self, every, exact_every, report)
+
+    def stop_observing(self) -> None:
+        """Measure no more steps. Call it on every rank, between the same two steps."""
+        self._recorder = None
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the latest measured step; empty before the first one is over.
+
+        Raises:
+            RuntimeError: `observe` was not called.
+        """
+        telemetry = self._recorder
+        if not isinstance(telemetry, Telemetry):
+            raise RuntimeError(
+                f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
+                "that you want to measure."
+            )
+        telemetry.flush()
+        return dict(telemetry.latest)
+
+    def residuals(self) -> Sequence[Tensor]:
+        """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
+        return ()
+
+    def device_counters(self) -> Mapping[str, Tensor]:
+        """Further totals among the metrics, one element each."""
+        return {}
+
+
+class Telemetry:
+    """The measurements of a hook state.
+
+    Args:
+        state: the hook state.
+        every, exact_every, report: as in `Observed.observe`.
+
+    Attributes:
+        latest: the metrics of the latest measured step.
+    """
+
+    def __init__(self, state: Observed, every: int, exact_every: int, report: Report | None) -> None:
+        for name, value, least in (("every", every, 1), ("exact_every", exact_every, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of steps, at least {least}.")
+        self.latest: dict[str, float] = {}
+        self._state = weakref.proxy(state)
+        self._every = every
+        self._exact_every = exact_every
+        self._report = report
+        self._n_steps = 0
+        self._sample: Sample | None = None  # of the current step
+        self._pending: deque[Sample] = deque()
+
+    def settings(self) -> dict[str, object]:
+        """What must be equal on all ranks: comparisons with the exact mean are collectives."""
+        return {"exact_every of observe()": self._exact_every}
+
+    def replicated(self) -> dict[str, object]:
+        """Further values that must be equal when the ranks compare `settings`."""
+        return {"steps since observe()": self._n_steps if self._exact_every else "any"}
+
+    def recorder(self, bucket: GradBucket) -> Sample | None:
+        """The measurements to which ``bucket`` adds; None in a step that is not measured."""
+        if bucket.index() == 0:
+            self.flush()
+            step = self._n_steps + 1
+            is_exact = self._exact_every > 0 and step % self._exact_every == 0
+            self._sample = Sample(step, is_exact, self._state) if is_exact or step % self._every == 0 else None
+            if self._sample is not None:
+                self._pending.append(self._sample)
+        sample = self._sample
+        if bucket.is_last():
+            self._n_steps += 1
+            self._sample = None
+        return sample
+
+    def flush(self) -> None:
+        """Take over the measurements that can be read now."""
+        while self._pending and self._pending[0].is_ready():
+            self.latest = self._pending.popleft().metrics()
+            if self._report is not None:
+                self._report(self.latest)

@@ -1,0 +1,307 @@
+"""`auto_hook`: measuring changes no bit, ranks agree on the plan, and a plan trains like the hooks that it names."""
+
+import io
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from training import SMALL, WRAPPERS, build, error_of, gradients, register, train
+
+import gradwire
+from gradwire.hooks._auto_plan import TOLERANCE, Cost, choose, predicted_ms
+from gradwire.hooks._auto_trial import Trial
+from gradwire.hooks.auto_hook import AutoState, auto_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+
+# --- the choice
+
+milliseconds = st.floats(0, 100)
+costs = st.builds(Cost, milliseconds, milliseconds, milliseconds)
+
+
+@st.composite
+def measurements(draw):
+    n = draw(st.integers(1, 5))
+    ready = [0.0]
+    for _ in range(n - 1):
+        ready.append(ready[-1] + draw(milliseconds))
+    names = ("plain", "int8", "int4")
+    return ready, [{name: draw(costs) for name in names} for _ in range(n)]
+
+
+def of_plan(ready, of_buckets, plan):
+    return predicted_ms(ready, [of[name] for of, name in zip(of_buckets, plan, strict=True)])
+
+
+@given(measurements(), st.integers(0, 4), st.sampled_from(Cost._fields), milliseconds)
+def test_prediction_never_falls_when_a_cost_rises(measured, bucket, part, more):
+    ready, of_buckets = measured
+    plan = [of["plain"] for of in of_buckets]
+    i = bucket % len(plan)
+    dearer = [*plan[:i], plan[i]._replace(**{part: getattr(plan[i], part) + more}), *plan[i + 1 :]]
+    assert predicted_ms(ready, dearer) >= predicted_ms(ready, plan) >= ready[-1]
+
+
+def test_prediction_hides_the_wire_behind_the_backward():
+    waits = [Cost(1, 8, 1)] * 3
+    assert predicted_ms([0, 10, 20], waits) == 30  # only the last exchange is exposed
+    assert predicted_ms([0, 0, 0], waits) == 1 + 3 * 8 + 1  # the wire is the bottleneck
+    assert predicted_ms([0, 0, 0], [Cost(8, 1, 4)] * 3) == 36  # computing is
+
+
+@given(measurements(), st.floats(1, 2))
+def test_choice_is_plain_or_gains_enough(measured, min_gain):
+    ready, of_buckets = measured
+    plan = choose(ready, of_buckets, min_gain)
+    base = of_plan(ready, of_buckets, ["plain"] * len(plan))
+    if set(plan) != {"plain"}:
+        assert of_plan(ready, of_buckets, plan) <= TOLERANCE / min_gain * base * (1 + 1e-9)
+
+
+def test_choice_is_plain_on_a_fast_link():
+    fast = {"plain": Cost(1, 1, 1), "int8": Cost(4, 0.3, 4), "int4": Cost(4, 0.1, 4)}
+    assert choose([0, 5, 10], [fast] * 3, 1.05) == ["plain"] * 3
+
+
+def test_choice_compresses_on_a_slow_link():
+    slow = {"plain": Cost(1, 100, 1), "int8": Cost(4, 27, 4), "int4": Cost(4, 14, 4)}
+    assert choose([0, 5, 10], [slow] * 3, 1.05) == ["int4"] * 3
+
+
+def test_choice_keeps_hidden_buckets_precise():
+    slow = {"plain": Cost(1, 10, 1), "int8": Cost(2, 3, 2), "int4": Cost(2, 1.5, 2)}
+    plan = choose([0, 100, 200], [slow] * 3, 1.01)
+    assert plan == ["plain", "plain", "int8"]  # int4 would end the step 0.7 % earlier
+
+
+# --- measuring
+
+
+def measured_and_plain(wrapper, view):
+    state = AutoState(candidates=("plain", "bf16", "int4", "powersgd-r1"), repeats=1, min_gain=1e9)
+    options = {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": view, "steps": 12}
+    auto = train(wrapper, "odd", hook=(state, auto_hook), **options)
+    return auto, train(wrapper, "odd", hook="allreduce", **options), state.plan, state.residuals()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_law3_measured_steps_are_bitwise_the_plain_all_reduce(world, wrapper, view):
+    for auto, plain, plan, residuals in world.run(measured_and_plain, wrapper=wrapper, view=view):
+        assert_same_bits(auto, plain)
+        assert set(plan.values()) == {"plain"}  # no gain is enough
+        assert residuals == []
+
+
+def costs_of(times):
+    """A stand-in for `Trial.costs` with milliseconds on the wire by candidate, those of rank 1 ten times longer."""
+
+    def faked(trial):
+        return [[0.0, times[trial.candidate] * (10 if dist.get_rank() == 1 else 1), 0.0] for _ in trial.buckets]
+
+    return mock.patch.object(Trial, "costs", faked)
+
+
+def with_times(times, steps, model="mlp", state=None, **options):
+    state = state or AutoState(candidates=tuple(times), repeats=1)
+    with costs_of(times):
+        record = train("gradwire", model, hook=(state, auto_hook), steps=steps, bucket_cap_mb=SMALL, **options)
+    return record, state
+
+
+def chosen(times):
+    _, state = with_times(times, steps=2 + 2 * len(times) + 1)
+    return state.plan
+
+
+def test_ranks_agree_on_the_plan(world):
+    plans = world.run(chosen, times={"plain": 10.0, "int8": 3.0, "int4": 2.0})
+    assert all(plan == plans[0] for plan in plans)
+    assert set(plans[0].values()) == {"int4"}
+    assert {"int4"} < set(plans[0]) | {"int4"}  # by parameter name
+
+
+def auto_and_direct():
+    times = {"plain": 10.0, "int4": 1.0}
+    auto, state = with_times(times, steps=12)
+    first = 2 + 2 * len(times)  # the step of the choice is compressed already
+    direct = train(
+        "gradwire",
+        "mlp",
+        hook=(QuantizationState(None, "int4", start_iter=first), quantization_hook),
+        steps=12,
+        bucket_cap_mb=SMALL,
+    )
+    return auto, direct, state.iter, repr(state)
+
+
+def test_training_after_the_choice_is_training_with_the_chosen_hook(world):
+    for auto, direct, iteration, text in world.run(auto_and_direct):
+        assert_same_bits(auto, direct)
+        assert iteration == 12
+        assert "parameters int4" in text
+
+
+def in_rebuilt_buckets():
+    """A backward leaves a bucket out in one step of the measurement: the buckets of that step differ."""
+    state = AutoState(candidates=("plain", "int8"), repeats=1)
+    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    register(ddp, (state, auto_hook))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    with costs_of({"plain": 10.0, "int8": 1.0}):
+        for step in range(14):
+            ddp.zero_grad()
+            ddp(*ddp.module.batch(generator)).backward()
+            if step == 4:
+                state._trials[-1].buckets.reverse()
+                state._trials[0].buckets = [("another",)]
+            seen.append(bool(state.plan))
+    return seen
+
+
+def test_changed_buckets_are_measured_again(world):
+    for seen in world.run(in_rebuilt_buckets):
+        # Steps 2 to 5 would have measured; the change is noticed in step 5, and 6 to 9 measure anew.
+        assert seen.index(True) == 10
+
+
+# --- plans
+
+
+def mixed_plan(candidate):
+    names = [name for name, _ in build("mlp").named_parameters()]
+    plan = {name: candidate if i < len(names) // 2 else "plain" for i, name in enumerate(names)}
+    state = AutoState(plan=plan)
+    state.observe(every=1)
+    record = train("gradwire", "mlp", hook=(state, auto_hook), steps=4, bucket_cap_mb=SMALL)
+    plain = train("gradwire", "mlp", hook="allreduce", steps=1, bucket_cap_mb=SMALL)
+    return record, plain, state.metrics(), [name for name in plan if plan[name] == "plain"]
+
+
+@pytest.mark.parametrize("candidate", ["bf16", "int8", "powersgd-r1"])
+def test_given_plan_is_used_from_the_first_step(world, candidate):
+    results = world.run(mixed_plan, candidate=candidate)
+    assert_same_on_all_ranks([record for record, *_ in results])
+    for record, plain, metrics, uncompressed in results:
+        assert metrics["uncompressed_buckets"] > 0
+        for name in uncompressed:
+            assert_same_bits(record.gradients[0][name], plain.gradients[0][name])
+
+
+def resumed(wrapper, way):
+    """Gradients of an uninterrupted run, and of one that is saved and loaded at each of two points of it."""
+    times, at = {"plain": 10.0, "int8": 4.0, "powersgd-r1": 1.0}, (5, 14)
+    runs = []
+    for interrupts in (False, True):
+        state = AutoState(candidates=tuple(times), repeats=1)
+        module = build("mlp")
+        ddp = WRAPPERS[wrapper](module, bucket_cap_mb=SMALL)
+        register(ddp, (state, auto_hook))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        seen = []
+        with costs_of(times):
+            for step in range(18):
+                if interrupts and step in at:
+                    saved = io.BytesIO()
+                    if way == "pickle":
+                        pickle.dump(state, saved)
+                        state = pickle.loads(saved.getvalue())
+                    else:
+                        torch.save(state.state_dict(), saved)
+                        saved.seek(0)
+                        state = AutoState(candidates=tuple(times), repeats=1)
+                        state.load_state_dict(torch.load(saved, weights_only=True))
+                    ddp = WRAPPERS[wrapper](module, bucket_cap_mb=SMALL)
+                    register(ddp, (state, auto_hook))
+                optimizer.zero_grad()
+                ddp(*module.batch(generator)).backward()
+                seen.append(gradients(ddp))
+                optimizer.step()
+        runs.append((seen, dict(state.plan), state.iter))
+    return runs
+
+
+@pytest.mark.parametrize("way", ["state_dict", "pickle"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_checkpoint_resumes_with_the_same_plan(world, wrapper, way):
+    for (whole, plan, n), (parts, same_plan, m) in world.run(resumed, wrapper=wrapper, way=way):
+        assert plan == same_plan
+        assert set(plan.values()) >= {"powersgd-r1"}
+        assert n == m == 18
+        assert_same_bits(parts[:5], whole[:5])
+        for before, after in zip(whole[14:], parts[14:], strict=True):
+            for name in before:
+                assert torch.isfinite(after[name]).all()
+                assert after[name].shape == before[name].shape
+
+
+def direct_powersgd():
+    names = [name for name, _ in build("mlp").named_parameters()]
+    auto = train("gradwire", "mlp", hook=(AutoState(plan=dict.fromkeys(names, "powersgd-r1")), auto_hook), steps=6)
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    return auto, train("gradwire", "mlp", hook=(state, powerSGD_hook), steps=6)
+
+
+def test_plan_of_one_hook_is_that_hook(world):
+    for auto, direct in world.run(direct_powersgd):
+        assert_same_bits(auto, direct)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": ()}, "begins with 'plain'"),
+        ({"candidates": ("int8", "plain")}, "begins with 'plain'"),
+        ({"candidates": ("plain", "int8", "int8")}, "different names"),
+        ({"candidates": ("plain", "int5")}, "no candidate 'int5'"),
+        ({"candidates": ("plain", "powersgd-r0")}, "no candidate 'powersgd-r0'"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"min_gain": 0.5}, "min_gain is 0.5"),
+        ({"min_gain": float("nan")}, "min_gain is nan"),
+        ({"plan": {"weight": "zip"}}, "no candidate 'zip'"),
+    ],
+)
+def test_bad_options_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        AutoState(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"iter": -1}, "iter is -1"),
+        ({"plan": [1]}, "plan is"),
+        ({"plan": {"weight": "zip"}}, "no candidate 'zip'"),
+        ({"states": {"bf16": {}}}, "bf16 keeps nothing"),
+        ({"states": {"int8": {}}}, "no 'iter'"),
+    ],
+)
+def test_bad_checkpoint_raises_and_changes_nothing(changes, message):
+    state = AutoState()
+    with pytest.raises(ValueError, match=message):
+        state.load_state_dict({"iter": 7, "plan": {}, "states": {}} | changes)
+    assert (state.iter, state.plan) == (0, {})
+
+
+def different_candidates():
+    state = AutoState(candidates=("plain", "int8") if dist.get_rank() == 0 else ("plain", "int4"))
+    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    register(ddp, (state, auto_hook))
+    return error_of(lambda: ddp(*ddp.module.batch(torch.Generator().manual_seed(0))).backward())
+
+
+def test_different_candidates_raise_on_every_rank(world):
+    for kind, message in world.run(different_candidates):
+        assert kind == "RuntimeError"
+        assert "candidates" in message

@@ -1,0 +1,285 @@
+"""Telemetry: measuring a step changes no bit of it, and the numbers are those of the formulas."""
+
+import json
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits
+from torch.profiler import profile
+from training import HOOKS, SMALL, WRAPPERS, build, error_of, gradients, register, train
+
+import gradwire
+from gradwire.hooks.default_hooks import CastState, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.hooks.telemetry import to_jsonl, to_tensorboard, to_wandb
+
+STATEFUL = ["bf16_in_fp32", "scaled_fp16", "int4", "powersgd", "powersgd_alternating"]
+COUNTS = {"step", "gradient_bytes", "sent_bytes", "compression_ratio", "uncompressed_buckets"}
+TIMES = {"encode_ms", "wire_ms", "decode_ms"}
+COMPARISON = {"cosine", "relative_error"}
+
+
+def observed_and_not(wrapper, model, hook, **options):
+    """Records of a run that is measured in every step, and of one that is not; the metrics of each step."""
+    reports = []
+    state, function = HOOKS[hook](None)
+    state.observe(every=1, exact_every=2, report=lambda metrics: reports.append(dict(metrics)))
+    observed = train(wrapper, model, hook=(state, function), steps=5, **options)
+    assert state.metrics() == reports[-1]
+    return observed, train(wrapper, model, hook=hook, steps=5, **options), reports
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", STATEFUL)
+def test_measured_steps_have_the_same_bits(world, hook, wrapper):
+    results = world.run(observed_and_not, wrapper=wrapper, model="odd", hook=hook, bucket_cap_mb=SMALL)
+    for observed, plain, reports in results:
+        assert_same_bits(observed, plain)
+        assert [report["step"] for report in reports] == [1, 2, 3, 4, 5]
+        for report in reports:
+            names = set(report)
+            assert names >= COUNTS | TIMES
+            assert (names >= COMPARISON) == (report["step"] % 2 == 0)
+            assert all(report[name] >= 0 for name in TIMES)
+            assert report["encode_ms"] > 0
+
+
+class WithSparseTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 8, sparse=True)
+        self.linear = torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, indices):
+        return self.linear(self.table(indices)).square().sum()
+
+
+def sparse_and_dense():
+    state = QuantizationState(None, "int8")
+    ddp = gradwire.DistributedDataParallel(WithSparseTable())
+    ddp.register_comm_hook(state, quantization_hook)
+    state.observe(every=1, exact_every=1)
+    ddp(torch.arange(4) + dist.get_rank()).backward()
+    return state.metrics()
+
+
+def test_sparse_gradients_are_counted_as_uncompressed(world):
+    for metrics in world.run(sparse_and_dense):
+        sparse = 4 * 8 * 4 + 4 * 8  # values and indices
+        assert metrics["gradient_bytes"] == metrics["sent_bytes"] == sparse + 8 * 8 * 4
+        assert metrics["uncompressed_buckets"] == 2
+        assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
+
+
+def one_matrix(state, hook, steps=1):
+    """A run on one 16 x 16 matrix with gradients that differ by rank: metrics, result and exact mean of each step."""
+    ddp = gradwire.DistributedDataParallel(torch.nn.Linear(16, 16, bias=False))
+    ddp.register_comm_hook(state, hook)
+    state.observe(every=1, exact_every=1)
+    world_size, seen = dist.get_world_size(), []
+    for step in range(steps):
+        ddp.zero_grad()
+        batches = [
+            torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)
+        ]
+        ddp(batches[dist.get_rank()]).square().sum().backward()
+        applied = ddp.module.weight.grad.double()
+        with torch.no_grad():
+            outputs = [ddp.module(batch) for batch in batches]
+        exact = sum(2 * y.double().t() @ x.double() for x, y in zip(batches, outputs, strict=True)) / world_size
+        seen.append((state.metrics(), applied, exact))
+    return seen
+
+
+def of_fp16():
+    return one_matrix(CastState(), fp16_compress_hook)
+
+
+def test_metrics_of_cast_hook_follow_the_formulas(world):
+    for ((metrics, applied, exact),) in world.run(of_fp16):
+        assert metrics["gradient_bytes"] == 256 * 4
+        assert metrics["sent_bytes"] == 256 * 2
+        assert metrics["compression_ratio"] == 2
+        assert metrics["uncompressed_buckets"] == 0
+        assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
+        error = float((applied - exact).norm() / exact.norm())
+        # The exact mean is summed in fp32 by the hook and in fp64 here: 2^-24 beside fp16's 2^-11.
+        assert metrics["relative_error"] == pytest.approx(error, rel=1e-3)
+
+
+def of_low_rank():
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    seen = one_matrix(state, powerSGD_hook, steps=4)
+    return seen, sum(float(error.double().square().sum()) for error in state.residuals()) ** 0.5
+
+
+def test_metrics_of_powersgd_follow_the_formulas(world):
+    for seen, residual in world.run(of_low_rank):
+        for metrics, _, _ in seen[:2]:  # the plain all-reduce
+            assert metrics["uncompressed_buckets"] == 1
+            assert metrics["compression_ratio"] == 1
+            assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
+        for metrics, applied, exact in seen[2:]:
+            assert metrics["uncompressed_buckets"] == 0
+            assert metrics["sent_bytes"] == (16 + 16) * 4
+            cosine = float((applied * exact).sum() / applied.norm() / exact.norm())
+            assert metrics["cosine"] == pytest.approx(cosine, rel=1e-4)
+            assert metrics["cosine"] < 0.999
+        metrics, applied, _ = seen[-1]
+        assert metrics["residual_ratio"] == pytest.approx(residual / float(applied.norm()), rel=1e-4)
+
+
+def totals_of_scaled_cast():
+    state = ScaledCastState()
+    ddp = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
+    ddp.register_comm_hook(state, scaled_cast_hook)
+    state.observe(every=1)
+    for scale in (1.0, 1e9, math.inf):
+        ddp.zero_grad()
+        (ddp(torch.ones(1, 4)).sum() * scale).backward()
+        metrics = state.metrics()
+    names = ("saturated_elements", "nonfinite_elements", "skipped_steps")
+    return {name: metrics[name] for name in names}, {name: getattr(state, name) for name in names}
+
+
+def test_metrics_include_totals_of_scaled_cast(world):
+    for metrics, of_state in world.run(totals_of_scaled_cast):
+        assert metrics == of_state
+        assert metrics["saturated_elements"] > 0
+        assert metrics["nonfinite_elements"] == 16
+        assert metrics["skipped_steps"] == 1
+
+
+def nonfinite_gradient(hook):
+    state, function = HOOKS[hook](None)
+    ddp = gradwire.DistributedDataParallel(build("mlp"))
+    register(ddp, (state, function))
+    state.observe(every=1, exact_every=1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        ddp.zero_grad()
+        loss = ddp(*ddp.module.batch(generator))
+        (loss * math.nan if step == 3 and dist.get_rank() == 0 else loss).backward()
+    return state.metrics(), any(grad.isnan().any().item() for grad in gradients(ddp).values())
+
+
+@pytest.mark.parametrize("hook", STATEFUL)
+def test_nonfinite_step_is_measured_as_such(world, hook):
+    for metrics, is_nonfinite in world.run(nonfinite_gradient, hook=hook):
+        assert is_nonfinite
+        assert not math.isfinite(metrics["relative_error"])
+
+
+# --- which steps are measured
+
+
+def steps_reported(every, exact_every, steps):
+    reports = []
+    state = CastState()
+    state.observe(every=every, exact_every=exact_every, report=lambda metrics: reports.append(dict(metrics)))
+    train("gradwire", "mlp", hook=(state, bf16_compress_hook), steps=steps)
+    state.metrics()
+    return [(report["step"], "cosine" in report) for report in reports]
+
+
+def test_only_every_kth_step_is_measured(world):
+    for reported in world.run(steps_reported, every=4, exact_every=6, steps=13):
+        assert reported == [(4, False), (6, True), (8, False), (12, True)]
+
+
+def test_metrics_are_empty_before_the_first_measured_step():
+    state = QuantizationState(None)
+    state.observe(every=10)
+    assert state.metrics() == {}
+
+
+def test_metrics_without_observe_raise():
+    for state in (CastState(), ScaledCastState(), QuantizationState(None), PowerSGDState(None)):
+        with pytest.raises(RuntimeError, match=r"Call state.observe\(\) on every rank"):
+            state.metrics()
+        state.observe()
+        state.stop_observing()
+        with pytest.raises(RuntimeError, match="is not measured"):
+            state.metrics()
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 2.5}, {"every": True}, {"exact_every": -1}])
+def test_observe_rejects_steps_out_of_range(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected a whole number of steps"):
+        CastState().observe(**options)
+
+
+def observed_unequally(how):
+    rank, state = dist.get_rank(), QuantizationState(None)
+    if how == "number":
+        state.observe(exact_every=5 + rank)
+    elif how == "phase" and rank == 0:
+        state.observe(exact_every=5)
+    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    ddp.register_comm_hook(state, quantization_hook)
+    generator = torch.Generator().manual_seed(rank)
+    return error_of(lambda: ddp(*ddp.module.batch(generator)).backward())
+
+
+@pytest.mark.parametrize("how", ["number", "phase"])
+def test_unequal_telemetry_raises_on_every_rank(world, how):
+    for kind, message in world.run(observed_unequally, how=how):
+        assert kind == "RuntimeError"
+        assert "exact_every of observe()" in message
+
+
+# --- where the numbers go
+
+
+def test_jsonl_report_appends_one_line_per_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    report = to_jsonl(path)
+    report({"step": 1, "wire_ms": 2.5})
+    report({"step": 11, "wire_ms": 3.5})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "wire_ms": 2.5},
+        {"step": 11, "wire_ms": 3.5},
+    ]
+
+
+def test_tensorboard_report_writes_scalars_at_the_step():
+    writer = mock.Mock()
+    to_tensorboard(writer)({"step": 7, "wire_ms": 2.5, "cosine": 0.5})
+    assert writer.add_scalar.mock_calls == [
+        mock.call("gradwire/wire_ms", 2.5, 7),
+        mock.call("gradwire/cosine", 0.5, 7),
+    ]
+
+
+def test_wandb_report_logs_all_numbers_at_once():
+    run = mock.Mock()
+    to_wandb(run, prefix="hook/")({"step": 7, "wire_ms": 2.5})
+    assert run.log.mock_calls == [mock.call({"hook/step": 7, "hook/wire_ms": 2.5})]
+
+
+# --- profiler ranges
+
+
+def profiled_names():
+    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    register(ddp, "int4")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(experimental_config=all_threads) as recorded:
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(*ddp.module.batch(generator)).backward()
+    return {event.key for event in recorded.key_averages()}
+
+
+def test_profile_names_reducer_and_hook(world):
+    for names in world.run(profiled_names):
+        assert {f"gradwire::quantization_hook, bucket 0, part {part}" for part in (1, 2, 3)} <= names
+        assert "gradwire::launch bucket 1" in names
+        assert "gradwire::wait for buckets" in names
