@@ -14,6 +14,15 @@ import pytest
 import gradwire
 
 ROOT = Path(__file__).parent.parent
+MODULES = [
+    "auto_hook",
+    "debugging_hooks",
+    "default_hooks",
+    "powerSGD_hook",
+    "quantization_hooks",
+    "scaled_cast_hooks",
+    "telemetry",
+]
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
 
 
@@ -56,18 +65,7 @@ def test_names_that_do_not_exist_do_not_resolve():
     assert not resolves("gradwire.hooks.scaled_cast_hooks.no_hook")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "auto_hook",
-        "debugging_hooks",
-        "default_hooks",
-        "powerSGD_hook",
-        "quantization_hooks",
-        "scaled_cast_hooks",
-        "telemetry",
-    ],
-)
+@pytest.mark.parametrize("name", MODULES)
 def test_public_hook_modules_are_reachable_after_import_gradwire(name):
     program = f"import gradwire; print(gradwire.hooks.{name}.__name__)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -75,12 +73,6 @@ def test_public_hook_modules_are_reachable_after_import_gradwire(name):
 
 
 def test_hooks_list_the_public_modules():
-    assert gradwire.hooks.__all__ == [
-        "debugging_hooks",
-        "default_hooks",
-        "powerSGD_hook",
-        "quantization_hooks",
-        "scaled_cast_hooks",
-    ]
+    assert gradwire.hooks.__all__ == MODULES
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "hooks"]
