@@ -1,6 +1,7 @@
 """The size of rebuilt buckets: the one passed to DistributedDataParallel, else the hook's, else PyTorch's default."""
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,8 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, register, train
 from zoo import Probe
 
+from gradwire.bench.shapes import SHAPES
 from gradwire.hooks import _powersgd_state, powerSGD_hook
+from gradwire.reducer.torch_internals import assign_buckets
 
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 WIDE = [(512, 1024)] * 13  # 2 MiB each
 OF_HOOK = 100  # MiB, of hooks that send low-rank factors
@@ -160,3 +164,13 @@ def train_at_both_defaults(hook):
 def test_law4_low_rank_hook_matches_pytorchs_ddp_at_default_sizes(world, hook):
     for theirs, ours in world.run(train_at_both_defaults, hook=hook):
         assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("model", "row"), [("gpt2-124m", "GPT-2 124M"), ("bert-base", "BERT-base"), ("resnet50", "ResNet-50")]
+)
+def test_all_reduces_in_the_documentation_are_two_per_bucket(model, row):
+    parameters = [torch.empty(shape, device="meta") for shape in SHAPES[model]()][::-1]
+    limits = ([MIB, 25 * MIB], [OF_HOOK * MIB])
+    counts = [2 * len(assign_buckets(parameters, each, [False] * len(parameters))) for each in limits]
+    assert f"| {row} | {counts[0]} | {counts[1]} |" in (ROOT / "docs" / "powersgd.md").read_text()
