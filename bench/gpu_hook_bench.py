@@ -60,7 +60,7 @@ BENCHED = ("fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r32", "int8",
 CAPTURED = ("fp16", "scaled-fp16", "powersgd-r4", "int8", "int4")
 LINKED = ("fp16", "int4", "powersgd-r4")
 RATES, HOSTS = ("10gbit", "100gbit"), 2
-BUCKET_MIB = 25
+BUCKET_MIB = 25  # of hooks whose state prefers no other size
 ROUNDS = 10
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
 
@@ -204,6 +204,13 @@ def _quantized_bytes(numel: int, format: WireFormat) -> float:
     )
 
 
+def _buckets(hook: str, model: str, device: torch.device) -> list[list[Shape]]:
+    """The model's buckets, of the size that gradwire's DDP uses for the hook; PyTorch's hook gets the same."""
+    registration = HOOKS[hook].make(default_group(), FIRST_COMPRESSED)
+    state = None if registration is None else registration[0]
+    return buckets_of(model, getattr(state, "preferred_bucket_cap_mb", None) or BUCKET_MIB, device)
+
+
 def _warm(step: HookStep) -> HookStep:
     for _ in range(WARM_UP):
         step()
@@ -240,7 +247,7 @@ def _pytorch_runs(hook: str) -> bool:
 @torch.no_grad()
 def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """Check gradwire's hook on the gradients of a model, then time it and PyTorch's in turns."""
-    shapes = buckets_of(model, BUCKET_MIB, device)
+    shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
     timings = {name: [] for name in steps}  # type: ignore[var-annotated]
     for turn in range(ROUNDS):
@@ -254,7 +261,7 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
 @torch.no_grad()
 def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """A step of gradwire's hook, captured in a CUDA graph with its collectives, beside one that is not captured."""
-    shapes = buckets_of(model, BUCKET_MIB, device)
+    shapes = _buckets(hook, model, device)
     step = _ours(hook, shapes, device)
     eager = [timed(step, device) for _ in range(ROUNDS)]
     replays = timed_replays(step, device, ROUNDS)

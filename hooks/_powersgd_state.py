@@ -19,6 +19,10 @@ from gradwire.kernels import as_real
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
+# Four times PyTorch's default. The payload is so small that a bucket costs mostly its two collectives, its kernel
+# launches and its thread switches. Larger buckets than 100 MiB gain little and overlap less with the backward.
+LOW_RANK_BUCKET_CAP_MB = 100
+
 
 class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     """Options and memory of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
@@ -146,6 +150,14 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     def residuals(self) -> list[torch.Tensor]:
         """This rank's error memory, for `metrics`."""
         return [each.error for each in list(self._memory.values()) if each.error is not None]
+
+    @property
+    def preferred_bucket_cap_mb(self) -> int | None:
+        """Bucket size in MiB that gradwire's DistributedDataParallel uses unless a size is passed to it: 100.
+
+        None with `batched_powerSGD_hook`, whose results depend on the size of the bucket.
+        """
+        return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
 
     @property
     def error_memory_bytes(self) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradwire.hooks._arguments import check_process_group
 from gradwire.hooks._types import GradBucket
 
-__all__ = ["check_bucket_sizes", "check_comm_hook", "check_ranks"]
+__all__ = ["check_bucket_size", "check_bucket_sizes", "check_comm_hook", "check_ranks"]
 
 
 def check_ranks(process_group: object, device_mesh: object) -> None:
@@ -32,7 +32,7 @@ def check_ranks(process_group: object, device_mesh: object) -> None:
 def check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> None:
     """Raise ValueError or TypeError unless the bucket sizes are None or numbers of MiB."""
     if bucket_cap_mb is not None:
-        _check_bucket_size("bucket_cap_mb", bucket_cap_mb)
+        check_bucket_size("bucket_cap_mb", bucket_cap_mb)
     if bucket_cap_mb_list is None:
         return
     if not isinstance(bucket_cap_mb_list, Sequence) or isinstance(bucket_cap_mb_list, str):
@@ -42,10 +42,11 @@ def check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> Non
             "bucket_cap_mb_list is empty; expected the size of one bucket at least, in MiB, or None for bucket_cap_mb."
         )
     for index, size in enumerate(bucket_cap_mb_list):
-        _check_bucket_size(f"bucket_cap_mb_list[{index}]", size)
+        check_bucket_size(f"bucket_cap_mb_list[{index}]", size)
 
 
-def _check_bucket_size(name: str, size: object) -> None:
+def check_bucket_size(name: str, size: object) -> None:
+    """Raise ValueError or TypeError unless ``size`` is a number of MiB."""
     expectation = "expected a number of MiB, 0 or larger (0: a bucket for every parameter), or None for the default"
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"{name} is {size!r}; {expectation}.")

@@ -10,11 +10,20 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
+from gradwire.reducer.arguments import check_bucket_size
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from gradwire.reducer.mixed_precision import LowPrecisionBucket
 from gradwire.reducer.sparse_bucket import SparseBucket
 
-__all__ = ["Bucket", "BucketOptions", "assign_first_buckets", "broadcast_buckets", "make_buckets", "rebuild_buckets"]
+__all__ = [
+    "Bucket",
+    "BucketOptions",
+    "assign_first_buckets",
+    "broadcast_buckets",
+    "make_buckets",
+    "rebuild_buckets",
+    "rebuilt_limits",
+]
 
 Bucket = DenseBucket | SparseBucket
 Assignment = Sequence[Sequence[int]]  # the parameters of each bucket, by index in the model
@@ -30,6 +39,7 @@ class BucketOptions:
         sparse: whether each parameter's gradient is sparse.
         first_limits: sizes in bytes of the first buckets, from the last parameter to the first; the last one repeats.
         rebuilt_limits: sizes in bytes of the rebuilt buckets; the last one repeats.
+        hook_may_choose: whether the state of a hook may choose other sizes of the rebuilt buckets: the user has not.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
     """
 
@@ -38,6 +48,7 @@ class BucketOptions:
     sparse: Sequence[bool]
     first_limits: Sequence[int]
     rebuilt_limits: Sequence[int]
+    hook_may_choose: bool
     gradient_as_bucket_view: bool
 
 
@@ -46,16 +57,35 @@ def assign_first_buckets(options: BucketOptions) -> Assignment:
     return torch_internals.assign_buckets(options.parameters, options.first_limits, options.sparse)[::-1]
 
 
-def rebuild_buckets(options: BucketOptions, order: Sequence[int], transport: GroupTransport) -> Assignment:
+def rebuilt_limits(options: BucketOptions, hook_state: object) -> Sequence[int]:
+    """Sizes in bytes of the rebuilt buckets; the last one repeats.
+
+    A hook's state chooses the size of all buckets by an attribute ``preferred_bucket_cap_mb``, in MiB, unless the user
+    has passed a size to DistributedDataParallel. None stands for no preference.
+
+    Raises:
+        TypeError, ValueError: the attribute is not a number of MiB.
+    """
+    preferred = getattr(hook_state, "preferred_bucket_cap_mb", None)
+    if preferred is None or not options.hook_may_choose:
+        return options.rebuilt_limits
+    check_bucket_size(f"preferred_bucket_cap_mb of the hook's state, a {type(hook_state).__name__},", preferred)
+    return [int(preferred * 2**20)]
+
+
+def rebuild_buckets(
+    options: BucketOptions, limits: Sequence[int], order: Sequence[int], transport: GroupTransport
+) -> Assignment:
     """Rank 0's assignment of the parameters, in its order of ready gradients. A collective call.
 
     Args:
         options: equal on all ranks.
+        limits: sizes in bytes of the buckets, the last one repeats; only rank 0's count.
         order: all parameters, by index; only rank 0's counts.
         transport: broadcasts the assignment.
     """
     tensors = [options.parameters[i] for i in order]
-    assignment = torch_internals.assign_buckets(tensors, options.rebuilt_limits, options.sparse, order)
+    assignment = torch_internals.assign_buckets(tensors, limits, options.sparse, order)
     return broadcast_buckets(assignment, transport, options.parameters[0].device)
 
 

@@ -69,7 +69,6 @@ class Logger:
             "num_parameter_tensors": len(reducer.parameters),
             "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
             "dtypes": ", ".join(sorted({_dtype_name(p.dtype) for p in reducer.parameters})),
-            "bucket_cap_bytes": reducer.options.rebuilt_limits[-1],
             "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "backend_name": backend,
             "world_size": reducer.process_group.size(),
@@ -98,7 +97,7 @@ class Logger:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         reducer = self._reducer
-        data = self._data | {"iteration": reducer.times.reported}
+        data = self._data | {"iteration": reducer.times.reported, "bucket_cap_bytes": reducer.bucket_limits[-1]}
         if reducer.error is not None:
             data |= {"has_error": 1, "error": reducer.error}
         if reducer.times.iterations:

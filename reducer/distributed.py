@@ -45,7 +45,9 @@ class DistributedDataParallel(MixedPrecisionDDP):
         broadcast_buffers: deprecated; see ``forward_sync_buffers``.
         init_sync: whether construction compares the models of all ranks and broadcasts rank 0's parameters and buffers.
         process_group: the ranks to average over; None for the default group.
-        bucket_cap_mb: bucket size in MiB; by default 25, and 1 for the first bucket.
+        bucket_cap_mb: bucket size in MiB. By default, the ``preferred_bucket_cap_mb`` of the hook's state (100 for
+            `powerSGD_hook`); without one 25, and 1 for the first bucket. The hook must be registered before the second
+            forward, when buckets are rebuilt. With ``find_unused_parameters`` buckets are not rebuilt: pass the size.
         find_unused_parameters: whether a backward may leave parameters without a gradient, on this rank or on all.
             Costs a walk of the graph in every forward and a small all-reduce in every backward; buckets keep the order
             of the model.
@@ -120,6 +122,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         }
         check_ranks(process_group, device_mesh)
         check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        self._has_default_bucket_size = bucket_cap_mb is None and bucket_cap_mb_list is None
         self._syncs_at_init = init_sync
         self._options_at_init: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -170,6 +173,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
             sparse=expect_sparse_gradient,
             first_limits=limits,
             rebuilt_limits=rebuilt_limits,
+            hook_may_choose=self._has_default_bucket_size,
             gradient_as_bucket_view=self.gradient_as_bucket_view and self.mixed_precision is None,
         )
         self.reducer = DDPReducer(

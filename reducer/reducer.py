@@ -28,6 +28,7 @@ from gradwire.reducer.bucketing import (
     assign_first_buckets,
     make_buckets,
     rebuild_buckets,
+    rebuilt_limits,
 )
 from gradwire.reducer.default_reduction import default_reduction
 from gradwire.reducer.exchange import Exchange
@@ -60,8 +61,8 @@ class Reducer(Exchange):
     A step that fails is discarded; `Exchange` explains how the ranks learn of it and go on.
 
     Between the first and the second synchronised backward, `_rebuild_buckets` sorts the parameters by the order in
-    which their gradients became ready on rank 0. Gradients belong to the parameters, flat buffers to the buckets, wire
-    buffers to the executor of the process group.
+    which their gradients became ready on rank 0, into buckets of the size that `rebuilt_limits` gives. Gradients belong
+    to the parameters, flat buffers to the buckets, wire buffers to the executor of the process group.
 
     Args:
         options: the parameters and the sizes of buckets.
@@ -85,6 +86,7 @@ class Reducer(Exchange):
         self.skip_unused = skip_unused
         self.static_graph = False
         self.has_rebuilt_buckets = False
+        self.bucket_limits = options.rebuilt_limits  # sizes in bytes of the rebuilt buckets; the last one repeats
         self.hook_state: Any = None
         self._hook: CommHook | None = None
         self._hook_is_zero_copy = False
@@ -149,7 +151,9 @@ class Reducer(Exchange):
         if self.has_rebuilt_buckets or not may_rebuild or not order:
             return False
         with self.leaving("the rebuild of the buckets"):
-            self._set_buckets(rebuild_buckets(self.options, order + self._unused, self.transport))
+            self.bucket_limits = rebuilt_limits(self.options, self.hook_state)
+            assignment = rebuild_buckets(self.options, self.bucket_limits, order + self._unused, self.transport)
+            self._set_buckets(assignment)
         self._backward.ready_order = order
         self.has_rebuilt_buckets = True
         return True

@@ -1,0 +1,176 @@
+"""The size of rebuilt buckets: the one passed to DistributedDataParallel, else the hook's, else PyTorch's default."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits, assert_same_on_all_ranks
+from features import flat_hook
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, register, train
+from zoo import Probe
+
+from gradwire.bench.shapes import SHAPES
+from gradwire.hooks import _powersgd_state, powerSGD_hook
+from gradwire.reducer.torch_internals import assign_buckets
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+WIDE = [(512, 1024)] * 13  # 2 MiB each
+OF_HOOK = 100  # MiB, of hooks that send low-rank factors
+EVERY_HOOK = HOOKS | {
+    "batched_powersgd": lambda group: (
+        powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2),
+        powerSGD_hook.batched_powerSGD_hook,
+    ),
+    "powersgd_of_pytorch": lambda group: (
+        torch_powersgd.PowerSGDState(group, start_powerSGD_iter=1_000),
+        torch_powersgd.powerSGD_hook,
+    ),
+}
+
+
+def logged_cap(ddp):
+    return ddp._get_ddp_logging_data()["bucket_cap_bytes"] / MIB
+
+
+def sizes(ddp):
+    """The sizes of the buckets in MiB."""
+    return [sum(parameter.nbytes for parameter in bucket.parameters()) / MIB for bucket in ddp.reducer.buckets]
+
+
+def rebuilt(hook, copied=False, wrapper="gradwire", **options):
+    """(Logged cap before the rebuild, after it, sizes of the buckets) of a model of 26 MiB."""
+    ddp = WRAPPERS[wrapper](Probe(*WIDE), **options)
+    if hook is not None:
+        register(ddp, EVERY_HOOK[hook](None))
+    if copied:
+        ddp = copy.deepcopy(ddp)
+    first = logged_cap(ddp)
+    for _ in range(2):
+        ddp(*(torch.full((1, 1), 1.0) for _ in WIDE)).backward()
+    return first, logged_cap(ddp), sizes(ddp) if wrapper == "gradwire" else None
+
+
+def assert_rebuilt(worlds, hook, cap, expected, **options):
+    assert worlds(2).run(rebuilt, hook=hook, **options) == [(options.get("bucket_cap_mb", 25), cap, expected)] * 2
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "powersgd_alternating", "fp16_of_powersgd"])
+def test_low_rank_hook_gets_larger_buckets(worlds, hook):
+    assert_rebuilt(worlds, hook, OF_HOOK, [26])
+
+
+@pytest.mark.parametrize("hook", [None, "fp16", "scaled_fp16", "int4", "batched_powersgd", "powersgd_of_pytorch"])
+def test_other_hook_gets_pytorchs_buckets(worlds, hook):
+    assert_rebuilt(worlds, hook, 25, [2, 24])
+    assert worlds(2).run(rebuilt, hook=None, wrapper="pytorch") == [(25, 25, None)] * 2
+
+
+@pytest.mark.parametrize("cap", [8, 25])
+def test_bucket_cap_mb_overrides_the_hook(worlds, cap):
+    assert_rebuilt(worlds, "powersgd", cap, [8, 8, 8, 2] if cap == 8 else [26], bucket_cap_mb=cap)
+
+
+def test_bucket_cap_mb_list_overrides_the_hook(worlds):
+    results = worlds(2).run(rebuilt, hook="powersgd", bucket_cap_mb_list=[4, 10])
+    assert [each[1:] for each in results] == [(10, [4, 10, 10, 2])] * 2
+
+
+def test_copy_keeps_the_buckets_of_its_hook(worlds):
+    assert_rebuilt(worlds, "powersgd", OF_HOOK, [26], copied=True)
+
+
+def test_buckets_that_are_never_rebuilt_keep_their_size(worlds):
+    assert_rebuilt(worlds, "powersgd", 25, [24, 2], find_unused_parameters=True)
+
+
+def preferring(cap, steps=3, hook=flat_hook):
+    """(Members of the buckets, gradients of each step) with a user's hook whose state prefers a bucket size."""
+    ddp = WRAPPERS["gradwire"](build("mlp"))
+    ddp.register_comm_hook(
+        SimpleNamespace(preferred_bucket_cap_mb=cap[dist.get_rank()]), lambda _, bucket: hook(None, bucket)
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(*ddp.module.batch(generator)).backward()
+        seen.append(gradients(ddp))
+    return [bucket.members for bucket in ddp.reducer.buckets], seen
+
+
+def test_ranks_that_prefer_other_sizes_take_those_of_rank_0(worlds):
+    _, reference = worlds(2).run(preferring, cap=[None, None])[0]
+    caps = st.one_of(st.none(), st.just(0), st.floats(SMALLEST, 10 * SMALL))
+
+    @given(st.lists(caps, min_size=2, max_size=2))
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    def check(cap):
+        alone, both = (worlds(2).run(preferring, cap=each) for each in ([cap[0], cap[0]], cap))
+        assert_same_on_all_ranks(both)
+        assert_same_bits(both, alone)
+        assert_same_bits(both[0][1], reference)  # two ranks: no layout changes a sum
+
+    check()
+
+
+@pytest.mark.parametrize("cap", ["100", -1, float("nan"), True])
+def test_preferred_size_that_is_no_number_raises_on_every_rank(worlds, cap):
+    for message in worlds(2).run(message_of_preferring, cap=cap):
+        assert f"preferred_bucket_cap_mb of the hook's state, a SimpleNamespace, is {cap!r}; expected" in message
+
+
+def message_of_preferring(cap):
+    return message_of(preferring, [cap] * dist.get_world_size())
+
+
+def train_with_changing_sizes(caps):
+    """Gradients and error memory of PowerSGD, whose preferred size changes every three steps."""
+    state, hook = HOOKS["powersgd"](None)
+    ddp = WRAPPERS["gradwire"](build("mlp"))
+    ddp.register_comm_hook(state, hook)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen, counts = [], []
+    for cap in caps:
+        with mock.patch.object(_powersgd_state, "LOW_RANK_BUCKET_CAP_MB", cap):
+            for _ in range(3):
+                ddp.zero_grad()
+                ddp(*ddp.module.batch(generator)).backward()
+                seen.append(gradients(ddp))
+        counts.append(len(ddp.reducer.buckets))
+        ddp.resynchronize()  # the next backward rebuilds the buckets
+    return counts, seen, state.state_dict()
+
+
+def test_law7_state_survives_other_preferred_sizes(worlds):
+    expected = worlds(2).run(train_with_changing_sizes, caps=[100] * 3)
+    actual = worlds(2).run(train_with_changing_sizes, caps=[SMALL, 100, SMALLEST])
+    assert (expected[0][0], actual[0][0]) == ([1, 1, 1], [3, 1, 8])
+    assert_same_bits([each[1:] for each in actual], [each[1:] for each in expected])
+
+
+def train_at_both_defaults(hook):
+    return [train(wrapper, "transformer", hook=hook, steps=5) for wrapper in WRAPPERS]
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "fp16_of_powersgd"])
+def test_law4_low_rank_hook_matches_pytorchs_ddp_at_default_sizes(world, hook):
+    for theirs, ours in world.run(train_at_both_defaults, hook=hook):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("model", "row"), [("gpt2-124m", "GPT-2 124M"), ("bert-base", "BERT-base"), ("resnet50", "ResNet-50")]
+)
+def test_all_reduces_in_the_documentation_are_two_per_bucket(model, row):
+    parameters = [torch.empty(shape, device="meta") for shape in SHAPES[model]()][::-1]
+    limits = ([MIB, 25 * MIB], [OF_HOOK * MIB])
+    counts = [2 * len(assign_buckets(parameters, each, [False] * len(parameters))) for each in limits]
+    assert f"| {row} | {counts[0]} | {counts[1]} |" in (ROOT / "docs" / "powersgd.md").read_text()
