@@ -2,9 +2,11 @@
 
 import gc
 import pickle
+import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,9 +16,9 @@ from bits import assert_same_bits
 from powersgd_steps import HOOKS, Fed, new_state, noise
 from training import WRAPPERS, gradients, register
 
-from gradwire.bench.graph_on_cpu import GraphOnCpu
+from gradwire.bench.graph_on_cpu import GraphOnCpu, graphs_on_cpu
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
-from gradwire.comm import Workspace, connections_of
+from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorithm
 from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
 from gradwire.compress import LowRankBucket
 from gradwire.hooks._powersgd_checkpoint import entries_of
@@ -93,7 +95,7 @@ def run(
             if step == NAN_STEP and dist.get_rank() == 0:
                 tensors[0][0, 0] = torch.nan
             for name, value in (changes or {}).get(step, {}).items():
-                setattr(state, name, value)
+                setattr(state, name, value and cuda_graphs if name == "cuda_graphs" else value)
             if step == resume:
                 state.load_state_dict(state.state_dict())
             ddp.zero_grad()
@@ -168,3 +170,176 @@ def test_double_finds_a_refresh_without_one_of_its_parts(worlds, part):
     # The counter advances in the graph itself: it needs a refresh only where steps are skipped.
     case = {"options": {"warm_start": False}, "changes": {FIRST_REPLAY + 2: {"iter": 100}}}
     assert all(worlds(2).run(differs, missing=part, **case))
+
+
+# --- one process
+
+
+class Owner:
+    """An algorithm with one number on the device, and counts of its calls."""
+
+    def __init__(self):
+        self.offset = torch.zeros(())
+        self.eager_calls = 0
+
+    async def steps(self, workspace, transport, fails=False):
+        self.eager_calls += 1
+        wire = workspace.wire(4, torch.float32)
+        wire.zero_().add_(self.offset)
+        if fails:
+            wire.sum().item()
+        await transport.all_reduce(wire)
+        self.offset.add_(wire[0])
+
+
+@pytest.fixture
+def graphs():
+    with graphs_on_cpu() as graphs:
+        yield graphs
+
+
+def take_steps(owner, workspace, number, offset=1.0, **options):
+    transport = LocalTransport()
+    for _ in range(number):
+        make_steps = partial(owner.steps, workspace, transport, **options)
+        steps = workspace.graphs.run(owner, None, make_steps, lambda: owner.offset.fill_(offset))
+        run_algorithm(steps, transport)
+
+
+def new_workspace():
+    return Workspace(torch.device("cpu"), PiecewiseGraphs())
+
+
+def test_replays_call_no_algorithm_and_read_what_was_refreshed(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 1)
+    assert (owner.eager_calls, graphs.captures) == (WARM_UP_STEPS + 1, 2)
+    for offset in (3.0, 5.0):
+        take_steps(owner, workspace, 1, offset)
+        assert owner.offset == 2 * offset
+    assert owner.eager_calls == WARM_UP_STEPS + 1
+
+
+def test_another_workspace_gets_its_own_graphs(graphs):
+    owner, workspaces = Owner(), [new_workspace() for _ in range(2)]
+    for workspace in workspaces:
+        take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    assert graphs.captures == 4
+    assert owner.eager_calls == 2 * (WARM_UP_STEPS + 1)
+
+
+def test_warm_up_outlasts_the_shrinking_of_a_workspace(graphs):
+    workspace = new_workspace()
+    workspace.wire(1000, torch.float32)
+    for _ in range(WARM_UP_STEPS):
+        workspace.start_step()
+        workspace.wire(10, torch.float32)
+    assert workspace.nbytes == 40
+
+
+def test_graphs_replay_in_their_own_buffer_after_the_workspace_has_grown(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 1)
+    workspace.wire(1000, torch.float32).fill_(7.0)
+    take_steps(owner, workspace, 1, 3.0)
+    assert owner.offset == 6
+    assert (workspace.wire(1000, torch.float32) == 7).all()
+
+
+def test_graphs_do_not_outlive_their_owner(graphs):
+    owner, workspace, made = Owner(), new_workspace(), []
+    with mock.patch.object(torch.cuda, "CUDAGraph", lambda: made.append(GraphOnCpu()) or made[-1]):
+        take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    alive = [weakref.ref(graph) for graph in made]
+    made.clear()
+    del owner
+    gc.collect()
+    assert all(graph() is None for graph in alive)
+
+
+def test_reset_drops_graphs_and_begins_a_new_warm_up(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    workspace.graphs.reset()
+    take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    assert graphs.captures == 4
+    assert owner.eager_calls == 2 * (WARM_UP_STEPS + 1)
+
+
+def test_step_that_the_user_captures_runs_eagerly(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        take_steps(owner, workspace, 1)
+    assert owner.eager_calls == WARM_UP_STEPS + 2
+    assert (graphs.captures, graphs.replays) == (2, 4)
+
+
+def test_step_that_cannot_be_captured_raises_and_ends_the_capture(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS)
+    with pytest.raises(RuntimeError, match=r"host waits for the device\nPass cuda_graphs=False"):
+        take_steps(owner, workspace, 1, fails=True)
+    assert GraphOnCpu.under_way is None
+    take_steps(owner, workspace, 2)
+    assert owner.eager_calls == WARM_UP_STEPS + 2
+
+
+def test_step_that_is_abandoned_while_it_is_captured_leaves_no_graphs(graphs):
+    owner, workspace, transport = Owner(), new_workspace(), LocalTransport()
+    take_steps(owner, workspace, WARM_UP_STEPS)
+    steps = workspace.graphs.run(owner, None, partial(owner.steps, workspace, transport), lambda: None)
+    steps.send(None)
+    steps.close()
+    assert graphs.captures == 1
+    take_steps(owner, workspace, 2)
+    assert graphs.captures == 3
+
+
+def failed_run():
+    """The graphs that are left after an exchange has failed, and after a new start."""
+    group = dist.new_group(backend=register_backend())
+    values = noise(dist.get_world_size(), FIRST_REPLAY, SHAPES)
+    with gpu_on_cpu():
+        ddp = WRAPPERS["gradwire"](Fed(values[0][0]), process_group=group, bucket_cap_mb=CAP_MB)
+        state = new_state(cuda_graphs=True)
+        state.process_group = group
+        register(ddp, (state, HOOKS["powersgd"]()))
+        for ranks in values:
+            ddp.zero_grad()
+            ddp(*ranks[dist.get_rank()]).backward()
+        workspaces = connections_of(group).executor(torch.device("cpu")).workspaces
+        before = sum(len(workspace.graphs._recordings) for workspace in workspaces)
+        connections_of(group).fail("expected")
+        after = sum(len(workspace.graphs._recordings) for workspace in workspaces)
+    dist.destroy_process_group(group)
+    return before, after
+
+
+def test_failed_exchange_drops_all_graphs(worlds):
+    for before, after in worlds(2).run(failed_run):
+        assert before > 0
+        assert after == 0
+
+
+def test_state_keeps_the_option_when_pickled_and_no_graph():
+    state = pickle.loads(pickle.dumps(new_state(cuda_graphs=True)))
+    assert state.cuda_graphs is True
+    assert "cuda_graphs" not in state.settings()
+
+
+def warnings_on_a_cpu():
+    values = noise(dist.get_world_size(), START + 2, SHAPES)
+    ddp = WRAPPERS["gradwire"](Fed(values[0][0]))
+    register(ddp, (new_state(cuda_graphs=True), HOOKS["powersgd"]()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ranks in values:
+            ddp(*ranks[dist.get_rank()]).backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_state_warns_where_graphs_have_no_effect(worlds):
+    for messages in worlds(2).run(warnings_on_a_cpu):
+        (message,) = [each for each in messages if "cuda_graphs" in each]
+        assert "no effect for torch.float32 gradients on cpu" in message
