@@ -52,13 +52,13 @@ class GraphOnCpu:
         """Begin to record what this thread enqueues."""
         assert GraphOnCpu.under_way is None, "two captures at once"
         GraphOnCpu.under_way = self
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         """End the recording."""
         if GraphOnCpu.under_way is not self:
             raise RuntimeError("no capture of this graph is under way")
-        self._recorder.__exit__(None, None, None)
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         GraphOnCpu.under_way = None
         GraphOnCpu.captures += 1
 
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
     """Records torch operators instead of running them."""
 
     def __init__(self, graph: GraphOnCpu) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._graph = graph
 
     def __torch_dispatch__(

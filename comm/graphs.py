@@ -34,8 +34,14 @@ class PiecewiseGraphs:
     """
 
     def __init__(self) -> None:
+        # By owner and variant.
         self._recordings: WeakKeyDictionary[object, dict[Hashable, _Recording]] = WeakKeyDictionary()
         self._pool: Any = None
+
+    def __len__(self) -> int:
+        """Number of captured graphs."""
+        variants = (variant for of_owner in self._recordings.values() for variant in of_owner.values())
+        return sum(len(variant.stretches) for variant in variants)
 
     async def run(
         self, owner: object, variant: Hashable, make_steps: Callable[[], Steps[None]], refresh: Callable[[], None]

@@ -191,7 +191,7 @@ class LowRankBucket:
         else:
             first, others, *buffers = workspace.wires((sent.numel, on_wire), (self._others_numel, dtype), *sizes)
             messages = [first, others] if self._others else [first]
-        step = Step(matrices, messages, first, others, *buffers, _is_in_place(source, target))
+        step = Step(matrices, messages, first, others, buffers[0], buffers[1], _is_in_place(source, target))
         for factors, buffer in ((sent, step.sent), (basis, step.basis), (answer, step.answer)):
             if factors is not None and factors.has_gaps:
                 buffer.zero_()

@@ -126,9 +126,7 @@ class PowerSGDOptions:
 
 
 OPTION_NAMES = tuple(field.name for field in fields(PowerSGDOptions))
-_REPLICATED = tuple(
-    name for name in OPTION_NAMES if name not in ("compression_stats_logging_frequency", "cuda_graphs")
-)
+_REPLICATED = tuple(name for name in OPTION_NAMES if name not in ("compression_stats_logging_frequency", "cuda_graphs"))
 _replicated = attrgetter(*_REPLICATED)
 
 

@@ -65,7 +65,9 @@ def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
 
 def test_addresses_of_a_refresh_are_those_of_the_step():
     layouts = [torch.empty(6, 4, 5), torch.empty(3)]
-    bucket = LowRankBucket(layouts, LowRankPolicy(rank=1, min_compression_rate=1, stacks={"0": 3}).matrix_shapes(layouts, ["0", "1"]))
+    bucket = LowRankBucket(
+        layouts, LowRankPolicy(rank=1, min_compression_rate=1, stacks={"0": 3}).matrix_shapes(layouts, ["0", "1"])
+    )
     source, target = ([torch.ones_like(each) for each in layouts] for _ in range(2))
     seen = []
     with mock.patch.object(Operands, "check", lambda operands: seen.append(operands.addresses)):
