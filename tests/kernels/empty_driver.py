@@ -10,7 +10,6 @@ import pytest
 import triton
 from ahead_of_time import TARGETS
 
-
 # Of all drivers: a kernel stays bound to the driver that it was compiled for.
 _launches = []
 
