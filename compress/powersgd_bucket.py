@@ -110,7 +110,6 @@ class LowRankBucket:
         self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
         self._others = [i for i, shape in enumerate(shapes) if shape is None]
         self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
-        self._others_results_table: SegmentTable | None = None  # with other addresses, where a step is not in place
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
         self.layout = SegmentTable(layouts)
         matrices = [
@@ -203,7 +202,7 @@ class LowRankBucket:
         """Write the gradients that were not compressed into ``target``."""
         if self._others_table is not None:
             results = [target[i] for i in self._others]
-            table = self._others_table if step.is_in_place else self._table_of_results(results)
+            table = self._others_table if step.is_in_place else self._others_table.for_results
             unflatten(step.uncompressed, results, table=table)
 
     @property
@@ -228,8 +227,7 @@ class LowRankBucket:
         if self._others_table is not None:
             self._others_table.packed([source[i] for i in self._others])
             if not _is_in_place(source, target):
-                results = [target[i] for i in self._others]
-                self._table_of_results(results).packed(results)
+                self._others_table.for_results.packed([target[i] for i in self._others])
 
     def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
         """The addresses of `_matrices`."""
@@ -239,12 +237,6 @@ class LowRankBucket:
             for i, (count, rows, columns, _) in self._compressed
             for k in range(count)
         ]
-
-    def _table_of_results(self, results: Sequence[Tensor]) -> SegmentTable:
-        """`_others_table` for results that are not the gradients: each table keeps its addresses on the device."""
-        if self._others_results_table is None:
-            self._others_results_table = SegmentTable(results)
-        return self._others_results_table
 
     @property
     def _others_numel(self) -> int:
