@@ -37,6 +37,7 @@ from gradwire.bench.quantization_cases import BLOCK_SIZE
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import in_turn, timed, timed_replays
+from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import LowRankPolicy, WirePolicy
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -62,6 +63,7 @@ LINKED = ("fp16", "int4", "powersgd-r4")
 RATES, HOSTS = ("10gbit", "100gbit"), 2
 BUCKET_MIB = 25  # of hooks whose state prefers no other size
 ROUNDS = 10
+GRAPHS = "gradwire, cuda_graphs=True"
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
 
 
@@ -212,15 +214,17 @@ def _buckets(hook: str, model: str, device: torch.device) -> list[list[Shape]]:
 
 
 def _warm(step: HookStep) -> HookStep:
-    for _ in range(WARM_UP):
+    for _ in range(FIRST_COMPRESSED + WARM_UP_STEPS + 1):
         step()
     return step
 
 
-def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) -> HookStep:
-    """gradwire's hook after its first steps and a check of its result."""
+def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device, cuda_graphs: bool = False) -> HookStep:
+    """gradwire's hook after its first steps and a check of its result; with ``cuda_graphs`` after the captures."""
     registration = HOOKS[hook].make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
+    if cuda_graphs:
+        registration[0].cuda_graphs = True
     step = _warm(HookStep(registration, shapes, device, is_flat=False))
     step.check(HOOKS[hook].wire)
     return step
@@ -249,6 +253,8 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """Check gradwire's hook on the gradients of a model, then time it and PyTorch's in turns."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
+    if hook.startswith("powersgd"):
+        steps[GRAPHS] = _ours(hook, shapes, device, cuda_graphs=True)
     timings = {name: [] for name in steps}  # type: ignore[var-annotated]
     for turn in range(ROUNDS):
         for name in in_turn(list(steps), turn):

@@ -29,7 +29,8 @@ from gradwire.bench.gpu_training import (
 )
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
-from gradwire.comm import Transport, Workspace
+from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
 from gradwire.hooks._powersgd_checkpoint import entries_of
@@ -72,12 +73,23 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
     "powersgd, alternating": _powersgd(alternating=True),
     "powersgd, batched": _powersgd(batched_powerSGD_hook),
+    "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
 # Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
-WARM_UP_STEPS = 11
+STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
-CAPTURED = ("allreduce", "fp16", "scaled fp16", "quantized int4", "powersgd")
+CAPTURED = ("allreduce", "fp16", "scaled fp16", "quantized int4", "powersgd", "powersgd, CUDA graphs")
+# Options and nets of hooks whose kernels are captured between collectives.
+GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], type[Net | HalfNet]]] = {
+    "powersgd": (_powersgd, Net),
+    "powersgd, rank 32": (partial(_powersgd, rank=32), Net),
+    "powersgd, fp16 gradients": (_powersgd, HalfNet),
+    "powersgd, bf16 factors": (partial(_powersgd, factor_dtype=torch.bfloat16), Net),
+    "powersgd, alternating": (partial(_powersgd, alternating=True), Net),
+    "powersgd, cold start": (partial(_powersgd, warm_start=False), Net),
+    "powersgd, batched": (partial(_powersgd, batched_powerSGD_hook), Net),
+}
 # Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
 
@@ -129,13 +141,13 @@ def hook_does_not_wait_on_the_host(name: str, device: torch.device) -> None:
 def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
     """A step, captured once and replayed on other batches, gives the gradients of a model that is not captured."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [HalfNet.batch(generator).to(device) for _ in range(WARM_UP_STEPS + 3)]
+    batches = [HalfNet.batch(generator).to(device) for _ in range(STEPS_BEFORE_CAPTURE + 3)]
 
     def model_after_warm_up() -> TorchDDP:
         torch.manual_seed(0)
         model = wrap(OurDDP, HalfNet(), device)
         register(model, *HOOKS[name]())
-        for batch in batches[:WARM_UP_STEPS]:
+        for batch in batches[:STEPS_BEFORE_CAPTURE]:
             model.zero_grad(set_to_none=True)
             model(batch).square().mean().backward()
         return model
@@ -148,12 +160,12 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize()
 
-    batch = batches[WARM_UP_STEPS].clone()
+    batch = batches[STEPS_BEFORE_CAPTURE].clone()
     graph = torch.cuda.CUDAGraph()
     captured.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         captured(batch).square().mean().backward()
-    for step, following in enumerate(batches[WARM_UP_STEPS:]):
+    for step, following in enumerate(batches[STEPS_BEFORE_CAPTURE:]):
         batch.copy_(following)
         graph.replay()
         eager.zero_grad(set_to_none=True)
@@ -170,6 +182,19 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
     graph.reset()
     if device.type != "cuda":
         raise Skipped("the step ran; only a GPU captures it")
+
+
+def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
+    """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
+    make, net = GRAPHED[name]
+    steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
+    for wrapper in (OurDDP, TorchDDP):
+        _, eager = train(wrapper, device, make()(), net, steps)
+        _, graphs = train(wrapper, device, make(cuda_graphs=True)(), net, steps)
+        workspaces = executor_for(None, device).workspaces
+        captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
+        require(captured > 0, f"{wrapper.__name__}: no graph was captured")
+        assert_same(graphs, eager, wrapper.__name__)
 
 
 def cast_hooks_match_the_mean(device: torch.device) -> None:
@@ -347,6 +372,10 @@ HOOK_CASES: dict[str, HookCase] = {
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},
     **{f"{name}: no host synchronisation": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
     **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
+    **{
+        f"{name}: graphs give the bits of eager steps": partial(graphs_give_the_bits_of_eager_steps, name)
+        for name in GRAPHED
+    },
     **{
         case.__name__.replace("_", " "): case
         for case in (

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.futures import Future
 
 from gradwire.bench import emulated, timing
+from gradwire.bench.graph_on_cpu import graphs_on_cpu
 from gradwire.comm import connections, stream_executor
 
 BACKEND = "gradwire_nccl_rules"
@@ -196,18 +197,9 @@ class _NoStream:
         """Stand in for an event that is recorded: on a CPU it has passed."""
 
 
-class _NoGraph:
-    """Stands in for a captured CUDA graph: its work ran once, during the capture."""
-
-    def replay(self) -> None:
-        """Do nothing: the work ran during the capture."""
-
-    reset = replay
-
-
 @contextmanager
 def _run_once(*_: object, **__: object) -> Iterator[None]:
-    """Stands in for a capture."""
+    """Stands in for ``torch.cuda.graph``: the work runs in the capture, and a replay does nothing."""
     yield
 
 
@@ -274,15 +266,16 @@ def gpu_on_cpu() -> Iterator[None]:
     """A context in which gradwire runs bucket algorithms on CPU tensors with its `StreamExecutor`, as on a GPU.
 
     It applies to process groups whose first hook runs in it. Timings are those of the CPU, behind spins that take no
-    time; a replay of a graph takes none either.
+    time. Graphs of `PowerSGDState(cuda_graphs=True)` are recorded and replayed (`graph_on_cpu`). Work in
+    ``torch.cuda.graph`` runs once, in the capture, and its replays take no time.
     """
     device = _Device()
     with ExitStack() as patches:
+        patches.enter_context(graphs_on_cpu())
         for module, name, stand_in in (
             (torch.cuda, "Stream", _NoStream),
             (torch.cuda, "current_stream", _NoStream),
             (torch.cuda, "stream", _NoStream),
-            (torch.cuda, "CUDAGraph", _NoGraph),
             (torch.cuda, "graph", _run_once),
             (torch.cuda, "Event", device.event),
             (torch.cuda, "_sleep", device.spin),

@@ -9,6 +9,7 @@ import torch
 from torch.futures import Future
 
 from gradwire.comm.executor import CLOSED, Executor, Task
+from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
@@ -33,7 +34,7 @@ class StreamExecutor(Executor):
     """
 
     def __init__(self, transport: GroupTransport, device: torch.device) -> None:
-        super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
+        super().__init__(transport, [Workspace(device, PiecewiseGraphs()) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._device = device
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
@@ -72,6 +73,9 @@ class StreamExecutor(Executor):
     def abandon(self) -> None:  # noqa: D102
         self._error = self._error or RuntimeError(CLOSED)
         self.finish()
+        for workspace in self.workspaces:
+            if workspace.graphs is not None:
+                workspace.graphs.reset()
 
     def _run_to_end(self, run: _Run | None) -> None:
         while run is not None and not run.is_done:

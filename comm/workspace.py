@@ -7,6 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from gradwire.comm.graphs import PiecewiseGraphs
+
 ALIGN_BYTES = 64  # every allocator aligns the start of a buffer at least as much
 
 
@@ -20,11 +22,16 @@ class Workspace:
     its memory before they are done, because the stream of the kernels is recorded. It waits for the collectives on the
     buffer before another bucket gets it. A CUDA graph replays the addresses that it was captured with. So a buffer used
     in a capture never shrinks and lives as long as the workspace, even after a larger one has replaced it.
+
+    Args:
+        device: of the buffer.
+        graphs: CUDA graphs of algorithms that use this workspace, where its executor allows them.
     """
 
     STEPS_BEFORE_SHRINKING = 4
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, graphs: PiecewiseGraphs | None = None) -> None:
+        self.graphs = graphs
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._peaks: deque[int] = deque(maxlen=self.STEPS_BEFORE_SHRINKING)

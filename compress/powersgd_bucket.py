@@ -24,6 +24,7 @@ from gradwire.kernels import (
     MatrixTable,
     Operands,
     SegmentTable,
+    can_capture,
     can_keep,
     compute_dtype,
     draw,
@@ -47,6 +48,7 @@ class Step(NamedTuple):
         uncompressed: the other gradients among ``messages``.
         basis: factors with orthonormal columns, in the dtype of the arithmetic.
         answer: the factors of the second all-reduce; empty in a step that has only one.
+        is_in_place: whether the result overwrites the gradients.
     """
 
     matrices: Operands
@@ -55,6 +57,7 @@ class Step(NamedTuple):
     uncompressed: Tensor
     basis: Tensor
     answer: Tensor
+    is_in_place: bool
 
 
 class LowRankBucket:
@@ -187,7 +190,7 @@ class LowRankBucket:
         else:
             first, others, *buffers = workspace.wires((sent.numel, on_wire), (self._others_numel, dtype), *sizes)
             messages = [first, others] if self._others else [first]
-        step = Step(matrices, messages, first, others, *buffers)
+        step = Step(matrices, messages, first, others, buffers[0], buffers[1], _is_in_place(source, target))
         for factors, buffer in ((sent, step.sent), (basis, step.basis), (answer, step.answer)):
             if factors is not None and factors.has_gaps:
                 buffer.zero_()
@@ -198,7 +201,42 @@ class LowRankBucket:
     def unpack_uncompressed(self, step: Step, target: Sequence[Tensor]) -> None:
         """Write the gradients that were not compressed into ``target``."""
         if self._others_table is not None:
-            unflatten(step.uncompressed, [target[i] for i in self._others], table=self._others_table)
+            results = [target[i] for i in self._others]
+            table = self._others_table if step.is_in_place else self._others_table.for_results
+            unflatten(step.uncompressed, results, table=table)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph of a step can serve later steps, after a `refresh`."""
+        return can_capture(self.table)
+
+    def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
+        """Upload what a step reads in device memory: ``counter``, and the addresses of its gradients and results.
+
+        Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
+
+        Args:
+            source: the gradients, real.
+            target: where the result goes.
+            iteration: the number of the step.
+        """
+        self.counter.fill_(iteration)
+        targets = self._addresses(target)
+        errors = [error.data_ptr() for error in self._errors] if self._errors is not None else targets
+        self.table.on_device_addresses([*self._addresses(source), *targets, *errors])
+        if self._others_table is not None:
+            self._others_table.packed([source[i] for i in self._others])
+            if not _is_in_place(source, target):
+                self._others_table.for_results.packed([target[i] for i in self._others])
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The addresses of `_matrices`."""
+        nbytes = self.table.dtype.itemsize
+        return [
+            tensors[i].data_ptr() + k * rows * columns * nbytes
+            for i, (count, rows, columns, _) in self._compressed
+            for k in range(count)
+        ]
 
     @property
     def _others_numel(self) -> int:
@@ -231,6 +269,10 @@ class LowRankBucket:
                 views[-1].copy_(remembered)
             first += shape.matrices
         return buffer, views
+
+
+def _is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
+    return all(gradient is result for gradient, result in zip(source, target, strict=True))
 
 
 def flat_low_rank_bucket(

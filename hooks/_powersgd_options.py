@@ -34,6 +34,7 @@ class PowerSGDOptions:
     factor_dtype: torch.dtype | None
     alternating: bool
     precision: str
+    cuda_graphs: bool
 
     def __post_init__(self) -> None:
         check_whole_number("matrix_approximation_rank", self.matrix_approximation_rank, "at least 1, a whole number", 1)
@@ -43,7 +44,8 @@ class PowerSGDOptions:
         check_whole_number("random_seed", self.random_seed, "a whole number")
         frequency = self.compression_stats_logging_frequency
         check_whole_number("compression_stats_logging_frequency", frequency, "a whole number of steps")
-        for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape", "alternating"):
+        flags = ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape", "alternating", "cuda_graphs")
+        for name in flags:
             check_flag(name, getattr(self, name))
         check_patterns("ranks", self.ranks, "a rank, or 0 to send it uncompressed", 0)
         check_patterns("stacks", self.stacks, "a number of matrices, at least 1", 1)
@@ -88,7 +90,7 @@ class PowerSGDOptions:
         }
 
     def replicated(self) -> dict[str, object]:
-        """A copy of the options that must be equal on all ranks: all but the logging frequency."""
+        """A copy of the options that must be equal on all ranks: all but the logging frequency and ``cuda_graphs``."""
         options = dict(zip(_REPLICATED, _replicated(self), strict=True))
         return {**options, "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
 
@@ -124,7 +126,7 @@ class PowerSGDOptions:
 
 
 OPTION_NAMES = tuple(field.name for field in fields(PowerSGDOptions))
-_REPLICATED = tuple(name for name in OPTION_NAMES if name != "compression_stats_logging_frequency")
+_REPLICATED = tuple(name for name in OPTION_NAMES if name not in ("compression_stats_logging_frequency", "cuda_graphs"))
 _replicated = attrgetter(*_REPLICATED)
 
 

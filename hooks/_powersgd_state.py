@@ -67,6 +67,10 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         precision: arithmetic of the products that give the factors, on GPUs and at ranks above 8:
             "tf32", on tensor cores where the GPU has them, or "fp32", which is slower. Error feedback makes up for
             TF32's rounding. Lower ranks and CPUs always use fp32.
+        cuda_graphs: whether to capture each bucket's kernels between two collectives in CUDA graphs,
+            after a warm-up, and to replay them in later steps. Saves host time; results are bitwise
+            equal, so ranks may differ. Without effect where the kernels are not Triton's: on CPUs,
+            with fp64 gradients and at ranks above 64. The state warns there.
 
     Attributes:
         iter: number of steps so far.
@@ -102,6 +106,7 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         factor_dtype: torch.dtype | None = None,
         alternating: bool = False,
         precision: str = "tf32",
+        cuda_graphs: bool = False,
     ) -> None:
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
         options = locals()
@@ -129,7 +134,7 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         return self.options.policy
 
     def settings(self) -> dict[str, object]:
-        """The hook and its options, which must be equal on all ranks; not the logging frequency."""
+        """The hook and its options, which must be equal on all ranks; see `PowerSGDOptions.replicated`."""
         hook = "batched_powerSGD_hook" if self._is_batched else "powerSGD_hook"
         return {"hook": hook, **self.options.replicated()}
 

@@ -8,11 +8,12 @@ size.
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.futures import Future
 
-from gradwire.comm import Transport, Workspace
+from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import (
     Gradients,
     LowRankBucket,
@@ -28,7 +29,7 @@ from gradwire.hooks._powersgd_state import PowerSGDState
 from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import check_powersgd_shapes
 from gradwire.hooks._types import GradBucket
-from gradwire.kernels import as_real, gradient_layout, layout_in_dtype
+from gradwire.kernels import MAX_RANK, as_real, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -89,11 +90,20 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
             await cast_all_reduce(source, target, source.table.dtype, transport, workspace)
             return
         gradients, results = source.each(low_rank.layout), target.each(low_rank.layout)
-        if options.alternating:
-            await alternating_all_reduce(low_rank, gradients, results, iteration, transport, workspace)
+
+        def steps() -> Steps[None]:
+            arguments = (low_rank, gradients, results, iteration, transport, workspace)
+            if options.alternating:
+                return alternating_all_reduce(*arguments)
+            return powersgd_all_reduce(*arguments, warm_start=options.warm_start)
+
+        if options.cuda_graphs and workspace.graphs is not None and low_rank.can_capture:
+            is_in_place = all(g is r for g, r in zip(gradients, results, strict=True))
+            variant = (is_in_place, options.alternating and iteration % 2)
+            refresh = partial(low_rank.refresh, gradients, results, iteration)
+            await workspace.graphs.run(low_rank, variant, steps, refresh)
         else:
-            warm = options.warm_start
-            await powersgd_all_reduce(low_rank, gradients, results, iteration, transport, workspace, warm_start=warm)
+            await steps()
 
     state.maybe_increase_iter(bucket)
     if compresses:
@@ -122,6 +132,13 @@ def _low_rank_bucket(state: PowerSGDState, names: tuple[str, ...], bucket: GradB
         made = LowRankBucket(layouts, shapes, names=names, memory=state._memory, **options)
     if made is not None:
         state._memory.update(made.memory)
+        if state.options.cuda_graphs and not made.can_capture:
+            warnings.warn(
+                f"cuda_graphs=True has no effect for {dtype} gradients on {made.table.device} at rank "
+                f"{made.table.largest_rank}. It needs Triton's kernels: a GPU, fp32 or 16-bit gradients, ranks up to "
+                f"{MAX_RANK}. Results are the same without it; pass cuda_graphs=False.",
+                stacklevel=2,
+            )
     members = set(names)  # a bucket that shared a parameter with this one no longer exists
     state._buckets = {key: each for key, each in state._buckets.items() if members.isdisjoint(key)}
     state._buckets[names] = made

@@ -36,6 +36,7 @@ from gradwire.kernels.flattening import (
 from gradwire.kernels.lowrank import (
     backproject,
     backproject_reference,
+    can_capture,
     can_keep,
     lowrank_bytes,
     project,
@@ -95,6 +96,7 @@ __all__ = [
     "as_real",
     "backproject",
     "backproject_reference",
+    "can_capture",
     "can_keep",
     "commit_errors",
     "commit_errors_bytes",

@@ -101,6 +101,11 @@ def can_keep(table: MatrixTable) -> bool:
     return can_use_triton(table) and table.dtype == table.compute
 
 
+def can_capture(table: MatrixTable) -> bool:
+    """Whether a CUDA graph of a step serves later steps: if the kernels read the matrices' addresses on the device."""
+    return can_use_triton(table)
+
+
 def _implementation(table: MatrixTable, triton: Pass, cpu: Pass, reference: Pass) -> Pass:
     if can_use_triton(table):
         return triton

@@ -11,6 +11,8 @@ for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -208,6 +210,18 @@ class SegmentTable:
             self._packed.replace(addresses)
         self._addresses = addresses
         return self._packed.tensor
+
+    @cached_property
+    def for_results(self) -> SegmentTable:
+        """A table of the same layout, for results that are not the gradients: it has its own addresses on the device.
+
+        One table for both would be uploaded twice in each step. A CUDA graph would even repeat the upload of old
+        addresses.
+        """
+        table = copy(self)
+        table._addresses, table._packed, table._views = [], None, None
+        table._scratch, table._scratch_views = None, []
+        return table
 
     def views(self, wire: Tensor) -> list[Tensor]:
         """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""

@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 from gradwire.bench import gpu_hook_bench, gpu_kernel_bench, gpu_report, gpu_sanitizer, implementations
 from gradwire.bench.gpu_checks import Skipped
-from gradwire.bench.gpu_hook_bench import BENCHED, CAPTURED, LINKED, HookStep, captured_step, hook_bytes, hook_step
+from gradwire.bench.gpu_hook_bench import (
+    BENCHED,
+    CAPTURED,
+    GRAPHS,
+    LINKED,
+    HookStep,
+    captured_step,
+    hook_bytes,
+    hook_step,
+)
 from gradwire.bench.gpu_kernel_bench import KERNEL_BENCHES, MAKERS, kernel
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
@@ -77,11 +86,12 @@ def test_scaled_cast_is_checked(make):
 class TestHooks:
     @pytest.mark.parametrize("hook", BENCHED)
     def test_hook_is_timed_beside_pytorchs(self, hook):
-        ours, theirs = hook_step(hook, "any", CPU)
+        ours, theirs, *more = hook_step(hook, "any", CPU)
         assert ours["implementation"] == GRADWIRE
         assert theirs["implementation"].startswith(PYTORCH)
         assert ours["nbytes"] == hook_bytes(hook, SMALL)
-        for row in (ours, theirs):
+        assert [row["implementation"] for row in more] == [GRAPHS] * hook.startswith("powersgd")
+        for row in (ours, theirs, *more):
             assert row["device_ms"]["p50"] > 0
             assert (row["launches"], row["host_waits"]) == (0, 0)
 

@@ -5,17 +5,19 @@ Counts, unlike seconds, are the same on every machine. A GPU that does nothing t
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from empty_driver import empty_gpu
-from test_variants import MODULES, cast, powersgd, quantized
+from test_variants import MODULES, OneRank, cast, powersgd, quantized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwire
 from gradwire.bench.shapes import buckets, gpt2
-from gradwire.compress import Quantization
+from gradwire.comm import Workspace, graphs
+from gradwire.compress import LowRankBucket, LowRankPolicy, Quantization, powersgd_all_reduce
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
 CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}
@@ -67,6 +69,52 @@ BUDGETS = {
     "powersgd": (lambda bucket: powersgd(bucket, 4, None), (468, 10, 3)),
     "quantized": (lambda bucket: quantized(bucket, "int4", Quantization()), (325, 7, 0)),
 }
+
+
+class EmptyGraph:
+    """A CUDA graph that does nothing."""
+
+    replays = 0
+
+    def capture_begin(self, pool, capture_error_mode):
+        pass
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        EmptyGraph.replays += 1
+
+
+def replayed_powersgd(tensors, monkeypatch):
+    """Steps of PowerSGD that replay CUDA graphs from the third one on."""
+    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    workspace = Workspace(torch.device("cpu"), graphs.PiecewiseGraphs())
+    bucket = LowRankBucket(tensors, LowRankPolicy(rank=4).matrix_shapes(tensors))
+
+    def step(number):
+        steps = partial(powersgd_all_reduce, bucket, tensors, tensors, number, OneRank(), workspace)
+        return workspace.graphs.run(bucket, None, steps, partial(bucket.refresh, tensors, tensors, number))
+
+    return step
+
+
+def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
+    tensors = [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[5]]
+    with empty_gpu(*MODULES) as driver:
+        step = replayed_powersgd(tensors, monkeypatch)
+        for number in range(3):
+            run(step(number))
+        launches, replays = len(driver.launches), EmptyGraph.replays
+        with Allocations() as allocations:
+            run(step(3))
+        assert len(driver.launches) == launches
+        assert EmptyGraph.replays == replays + 1, "one for each stretch; these collectives suspend nothing"
+        assert allocations.counts.total() == 0
+        assert calls_of(lambda: run(step(4))) <= 70
 
 
 @pytest.mark.parametrize("hook", BUDGETS)

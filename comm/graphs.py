@@ -1,0 +1,150 @@
+"""`PiecewiseGraphs`: CUDA graphs of an algorithm's kernels, one for each stretch between two collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gradwire.comm.collectives import Collective
+from gradwire.comm.transport import Steps
+
+# Eager steps before a capture. Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
+# `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
+WARM_UP_STEPS = 5
+
+
+class PiecewiseGraphs:
+    """CUDA graphs of algorithms that use one workspace: a stretch of kernels takes one launch instead of many.
+
+    An algorithm's first `WARM_UP_STEPS` steps run eagerly. The next one is captured, stretch by stretch, and replayed
+    at once, because a capture runs nothing. Later steps replay the graphs and await the collectives of the captured
+    step, whose tensors lie in the workspace. Collectives are not captured.
+
+    A graph repeats its launches with the arguments of the capture: the addresses of the workspace, of the algorithm's
+    memory, and all that the host has decided. So it serves one workspace, one owner of the memory, and one variant of
+    the algorithm. Numbers that change between steps must lie in device memory, where ``refresh`` replaces them.
+
+    Graphs are dropped when their owner is freed, and by `reset`. They share one memory pool: they run one after
+    another on one stream, and no temporary tensor outlives its stretch.
+    """
+
+    def __init__(self) -> None:
+        # By owner and variant.
+        self._recordings: WeakKeyDictionary[object, dict[Hashable, _Recording]] = WeakKeyDictionary()
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        """Number of captured graphs."""
+        variants = (variant for of_owner in self._recordings.values() for variant in of_owner.values())
+        return sum(len(variant.stretches) for variant in variants)
+
+    async def run(
+        self, owner: object, variant: Hashable, make_steps: Callable[[], Steps[None]], refresh: Callable[[], None]
+    ) -> None:
+        """Run one step of an algorithm in the current stream, which is the same in every call, and not the default one.
+
+        While the user captures the whole step, it runs eagerly and becomes part of the user's graph.
+
+        Args:
+            owner: has the algorithm's memory. Compared by identity, and referred to weakly.
+            variant: what the host decides about the step, such as its parity.
+            make_steps: makes the coroutine of the algorithm. Called in eager and captured steps only.
+            refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
+                must not contain such uploads, and before replays.
+
+        Raises:
+            RuntimeError: the kernels cannot be captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            await make_steps()
+            return
+        recording = self._recordings.setdefault(owner, {}).setdefault(variant, _Recording())
+        if recording.eager_steps < WARM_UP_STEPS:
+            await make_steps()
+            recording.eager_steps += 1
+            return
+        refresh()
+        if not recording.stretches:
+            recording.stretches = await self._record(make_steps())
+            return
+        for stretch in recording.stretches:
+            stretch.graph.replay()
+            if stretch.collective is not None:
+                await stretch.collective
+
+    async def _record(self, steps: Steps[None]) -> list[_Stretch]:
+        """Capture every stretch of a step and run it."""
+        stretches = []
+        try:
+            while True:
+                stretch = self._capture(steps)
+                stretch.graph.replay()
+                stretches.append(stretch)
+                if stretch.collective is None:
+                    return stretches
+                await stretch.collective
+        finally:
+            steps.close()
+
+    def _capture(self, steps: Steps[None]) -> _Stretch:
+        """Capture the kernels up to the next collective, or to the end.
+
+        Not by ``torch.cuda.graph``, which waits for the device and gives cached memory back to the driver, here in the
+        middle of a backward.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, collective = torch.cuda.CUDAGraph(), None
+        # Other threads may allocate memory, and NCCL's watchdog may query events, meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with suppress(StopIteration):
+                collective = steps.send(None)
+            graph.capture_end()
+        except BaseException as error:
+            with suppress(RuntimeError):  # the capture is void
+                graph.capture_end()
+            if isinstance(error, Exception):
+                message = f"A step could not be captured in CUDA graphs: {error}\nPass cuda_graphs=False."
+                raise RuntimeError(message) from error
+            raise
+        return _Stretch(graph, collective)
+
+    def reset(self) -> None:
+        """Drop all graphs. A later step starts with a new warm-up."""
+        for variants in self._recordings.values():
+            for recording in variants.values():
+                for stretch in recording.stretches:
+                    stretch.graph.reset()
+        self._recordings.clear()
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The kernels between two collectives.
+
+    Attributes:
+        graph: the kernels.
+        collective: what follows them; None at the end.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    collective: Collective | None
+
+
+@dataclass
+class _Recording:
+    """One variant of an owner's steps.
+
+    Attributes:
+        eager_steps: number of steps of the warm-up that are over.
+        stretches: of a step; empty before the capture.
+    """
+
+    eager_steps: int = 0
+    stretches: list[_Stretch] = field(default_factory=list)

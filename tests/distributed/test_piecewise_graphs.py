@@ -1,0 +1,344 @@
+"""`PowerSGDState(cuda_graphs=True)`: replayed graphs give the bits of eager steps, by a double of CUDA graphs."""
+
+import gc
+import pickle
+import warnings
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits
+from powersgd_steps import HOOKS, Fed, new_state, noise
+from training import WRAPPERS, gradients, register
+
+from gradwire.bench.graph_on_cpu import GraphOnCpu, graphs_on_cpu
+from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
+from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorithm
+from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
+from gradwire.compress import LowRankBucket
+from gradwire.hooks._powersgd_checkpoint import entries_of
+from gradwire.kernels import MatrixTable, SegmentTable
+
+START = 2  # the first compressed step
+FIRST_REPLAY = START + WARM_UP_STEPS + 1
+STEPS = FIRST_REPLAY + 5
+SHAPES = [(24, 16), (7,), (16, 3, 2), (), (30, 12), (5, 0), (12,)]
+CAP_MB = 0.001  # three buckets
+NAN_STEP = FIRST_REPLAY + 1
+
+
+@dataclass
+class Run:
+    """What a run left: gradients of each step, memory, and how many captures and replays there were."""
+
+    gradients: list
+    memory: dict
+    captures: int
+    replays: int
+
+
+PARTS_OF_A_REFRESH = {
+    "counter": (torch.Tensor, "fill_"),
+    "matrices": (MatrixTable, "on_device_addresses"),
+    "others": (SegmentTable, "packed"),
+}
+
+
+def refresh_without(part):
+    """Leaves a part of `LowRankBucket.refresh` out, but for the first call of each bucket, before the capture."""
+    seen, whole = weakref.WeakSet(), LowRankBucket.refresh
+
+    def refresh(bucket, *arguments):
+        is_first = bucket not in seen
+        seen.add(bucket)
+        with nullcontext() if is_first else mock.patch.object(*PARTS_OF_A_REFRESH[part], lambda *_: None):
+            whole(bucket, *arguments)
+
+    return mock.patch.object(LowRankBucket, "refresh", refresh)
+
+
+def run(
+    cuda_graphs,
+    hook="powersgd",
+    wrapper="gradwire",
+    options=None,
+    changes=None,
+    dtype=torch.float32,
+    missing=None,
+    resume=None,
+    steps=STEPS,
+    **ddp_options,
+):
+    """Steps on chosen gradients, one of them with a NaN, with the code path of a GPU.
+
+    Args:
+        changes: attributes of the state that are set before a step, by step.
+        missing: a part of `LowRankBucket.refresh` that is left out.
+        resume: the step before which the state is saved and loaded.
+    """
+    group = dist.new_group(backend=register_backend())
+    values = noise(dist.get_world_size(), steps, SHAPES, dtype)
+    kept, seen = [], []
+    with gpu_on_cpu(), refresh_without(missing) if missing else nullcontext():
+        ddp = WRAPPERS[wrapper](Fed(values[0][0]), process_group=group, bucket_cap_mb=CAP_MB, **ddp_options)
+        state = new_state(**(options or {}), cuda_graphs=cuda_graphs)
+        state.process_group = group
+        register(ddp, (state, HOOKS[hook]()))
+        for step, ranks in enumerate(values):
+            tensors = [tensor.clone() for tensor in ranks[dist.get_rank()]]
+            if step == NAN_STEP and dist.get_rank() == 0:
+                tensors[0][0, 0] = torch.nan
+            for name, value in (changes or {}).get(step, {}).items():
+                setattr(state, name, value and cuda_graphs if name == "cuda_graphs" else value)
+            if step == resume:
+                state.load_state_dict(state.state_dict())
+            ddp.zero_grad()
+            ddp(*tensors).backward()
+            kept.append([p.grad for p in ddp.parameters()])  # so that every step has other addresses
+            seen.append(gradients(ddp))
+        memory = entries_of(state._memory)
+        result = Run(seen, memory, GraphOnCpu.captures, GraphOnCpu.replays)
+        dist.destroy_process_group(group)
+    return result
+
+
+def compared(**case):
+    eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, **case)
+    assert eager.captures == 0
+    assert_same_bits(graphs.gradients, eager.gradients)
+    assert_same_bits(graphs.memory, eager.memory)
+    return graphs.captures, graphs.replays
+
+
+VARIANTS = {
+    "plain": {},
+    "cold": {"options": {"warm_start": False}},
+    "no feedback": {"options": {"use_error_feedback": False}},
+    "bf16 factors": {"options": {"factor_dtype": torch.bfloat16, "matrix_approximation_rank": 3}},
+    "alternating": {"options": {"alternating": True}, "steps": STEPS + WARM_UP_STEPS + 2},
+    "batched": {"hook": "batched"},
+    "fp16 gradients": {"dtype": torch.float16},
+    "16-bit wrapper": {"hook": "bf16_of_powersgd"},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_graphs_give_the_bits_of_eager_steps(worlds, variant, wrapper):
+    for captures, replays in worlds(2).run(compared, wrapper=wrapper, **VARIANTS[variant]):
+        assert captures > 0
+        assert replays >= 4 * captures  # at once, and in several later steps
+
+
+def test_changed_state_gets_new_graphs_and_the_bits_of_eager_steps(worlds):
+    changes = {
+        FIRST_REPLAY + 2: {"matrix_approximation_rank": 2},
+        FIRST_REPLAY + 4: {"cuda_graphs": False},
+        FIRST_REPLAY + 6: {"cuda_graphs": True, "iter": 100},
+    }
+    (captures, _), *_ = worlds(2).run(compared, changes=changes, steps=STEPS + 14, options={"warm_start": False})
+    (once, _), *_ = worlds(2).run(compared, options={"warm_start": False})
+    assert captures == 2 * once
+
+
+def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps(worlds):
+    (captures, _), *_ = worlds(2).run(compared, resume=FIRST_REPLAY + 2, steps=STEPS + WARM_UP_STEPS + 2)
+    (once, _), *_ = worlds(2).run(compared)
+    assert captures == 2 * once
+
+
+def differs(missing, **case):
+    eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, missing=missing, **case)
+    assert graphs.replays > graphs.captures
+    try:
+        assert_same_bits(graphs.gradients, eager.gradients)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("part", PARTS_OF_A_REFRESH)
+def test_double_finds_a_refresh_without_one_of_its_parts(worlds, part):
+    # The counter advances in the graph itself: it needs a refresh only where steps are skipped.
+    case = {"options": {"warm_start": False}, "changes": {FIRST_REPLAY + 2: {"iter": 100}}}
+    assert all(worlds(2).run(differs, missing=part, **case))
+
+
+# --- one process
+
+
+class Owner:
+    """An algorithm with one number on the device, and counts of its calls."""
+
+    def __init__(self):
+        self.offset = torch.zeros(())
+        self.eager_calls = 0
+
+    async def steps(self, workspace, transport, fails=False):
+        self.eager_calls += 1
+        wire = workspace.wire(4, torch.float32)
+        wire.zero_().add_(self.offset)
+        if fails:
+            wire.sum().item()
+        await transport.all_reduce(wire)
+        self.offset.add_(wire[0])
+
+
+@pytest.fixture
+def graphs():
+    with graphs_on_cpu() as graphs:
+        yield graphs
+
+
+def take_steps(owner, workspace, number, offset=1.0, **options):
+    transport = LocalTransport()
+    for _ in range(number):
+        make_steps = partial(owner.steps, workspace, transport, **options)
+        steps = workspace.graphs.run(owner, None, make_steps, lambda: owner.offset.fill_(offset))
+        run_algorithm(steps, transport)
+
+
+def new_workspace():
+    return Workspace(torch.device("cpu"), PiecewiseGraphs())
+
+
+def test_replays_call_no_algorithm_and_read_what_was_refreshed(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 1)
+    assert (owner.eager_calls, graphs.captures) == (WARM_UP_STEPS + 1, 2)
+    for offset in (3.0, 5.0):
+        take_steps(owner, workspace, 1, offset)
+        assert owner.offset == 2 * offset
+    assert owner.eager_calls == WARM_UP_STEPS + 1
+
+
+def test_another_workspace_gets_its_own_graphs(graphs):
+    owner, workspaces = Owner(), [new_workspace() for _ in range(2)]
+    for workspace in workspaces:
+        take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    assert graphs.captures == 4
+    assert owner.eager_calls == 2 * (WARM_UP_STEPS + 1)
+
+
+def test_warm_up_outlasts_the_shrinking_of_a_workspace(graphs):
+    workspace = new_workspace()
+    workspace.wire(1000, torch.float32)
+    for _ in range(WARM_UP_STEPS):
+        workspace.start_step()
+        workspace.wire(10, torch.float32)
+    assert workspace.nbytes == 40
+
+
+def test_graphs_replay_in_their_own_buffer_after_the_workspace_has_grown(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 1)
+    workspace.wire(1000, torch.float32).fill_(7.0)
+    take_steps(owner, workspace, 1, 3.0)
+    assert owner.offset == 6
+    assert (workspace.wire(1000, torch.float32) == 7).all()
+
+
+def test_graphs_do_not_outlive_their_owner(graphs):
+    owner, workspace, made = Owner(), new_workspace(), []
+    with mock.patch.object(torch.cuda, "CUDAGraph", lambda: made.append(GraphOnCpu()) or made[-1]):
+        take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    alive = [weakref.ref(graph) for graph in made]
+    made.clear()
+    del owner
+    gc.collect()
+    assert all(graph() is None for graph in alive)
+
+
+def test_reset_drops_graphs_and_begins_a_new_warm_up(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    workspace.graphs.reset()
+    take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    assert graphs.captures == 4
+    assert owner.eager_calls == 2 * (WARM_UP_STEPS + 1)
+
+
+def test_step_that_the_user_captures_runs_eagerly(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        take_steps(owner, workspace, 1)
+    assert owner.eager_calls == WARM_UP_STEPS + 2
+    assert (graphs.captures, graphs.replays) == (2, 4)
+
+
+def test_step_that_cannot_be_captured_raises_and_ends_the_capture(graphs):
+    owner, workspace = Owner(), new_workspace()
+    take_steps(owner, workspace, WARM_UP_STEPS)
+    with pytest.raises(RuntimeError, match=r"host waits for the device\nPass cuda_graphs=False"):
+        take_steps(owner, workspace, 1, fails=True)
+    assert GraphOnCpu.under_way is None
+    take_steps(owner, workspace, 2)
+    assert owner.eager_calls == WARM_UP_STEPS + 2
+
+
+def test_step_that_is_abandoned_while_it_is_captured_leaves_no_graphs(graphs):
+    owner, workspace, transport = Owner(), new_workspace(), LocalTransport()
+    take_steps(owner, workspace, WARM_UP_STEPS)
+    steps = workspace.graphs.run(owner, None, partial(owner.steps, workspace, transport), lambda: None)
+    steps.send(None)
+    steps.close()
+    assert graphs.captures == 1
+    take_steps(owner, workspace, 2)
+    assert graphs.captures == 3
+
+
+def failed_run():
+    """The graphs that are left after an exchange has failed, and after a new start."""
+    group = dist.new_group(backend=register_backend())
+    values = noise(dist.get_world_size(), FIRST_REPLAY, SHAPES)
+    with gpu_on_cpu():
+        ddp = WRAPPERS["gradwire"](Fed(values[0][0]), process_group=group, bucket_cap_mb=CAP_MB)
+        state = new_state(cuda_graphs=True)
+        state.process_group = group
+        register(ddp, (state, HOOKS["powersgd"]()))
+        for ranks in values:
+            ddp.zero_grad()
+            ddp(*ranks[dist.get_rank()]).backward()
+        workspaces = connections_of(group).executor(torch.device("cpu")).workspaces
+        before = sum(len(workspace.graphs) for workspace in workspaces)
+        connections_of(group).fail("expected")
+        after = sum(len(workspace.graphs) for workspace in workspaces)
+    dist.destroy_process_group(group)
+    return before, after
+
+
+def test_failed_exchange_drops_all_graphs(worlds):
+    for before, after in worlds(2).run(failed_run):
+        assert before > 0
+        assert after == 0
+
+
+def test_state_keeps_the_option_when_pickled_and_no_graph():
+    state = pickle.loads(pickle.dumps(new_state(cuda_graphs=True)))
+    assert state.cuda_graphs is True
+    assert "cuda_graphs" not in state.settings()
+
+
+def warnings_on_a_cpu():
+    values = noise(dist.get_world_size(), START + 2, SHAPES)
+    ddp = WRAPPERS["gradwire"](Fed(values[0][0]))
+    register(ddp, (new_state(cuda_graphs=True), HOOKS["powersgd"]()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ranks in values:
+            ddp(*ranks[dist.get_rank()]).backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_state_warns_where_graphs_have_no_effect(worlds):
+    for messages in worlds(2).run(warnings_on_a_cpu):
+        (message,) = [each for each in messages if "cuda_graphs" in each]
+        assert "no effect for torch.float32 gradients on cpu" in message

@@ -1,0 +1,78 @@
+"""A replay of PowerSGD's kernels in CUDA graphs gives the bits of an eager step, by a double of graphs.
+
+In Triton's interpreter the double records launches, whose kernels read the addresses of gradients in device memory.
+"""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from gradwire.bench.graph_on_cpu import graphs_on_cpu
+from gradwire.comm import LocalTransport, Workspace, graphs, run_algorithm
+from gradwire.comm.graphs import PiecewiseGraphs
+from gradwire.compress import LowRankBucket, LowRankPolicy, alternating_all_reduce, powersgd_all_reduce
+from gradwire.kernels import Operands
+
+SHAPES = [(24, 40), (24,), (33, 18), (7,)]
+STEPS = 4  # eager, captured, replayed twice
+CASES = {
+    "rank 2": (powersgd_all_reduce, 2, torch.float32, {}),
+    "rank 10": (powersgd_all_reduce, 10, torch.float32, {}),
+    "fp16": (powersgd_all_reduce, 2, torch.float16, {}),
+    "no feedback": (powersgd_all_reduce, 2, torch.float32, {"error_feedback": False}),
+    "alternating": (alternating_all_reduce, 2, torch.float32, {"alternating": True}),
+}
+
+
+def run(case, in_place, cuda_graphs):
+    """The results of every step, and all memory at the end."""
+    algorithm, rank, dtype, options = CASES[case]
+    layouts = [torch.empty(shape, dtype=dtype) for shape in SHAPES]
+    bucket = LowRankBucket(layouts, LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shapes(layouts), **options)
+    workspace, transport = Workspace(torch.device("cpu"), PiecewiseGraphs()), LocalTransport()
+    generator = torch.Generator().manual_seed(0)
+    kept, seen, period = [], [], 1 + (algorithm is alternating_all_reduce)
+    for iteration in range(STEPS * period):
+        source = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+        target = source if in_place else [torch.full_like(each, torch.nan) for each in source]
+        kept.append((source, target))  # so that every step has other addresses
+        steps = partial(algorithm, bucket, source, target, iteration, transport, workspace)
+        if cuda_graphs:
+            refresh = partial(bucket.refresh, source, target, iteration)
+            run_algorithm(workspace.graphs.run(bucket, iteration % period, steps, refresh), transport)
+        else:
+            run_algorithm(steps(), transport)
+        seen.append([each.clone() for each in target])
+    memory = [getattr(each, name) for each in bucket.memory.values() for name in ("error", "p", "q")]
+    return seen, [tensor for tensor in memory if tensor is not None]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
+    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)
+    expected, expected_memory = run(case, in_place, cuda_graphs=False)
+    with graphs_on_cpu() as double:
+        results, memory = run(case, in_place, cuda_graphs=True)
+        assert double.replays == 3 * double.captures > 0
+    for step, (mine, eager) in enumerate(zip(results, expected, strict=True)):
+        for a, b in zip(mine, eager, strict=True):
+            assert torch.equal(a, b), f"step {step}, {tuple(a.shape)}"
+    assert all(torch.equal(a, b) for a, b in zip(memory, expected_memory, strict=True))
+
+
+def test_addresses_of_a_refresh_are_those_of_the_step():
+    layouts = [torch.empty(6, 4, 5), torch.empty(3)]
+    bucket = LowRankBucket(
+        layouts, LowRankPolicy(rank=1, min_compression_rate=1, stacks={"0": 3}).matrix_shapes(layouts, ["0", "1"])
+    )
+    source, target = ([torch.ones_like(each) for each in layouts] for _ in range(2))
+    seen = []
+    with mock.patch.object(Operands, "check", lambda operands: seen.append(operands.addresses)):
+        workspace, transport = Workspace(torch.device("cpu")), LocalTransport()
+        run_algorithm(powersgd_all_reduce(bucket, source, target, 0, transport, workspace), transport)
+    bucket.refresh(source, target, 1)
+    assert len(seen[0]) == 9
+    assert all(addresses == bucket.table._addresses for addresses in seen)
