@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.kernels.dtypes import compute_dtype
 from gradwire.kernels.language import jit, tl
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
 from gradwire.kernels.uploads import Upload, UploadCache
 
 # Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once.
@@ -128,7 +128,7 @@ class FactorLayout:
         sizes: the number of elements of each factor.
         offsets: where each factor begins.
         numel: the number of elements of the buffer.
-        has_gaps: whether there are elements between the factors, which nothing writes.
+        has_gaps: whether there are elements between the factors. On the wire, they are zeros.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
@@ -304,4 +304,34 @@ class Operands:
                         f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
                         f"a contiguous {dtype} {shape}."
                     )
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Uncompressed:
+    """The gradients of a bucket that are sent uncompressed, and their place on the wire.
+
+    Attributes:
+        table: their layout.
+        source: the gradients.
+        target: where the result goes. May be the source.
+        wire: 1-D, ``table.numel`` elements of the gradients' dtype.
+    """
+
+    table: SegmentTable
+    source: Sequence[Tensor]
+    target: Sequence[Tensor]
+    wire: Tensor
+
+    def check(self) -> None:
+        """Raise ValueError unless the tensors fit the table. Those that fit once are not looked at again."""
+        _ = self._fits
+
+    @cached_property
+    def _fits(self) -> bool:
+        self.table.check(self.source, self.wire)
+        if self.target is not self.source:
+            self.table.check_tensors(self.target)
+        if self.wire.dtype != self.table.dtype:
+            raise ValueError(f"The wire is {self.wire.dtype}; expected {self.table.dtype}, as the gradients.")
         return True
