@@ -11,6 +11,8 @@ Offsets within a tile are 32 bits wide, on a 64-bit address of its first element
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -328,55 +330,84 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
+class _Plan(NamedTuple):
+    """What the launches of a product have in common from step to step.
+
+    Attributes:
+        n_strips: programs of `_multiply_kernel`.
+        n_sums: programs of `_sum_partials_kernel` that add.
+        n_partials: elements of the partial sums.
+        multiply: arguments of `_multiply_kernel`.
+        sum: arguments of `_sum_partials_kernel`.
+    """
+
+    n_strips: int
+    n_sums: int
+    n_partials: int
+    multiply: dict[str, Any]
+    sum: dict[str, Any]
+
+
+def _plan(table: MatrixTable, to_p: bool) -> _Plan:
+    device, cache = table.device, table.on_device
+    of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p))
+    of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
+    rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
+    multiply = {
+        "layout_ptr": table.packed(),
+        "strips_ptr": of_strips,
+        "n_matrices": len(table),
+        "n_programs": of_strips.shape[1],
+        "SOURCE": triton_dtype(table.dtype),
+        "TO_P": to_p,
+        "PRECISION": precision,
+        "RANK": rank,
+        "DOT_WIDTH": DOT_WIDTH,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "num_warps": 4 if rank <= 16 else 8,
+        "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
+    }
+    add = {
+        "chunks_ptr": of_chunks,
+        "n_sums": of_chunks.shape[1],
+        "limit": table.limit,
+        "SOURCE": triton_dtype(table.dtype),
+        "CHUNK": SUM_NUMEL,
+        "STRIPS": SUM_STRIPS,
+        "ALIGN": ALIGN_NUMEL,
+        "PACK": CHUNK_NUMEL,
+        "num_warps": 8,
+    }
+    return _Plan(of_strips.shape[1], of_chunks.shape[1], n_partials(table, to_p), multiply, add)
+
+
 def _multiply(
     operands: Operands, factor: Tensor, out: Tensor, scale: float, pack: Uncompressed | None, to_p: bool
 ) -> None:
     """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
     table = operands.table
-    device, cache = table.device, table.on_device
-    of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p))
-    of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
-    partials = torch.empty(n_partials(table, to_p), dtype=torch.float32, device=device)
-    rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
+    plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _plan(table, to_p))
+    partials = torch.empty(plan.n_partials, dtype=torch.float32, device=table.device)
     n_packs = 0 if pack is None else pack.table.n_chunks
     with torch.cuda.device_of(out):
-        _multiply_kernel[(of_strips.shape[1],)](
+        _multiply_kernel[(plan.n_strips,)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
-            layout_ptr=table.packed(),
-            strips_ptr=of_strips,
             factor_ptr=factor,
             partial_ptr=partials,
-            n_matrices=len(table),
-            n_programs=of_strips.shape[1],
-            SOURCE=triton_dtype(table.dtype),
-            TO_P=to_p,
             KEEP=operands.keep,
             HAS_ERROR=operands.error is not None,
-            PRECISION=precision,
-            RANK=rank,
-            DOT_WIDTH=DOT_WIDTH,
-            ROWS=cut.rows,
-            COLUMNS=cut.columns,
-            num_warps=4 if rank <= 16 else 8,
-            num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
+            **plan.multiply,
         )
-        _sum_partials_kernel[(of_chunks.shape[1] + n_packs,)](
+        _sum_partials_kernel[(plan.n_sums + n_packs,)](
             partial_ptr=partials,
-            chunks_ptr=of_chunks,
             out_ptr=out,
             segments_ptr=None if pack is None else pack.table.packed(pack.source),
             packed_ptr=None if pack is None else pack.wire,
-            n_sums=of_chunks.shape[1],
             n_segments=0 if pack is None else len(pack.table),
             n_packs=n_packs,
             scale=scale,
-            limit=table.limit,
-            SOURCE=triton_dtype(table.dtype),
-            CHUNK=SUM_NUMEL,
-            STRIPS=SUM_STRIPS,
-            ALIGN=ALIGN_NUMEL,
-            PACK=CHUNK_NUMEL,
-            num_warps=8,
+            **plan.sum,
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class MatrixTable:
         q: the layout of the Q factors.
         keys: of the matrices' random columns.
         block_rows: the number of rows of each matrix that the CPU paths handle at once: as many as stay in cache.
+        plans: what launchers derive from the table, once.
 
     Raises:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
@@ -206,6 +207,7 @@ class MatrixTable:
         self.keys = [matrix.key for matrix in matrices]
         self.block_rows = [max(1, min(matrix.rows, CPU_BLOCK_NUMEL // matrix.columns)) for matrix in matrices]
         self.on_device = UploadCache()
+        self.plans: dict[object, Any] = {}
         self._addresses: list[int] = []  # as uploaded
         self._uploaded: Upload | None = None
         self._scratch: list[Tensor] = []  # a view for each matrix, all of the same memory
@@ -291,7 +293,8 @@ class Operands:
             raise ValueError(
                 f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
             )
-        lists = ((self.source, self.table.dtype), (self.target, self.table.dtype), (self.error, self.table.compute))
+        target = None if self.target is self.source else self.target
+        lists = ((self.source, self.table.dtype), (target, self.table.dtype), (self.error, self.table.compute))
         for tensors, dtype in lists:
             if tensors is None:
                 continue

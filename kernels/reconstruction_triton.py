@@ -23,7 +23,7 @@ from gradwire.kernels.lowrank_programs import (
     strips,
     tiling,
 )
-from gradwire.kernels.matrix_table import Operands, Uncompressed, load_addresses, load_offsets, load_sizes
+from gradwire.kernels.matrix_table import MatrixTable, Operands, Uncompressed, load_addresses, load_offsets, load_sizes
 
 
 @jit
@@ -184,25 +184,34 @@ def reconstruct_and_renew_triton(
         _launch(operands, p, q, of_rows)
 
 
-def _launch(operands: Operands, p: Tensor, q: Tensor, of_rows: Mapping[str, Any]) -> None:
-    table, rank, cut = operands.table, padded_rank(operands.table), tiling(operands.table)
+def _plan(table: MatrixTable) -> dict[str, Any]:
+    """The arguments that launches have in common from step to step."""
+    rank, cut = padded_rank(table), tiling(table)
     of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
-    _reconstruct_kernel[(of_rows["n_rows"] + of_strips.shape[1],)](
+    return {
+        "layout_ptr": table.packed(),
+        "strips_ptr": of_strips,
+        "n_matrices": len(table),
+        "n_programs": of_strips.shape[1],
+        "SOURCE": triton_dtype(table.dtype),
+        "LIMIT": table.limit,
+        "ELEMENTWISE": rank <= ELEMENTWISE_RANK,
+        "RANK": rank,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "num_warps": 4 if rank <= ELEMENTWISE_RANK else 8,
+    }
+
+
+def _launch(operands: Operands, p: Tensor, q: Tensor, of_rows: Mapping[str, Any]) -> None:
+    table = operands.table
+    plan = table.plans.get("reconstruct") or table.plans.setdefault("reconstruct", _plan(table))
+    _reconstruct_kernel[(of_rows["n_rows"] + plan["n_programs"],)](
         addresses_ptr=table.on_device_addresses(operands.addresses),
-        layout_ptr=table.packed(),
-        strips_ptr=of_strips,
         p_ptr=p,
         q_ptr=q,
-        n_matrices=len(table),
-        n_programs=of_strips.shape[1],
-        SOURCE=triton_dtype(table.dtype),
-        LIMIT=table.limit,
         KEPT=operands.keep,
         HAS_ERROR=operands.error is not None,
-        ELEMENTWISE=rank <= ELEMENTWISE_RANK,
-        RANK=rank,
-        ROWS=cut.rows,
-        COLUMNS=cut.columns,
-        num_warps=4 if rank <= ELEMENTWISE_RANK else 8,
+        **plan,
         **of_rows,
     )
