@@ -22,17 +22,19 @@ from gradwire.kernels import (
     MatrixTable,
     MessageLayout,
     Operands,
+    Renewal,
     SegmentTable,
+    Uncompressed,
     backproject,
     commit_errors,
     dequantize,
+    draw,
     flatten,
     orthogonalize,
     project,
     quantize,
-    reconstruct,
+    reconstruct_and_renew,
     reduce_quantized,
-    renew,
     unflatten,
     update_scale,
 )
@@ -89,6 +91,7 @@ def _powersgd(gradient: torch.dtype, wire: torch.dtype, rank: int) -> Calls:
     shapes = [*buckets(gpt2, 25 << 20)[0], *buckets(gpt2, 25 << 20)[-1]]
     policy = LowRankPolicy(rank=rank)
     found = [policy.matrix_shape("", torch.empty(shape, device="meta")) for shape in shapes]
+    others = [torch.empty(shape, dtype=gradient) for shape, of in zip(shapes, found, strict=True) if of is None]
     matrices = [Matrix(shape.rows, shape.columns, shape.rank, i) for i, shape in enumerate(found) if shape is not None]
     table = MatrixTable(matrices, gradient, torch.device("cpu"))
     gradients = [torch.empty(m.rows, m.columns, dtype=gradient) for m in matrices]
@@ -97,12 +100,17 @@ def _powersgd(gradient: torch.dtype, wire: torch.dtype, rank: int) -> Calls:
     q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
     p_sent, q_sent = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
     finite, step = torch.ones(len(table), dtype=torch.int32), torch.tensor([5])
+    of_others = SegmentTable(others)
+    uncompressed = Uncompressed(of_others, others, others, torch.empty(of_others.numel, dtype=gradient))
+    renewal = Renewal(q_sent, table.q, table.keys, step, q, 6)
     return {
-        "project": lambda: project(operands, q, p_sent, scale=1 / RANKS),
+        "project": lambda: project(operands, q, p_sent, scale=1 / RANKS, pack=uncompressed),
         "orthogonalize": lambda: orthogonalize(p_sent, table.p, basis, finite),
         "backproject": lambda: backproject(operands, basis, q_sent, scale=1 / RANKS),
-        "renew": lambda: renew(q_sent, table.q, table.keys, step, q, finite),
-        "reconstruct": lambda: reconstruct(operands, basis, q_sent, finite),
+        "reconstruct_and_renew": lambda: reconstruct_and_renew(
+            operands, basis, q_sent, finite, renewal, unpack=uncompressed
+        ),
+        "draw": lambda: draw(table.q, table.keys, step, q),
     }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from gradwire.comm.transport import Transport
 from gradwire.comm.workspace import Workspace
 from gradwire.compress.powersgd_bucket import LowRankBucket
-from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct, renew
+from gradwire.kernels import Renewal, backproject, draw, orthogonalize, project, reconstruct_and_renew
 
 
 async def powersgd_all_reduce(
@@ -69,19 +69,18 @@ async def powersgd_all_reduce(
         True
     """
     table, mean = bucket.table, 1 / transport.world_size
-    step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.p, basis=table.p, answer=table.q)
+    step = bucket.start_step(source, target, iteration, workspace, sent=table.p, basis=table.p, answer=table.q)
     m, p, q = step.matrices, step.basis, step.answer
     if not warm_start:
-        draw(table.q, table.keys, bucket.counter, bucket.q)
+        draw(table.q, table.keys, bucket.counter_at(iteration), bucket.q)
 
-    project(m, bucket.q, step.sent, scale=mean)
+    project(m, bucket.q, step.sent, scale=mean, pack=step.uncompressed)
     await transport.all_reduce(*step.messages)
     orthogonalize(step.sent, table.p, p, bucket.finite)
     backproject(m, p, q, scale=mean)
     await transport.all_reduce(q)
-    renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
-    reconstruct(m, p, q, bucket.finite)
-    bucket.unpack_uncompressed(step, target)
+    renewal = Renewal(q, table.q, table.keys, bucket.counter, bucket.q, step.next_iteration)
+    reconstruct_and_renew(m, p, q, bucket.finite, renewal, unpack=step.uncompressed)
 
 
 async def alternating_all_reduce(
@@ -113,18 +112,17 @@ async def alternating_all_reduce(
     table, mean = bucket.table, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
     if iteration % 2 == 0:
-        step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.p, basis=table.q)
+        step = bucket.start_step(source, target, iteration, workspace, sent=table.p, basis=table.q)
         m, p, q = step.matrices, step.sent, step.basis
         orthogonalize(bucket.q, table.q, q, bucket.finite)
-        project(m, q, p, scale=mean)
+        project(m, q, p, scale=mean, pack=step.uncompressed)
         await transport.all_reduce(*step.messages)
-        renew(p, table.p, table.keys, bucket.counter.add_(1), bucket.p, bucket.finite)
+        renewal = Renewal(p, table.p, table.keys, bucket.counter, bucket.p, step.next_iteration)
     else:
-        step = bucket.start_step(source, target, iteration, workspace, mean, sent=table.q, basis=table.p)
+        step = bucket.start_step(source, target, iteration, workspace, sent=table.q, basis=table.p)
         m, p, q = step.matrices, step.basis, step.sent
         orthogonalize(bucket.p, table.p, p, bucket.finite)
-        backproject(m, p, q, scale=mean)
+        backproject(m, p, q, scale=mean, pack=step.uncompressed)
         await transport.all_reduce(*step.messages)
-        renew(q, table.q, table.keys, bucket.counter.add_(1), bucket.q, bucket.finite)
-    reconstruct(m, p, q, bucket.finite)
-    bucket.unpack_uncompressed(step, target)
+        renewal = Renewal(q, table.q, table.keys, bucket.counter, bucket.q, step.next_iteration)
+    reconstruct_and_renew(m, p, q, bucket.finite, renewal, unpack=step.uncompressed)

@@ -7,6 +7,7 @@ is contiguous.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,14 +25,13 @@ from gradwire.kernels import (
     MatrixTable,
     Operands,
     SegmentTable,
+    Uncompressed,
     can_capture,
     can_keep,
     compute_dtype,
     draw,
-    flatten,
     is_capturing,
     random_key,
-    unflatten,
 )
 
 
@@ -45,27 +45,27 @@ class Step(NamedTuple):
         matrices: gradients, results and errors of the compressed parameters, zero-copy.
         messages: the payload of the first all-reduce: ``sent`` and ``uncompressed``, one tensor if their dtypes agree.
         sent: the factors among ``messages``.
-        uncompressed: the other gradients among ``messages``.
+        uncompressed: the other gradients, with their part of ``messages``; None if there are none.
         basis: factors with orthonormal columns, in the dtype of the arithmetic.
         answer: the factors of the second all-reduce; empty in a step that has only one.
-        is_in_place: whether the result overwrites the gradients.
+        next_iteration: the number of the next step; None while a CUDA graph is captured, because every replay would set
+            the same number. There the step increments the bucket's ``counter``.
     """
 
     matrices: Operands
     messages: list[Tensor]
     sent: Tensor
-    uncompressed: Tensor
+    uncompressed: Uncompressed | None
     basis: Tensor
     answer: Tensor
-    is_in_place: bool
+    next_iteration: int | None
 
 
 class LowRankBucket:
     """One bucket: matrices that are compressed, other gradients that are not, and the memory of the matrices.
 
     It serves every step until its parameters, their dtype or the options change; the next bucket of these parameters
-    starts from its ``memory``. An algorithm calls `start_step`, then works on the tensors of the `Step`, then calls
-    `unpack_uncompressed`.
+    starts from its ``memory``. An algorithm calls `start_step`, then works on the tensors of the `Step`.
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
@@ -86,7 +86,7 @@ class LowRankBucket:
         memory: of the compressed parameters, by name.
         q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
         p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
-        counter: int64 [1], in device memory: number of the current step, for the random columns.
+        counter: int64 [1], in device memory: number of the next step, for the random columns.
         finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
     """
 
@@ -152,28 +152,22 @@ class LowRankBucket:
         target: Sequence[Tensor],
         iteration: int,
         workspace: Workspace,
-        scale: float,
         *,
         sent: FactorLayout,
         basis: FactorLayout,
         answer: FactorLayout | None = None,
     ) -> Step:
-        """Set ``counter``, lay out the tensors of a step, and pack the gradients that are not compressed.
+        """Lay out the tensors of a step.
 
         Args:
             source: the gradients, real.
             target: where the result goes; may be ``source``.
-            iteration: the number of the step. Ignored while a CUDA graph is captured, because every
-                replay would set the same number; there the step itself increments ``counter``, as
-                always.
+            iteration: the number of the step.
             workspace: provides the buffers.
-            scale: multiplier of the gradients on the wire: 1 / world size for the mean.
             sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
             basis: layout of the factors to orthogonalise.
             answer: layout of the factors of the second all-reduce; None in a step that has only one.
         """
-        if not is_capturing(self.counter.device):
-            self.counter.fill_(iteration)
         gradients = results = self._matrices([source[i] for i, _ in self._compressed])
         if any(source[i] is not target[i] for i, _ in self._compressed):
             results = self._matrices([target[i] for i, _ in self._compressed])
@@ -184,26 +178,25 @@ class LowRankBucket:
         dtype, compute, on_wire = self.table.dtype, self.table.compute, self._factor_dtype
         sizes = [(basis.numel, compute), (answer.numel if answer is not None else 0, on_wire)]
         if on_wire == dtype:  # then one tensor holds both parts
-            message, *buffers = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
+            message, of_basis, of_answer = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
             first, others = message.split([sent.numel, self._others_numel])
             messages = [message]
         else:
-            first, others, *buffers = workspace.wires((sent.numel, on_wire), (self._others_numel, dtype), *sizes)
+            first, others, of_basis, of_answer = workspace.wires(
+                (sent.numel, on_wire), (self._others_numel, dtype), *sizes
+            )
             messages = [first, others] if self._others else [first]
-        step = Step(matrices, messages, first, others, buffers[0], buffers[1], _is_in_place(source, target))
-        for factors, buffer in ((sent, step.sent), (basis, step.basis), (answer, step.answer)):
-            if factors is not None and factors.has_gaps:
-                buffer.zero_()
+        uncompressed = None
         if self._others_table is not None:
-            flatten([source[i] for i in self._others], step.uncompressed, table=self._others_table, scale=scale)
-        return step
+            others_source = [source[i] for i in self._others]
+            others_target = others_source if _is_in_place(source, target) else [target[i] for i in self._others]
+            uncompressed = Uncompressed(self._others_table, others_source, others_target, others)
+        next_iteration = None if is_capturing(self.counter.device) else iteration + 1
+        return Step(matrices, messages, first, uncompressed, of_basis, of_answer, next_iteration)
 
-    def unpack_uncompressed(self, step: Step, target: Sequence[Tensor]) -> None:
-        """Write the gradients that were not compressed into ``target``."""
-        if self._others_table is not None:
-            results = [target[i] for i in self._others]
-            table = self._others_table if step.is_in_place else self._others_table.for_results
-            unflatten(step.uncompressed, results, table=table)
+    def counter_at(self, iteration: int) -> Tensor:
+        """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
+        return self.counter if is_capturing(self.counter.device) else self.counter.fill_(iteration)
 
     @property
     def can_capture(self) -> bool:
@@ -272,7 +265,7 @@ class LowRankBucket:
 
 
 def _is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
-    return all(gradient is result for gradient, result in zip(source, target, strict=True))
+    return all(map(operator.is_, source, target))
 
 
 def flat_low_rank_bucket(

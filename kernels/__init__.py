@@ -21,7 +21,7 @@ from gradwire.kernels.block_table import (
     MessageLayout,
     Section,
 )
-from gradwire.kernels.column_norms import draw, renew, renew_bytes, renew_reference
+from gradwire.kernels.column_norms import Renewal, draw, renew, renew_bytes, renew_reference
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
 from gradwire.kernels.dtypes import WIRE_DTYPES, compute_dtype
@@ -42,9 +42,18 @@ from gradwire.kernels.lowrank import (
     project,
     project_reference,
     reconstruct,
+    reconstruct_and_renew,
     reconstruct_reference,
 )
-from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout, Matrix, MatrixTable, Operands
+from gradwire.kernels.matrix_table import (
+    ALIGN_NUMEL,
+    MAX_RANK,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    Uncompressed,
+)
 from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes, orthogonalize_reference
 from gradwire.kernels.quantization import (
     commit_errors,
@@ -89,9 +98,11 @@ __all__ = [
     "MatrixTable",
     "MessageLayout",
     "Operands",
+    "Renewal",
     "Rounding",
     "Section",
     "SegmentTable",
+    "Uncompressed",
     "WireFormat",
     "as_real",
     "backproject",
@@ -124,6 +135,7 @@ __all__ = [
     "quantize_reference",
     "random_key",
     "reconstruct",
+    "reconstruct_and_renew",
     "reconstruct_reference",
     "reduce_quantized",
     "reduce_quantized_bytes",

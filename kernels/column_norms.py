@@ -15,17 +15,22 @@ Traffic: r m elements per factor, read twice and written once. It is small besid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform, uniform_triton
 from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.dtypes import triton_dtype
+from gradwire.kernels.flattening import unflatten_chunk
 from gradwire.kernels.language import jit, kernel, tl
-from gradwire.kernels.matrix_table import FactorLayout
+from gradwire.kernels.matrix_table import FactorLayout, Uncompressed
+from gradwire.kernels.segment_table import CHUNK_NUMEL
 
 # Elements that a program handles at a time.
 BLOCK_NUMEL = 1024
+NUM_WARPS = 8  # 16 elements a thread where a program unpacks a chunk of gradients
 # Norms whose squares are far from the ends of fp64's range. Outside lie some rows in fp64, zeros, and non-finite rows.
 SAFE_NORMS = (1e-140, 1e140)
 
@@ -69,17 +74,17 @@ def _load_row(rows_ptr, n_rows, row):
     return factor, length, offset, first, key
 
 
-@kernel
-def _norms_kernel(
+@jit
+def _norms_row(
     wire_ptr,  # packed factors, of any dtype
     rows_ptr,  # [5, rows] int64: `_rows`
     norms_ptr,  # [2, rows] fp32
     finite_ptr,  # [matrices] int32
     n_rows,
+    row,
     BLOCK: tl.constexpr,
 ):
     """Largest magnitude of a row, and its norm divided by that. Clears the flag if the row is not finite."""
-    row = tl.program_id(0).to(tl.int64)
     factor, length, offset, _, _ = _load_row(rows_ptr, n_rows, row)
     wire_ptr += offset
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -101,9 +106,39 @@ def _norms_kernel(
         squares += x * x
         start += BLOCK
     tl.store(norms_ptr + row, top)
-    tl.store(norms_ptr + n_rows + row, tl.sqrt(tl.sum(squares, axis=0)))
+    tl.store(norms_ptr + (n_rows + row), tl.sqrt(tl.sum(squares, axis=0)))
     if tl.sum(n_bad, axis=0) > 0:
         tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # no order needed: no fence
+
+
+@kernel
+def _norms_kernel(
+    wire_ptr,  # packed factors, of any dtype
+    rows_ptr,  # [5, rows] int64: `_rows`
+    norms_ptr,  # [2, rows] fp32
+    finite_ptr,  # [matrices] int32
+    step_ptr,  # [1] int64: the number of the step, to advance; None: leave it
+    segments_ptr,  # int64: `SegmentTable.packed` of the gradients to unpack; None: there are none
+    packed_ptr,  # their part of the wire
+    n_rows,
+    n_segments,
+    n_unpacks,
+    advance_to: tl.int64,  # negative: one more than the number in memory
+    TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNPACK: tl.constexpr,
+):
+    """The norm of a row, or a chunk of a gradient that is not compressed."""
+    program = tl.program_id(0).to(tl.int64)
+    if step_ptr is not None and program == 0:
+        tl.store(step_ptr, tl.load(step_ptr) + 1 if advance_to < 0 else advance_to)
+    if program < n_rows:
+        _norms_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, n_rows, program, BLOCK)
+    if segments_ptr is not None and program >= n_rows:
+        unflatten_chunk(
+            segments_ptr, packed_ptr, None, n_segments, n_unpacks, program - n_rows, 1.0,
+            TARGET, tl.float32, UNPACK,
+        )  # fmt: skip
 
 
 @jit
@@ -119,8 +154,8 @@ def _drawn_norm(key, step, first, length, BLOCK: tl.constexpr):
     return tl.sqrt(tl.sum(squares, axis=0))
 
 
-@kernel
-def _renew_kernel(
+@jit
+def renew_row(
     wire_ptr,  # packed factors, of any dtype
     rows_ptr,  # [5, rows] int64: `_rows`
     norms_ptr,  # [2, rows] fp32: as `_norms_kernel` leaves it
@@ -128,15 +163,15 @@ def _renew_kernel(
     step_ptr,  # [1] int64: in memory, because a CUDA graph repeats the values of arguments
     following_ptr,  # packed factors, fp32
     n_rows,
+    row,
     BLOCK: tl.constexpr,
 ):
     """One row of the next factor: of unit norm, and random where the row is zero."""
-    row = tl.program_id(0).to(tl.int64)
     factor, length, offset, first, key = _load_row(rows_ptr, n_rows, row)
     step = tl.load(step_ptr)
     if tl.load(finite_ptr + factor) > 0:
         top = tl.load(norms_ptr + row)
-        norm = tl.load(norms_ptr + n_rows + row)
+        norm = tl.load(norms_ptr + (n_rows + row))
         if top == 0:
             norm = _drawn_norm(key, step, first, length, BLOCK)
         start = 0
@@ -148,16 +183,104 @@ def _renew_kernel(
             start += BLOCK
 
 
+@kernel
+def _renew_kernel(
+    wire_ptr,
+    rows_ptr,
+    norms_ptr,
+    finite_ptr,
+    step_ptr,
+    following_ptr,
+    n_rows,
+    BLOCK: tl.constexpr,
+):
+    """One row of the next factor: `renew_row`."""
+    row = tl.program_id(0).to(tl.int64)
+    renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
+
+
+class Renewal(NamedTuple):
+    """A factor to `renew` in a step that does other things in the same launches.
+
+    Attributes:
+        wire, layout, keys, step, following: as in `renew`.
+        advance_to: what ``step`` is set to first; None: one more than it is, as in a CUDA graph, which repeats numbers.
+    """
+
+    wire: Tensor
+    layout: FactorLayout
+    keys: Sequence[int]
+    step: Tensor
+    following: Tensor
+    advance_to: int | None
+
+
+def check_renewal(wire: Tensor, layout: FactorLayout, step: Tensor, following: Tensor) -> None:
+    """Raise ValueError unless the tensors fit the layout, and ``step`` is one number."""
+    layout.check(wire, "wire")
+    layout.check(following, "following")
+    if step.dtype != torch.int64 or step.numel() != 1 or step.device != following.device:
+        raise ValueError(
+            f"step is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of torch.int64 on "
+            f"{following.device}. Pass torch.tensor([step], device=...)."
+        )
+
+
+def norms_triton(
+    wire: Tensor,
+    layout: FactorLayout,
+    keys: Sequence[int],
+    step: Tensor,
+    following: Tensor,
+    finite: Tensor,
+    *,
+    advances: bool = False,
+    advance_to: int | None = None,
+    unpack: Uncompressed | None = None,
+) -> dict[str, Any]:
+    """The norms of the rows to renew, and the flags of factors that are not finite: one launch.
+
+    Args:
+        wire, layout, keys, step, following, finite: as in `renew`.
+        advances: whether ``step`` changes.
+        advance_to: as in `Renewal`.
+        unpack: gradients to copy from the wire into their targets.
+
+    Returns:
+        The arguments of `renew_row`, except the row.
+    """
+    rows = layout.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(layout, keys))
+    n_rows, n_unpacks = rows.shape[1], 0 if unpack is None else unpack.table.n_chunks
+    norms = torch.empty(2, n_rows, dtype=torch.float32, device=following.device)
+    of_rows = {
+        "wire_ptr": wire,
+        "rows_ptr": rows,
+        "norms_ptr": norms,
+        "finite_ptr": finite,
+        "n_rows": n_rows,
+        "BLOCK": BLOCK_NUMEL,
+    }
+    _norms_kernel[(n_rows + n_unpacks,)](
+        step_ptr=step if advances else None,
+        segments_ptr=None if unpack is None else unpack.target_table.packed(unpack.target),
+        packed_ptr=None if unpack is None else unpack.wire,
+        n_segments=0 if unpack is None else len(unpack.table),
+        n_unpacks=n_unpacks,
+        advance_to=-1 if advance_to is None else advance_to,
+        TARGET=None if unpack is None else triton_dtype(unpack.table.dtype),
+        UNPACK=CHUNK_NUMEL,
+        num_warps=NUM_WARPS,
+        **of_rows,
+    )
+    return of_rows | {"step_ptr": step, "following_ptr": following}
+
+
 def _renew_triton(
     wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
-    rows = layout.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(layout, keys))
-    n_rows = rows.shape[1]
-    norms = torch.empty(2, n_rows, dtype=torch.float32, device=following.device)
-    common = {"wire_ptr": wire, "rows_ptr": rows, "norms_ptr": norms, "finite_ptr": finite, "n_rows": n_rows}
     with torch.cuda.device_of(following):
-        _norms_kernel[(n_rows,)](**common, BLOCK=BLOCK_NUMEL, num_warps=4)
-        _renew_kernel[(n_rows,)](**common, step_ptr=step, following_ptr=following, BLOCK=BLOCK_NUMEL, num_warps=4)
+        of_rows = norms_triton(wire, layout, keys, step, following, finite)
+        _renew_kernel[(of_rows["n_rows"],)](**of_rows, num_warps=NUM_WARPS)
 
 
 def _renew_cpu(
@@ -205,13 +328,7 @@ def renew(
     Raises:
         ValueError: a buffer does not fit the layout, or ``step`` is not such a tensor.
     """
-    layout.check(wire, "wire")
-    layout.check(following, "following")
-    if step.dtype != torch.int64 or step.numel() != 1 or step.device != following.device:
-        raise ValueError(
-            f"step is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of torch.int64 on "
-            f"{following.device}. Pass torch.tensor([step], device=...)."
-        )
+    check_renewal(wire, layout, step, following)
     if use_triton(following.device) and following.dtype == torch.float32:
         _renew_triton(wire, layout, keys, step, following, finite)
     elif following.device.type == "cpu":

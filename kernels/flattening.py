@@ -103,6 +103,50 @@ def _saturating_cast(
     return narrow(clamped, WIRE), tl.where(finite, tl.where(above | below, 1 << 16, 0), 1)
 
 
+@jit
+def flatten_chunk(
+    table_ptr,  # [3 S + 2 C] int64: `SegmentTable.packed`
+    wire_ptr,  # [numel]
+    counters_ptr,  # [2] int64: non-finite, saturated; None: do not count
+    n_segments,
+    n_chunks,
+    chunk,
+    scale,
+    limit,
+    SOURCE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of one gradient into its place in the wire."""
+    address, offset, length, start = load_chunk(table_ptr, n_segments, n_chunks, chunk)
+    source_ptr = address.to(tl.pointer_type(SOURCE)) + start  # [remaining]
+    remaining = length - start
+    WIRE: tl.constexpr = wire_ptr.dtype.element_ty
+    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
+    out_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(WIRE))  # [remaining]
+
+    finite_limit = tl.full((), limit, COMPUTE)
+    offs = tl.arange(0, CHUNK)
+    mask = offs < remaining
+    aligned = (source_ptr.to(tl.int64) | out_ptr.to(tl.int64)) % 16 == 0
+    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
+    if (remaining >= CHUNK) & aligned:
+        x = tl.load(tl.multiple_of(source_ptr, 16) + offs)  # [CHUNK]
+        y, marks = _saturating_cast(x, scale, finite_limit, COMPUTE, WIRE)
+        tl.store(tl.multiple_of(out_ptr, 16) + offs, y)
+    else:
+        x = tl.load(source_ptr + offs, mask=mask, other=0)
+        y, marks = _saturating_cast(x, scale, finite_limit, COMPUTE, WIRE)
+        tl.store(out_ptr + offs, y, mask=mask)
+    if counters_ptr is not None:
+        # One sum for both counts: a chunk has fewer than 2^16 elements, and the masked ones, 0, are not marked.
+        marked = tl.sum(marks)
+        if marked > 0:
+            # Sums need no order. The default semantics, "acq_rel", fences the memory of the whole GPU.
+            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64), sem="relaxed")
+
+
 @kernel
 def _flatten_kernel(
     table_ptr,  # [3 S + 2 C] int64: `SegmentTable.packed`
@@ -117,35 +161,48 @@ def _flatten_kernel(
     COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of one gradient into its place in the wire."""
-    address, offset, length, start = load_chunk(table_ptr, n_segments, n_chunks, tl.program_id(0).to(tl.int64))
-    source_ptr = address.to(tl.pointer_type(SOURCE)) + start  # [remaining]
-    remaining = length - start
-    WIRE: tl.constexpr = wire_ptr.dtype.element_ty
-    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
-    out_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(WIRE))  # [remaining]
-
+    """One chunk of one gradient."""
+    chunk = tl.program_id(0).to(tl.int64)
     multiplier = _load_scale(scale_ptr, scale, COMPUTE)
-    finite_limit = tl.full((), limit, COMPUTE)
+    flatten_chunk(
+        table_ptr, wire_ptr, counters_ptr, n_segments, n_chunks, chunk, multiplier, limit, SOURCE, COMPUTE, CHUNK
+    )
+
+
+@jit
+def unflatten_chunk(
+    table_ptr,  # [3 S + 2 C] int64: `SegmentTable.packed`
+    wire_ptr,  # [numel]
+    absmax_ptr,  # [1] int32: the bits of the fp32 maximum; None: do not look for it
+    n_segments,
+    n_chunks,
+    chunk,
+    scale,
+    TARGET: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of the wire into its gradient."""
+    address, offset, length, start = load_chunk(table_ptr, n_segments, n_chunks, chunk)
+    target_ptr = address.to(tl.pointer_type(TARGET)) + start  # [remaining]
+    remaining = length - start
+    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
+    source_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(wire_ptr.dtype.element_ty))  # [remaining]
+
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
-    aligned = (source_ptr.to(tl.int64) | out_ptr.to(tl.int64)) % 16 == 0
+    aligned = (source_ptr.to(tl.int64) | target_ptr.to(tl.int64)) % 16 == 0
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining >= CHUNK) & aligned:
-        x = tl.load(tl.multiple_of(source_ptr, 16) + offs)  # [CHUNK]
-        y, marks = _saturating_cast(x, multiplier, finite_limit, COMPUTE, WIRE)
-        tl.store(tl.multiple_of(out_ptr, 16) + offs, y)
+        y = narrow(tl.load(tl.multiple_of(source_ptr, 16) + offs).to(COMPUTE) * scale, TARGET)  # [CHUNK]
+        tl.store(tl.multiple_of(target_ptr, 16) + offs, y)
     else:
-        x = tl.load(source_ptr + offs, mask=mask, other=0)
-        y, marks = _saturating_cast(x, multiplier, finite_limit, COMPUTE, WIRE)
-        tl.store(out_ptr + offs, y, mask=mask)
-    if counters_ptr is not None:
-        # One sum for both counts: a chunk has fewer than 2^16 elements, and the masked ones, 0, are not marked.
-        marked = tl.sum(marks)
-        if marked > 0:
-            # Sums need no order. The default semantics, "acq_rel", fences the memory of the whole GPU.
-            tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64), sem="relaxed")
-            tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64), sem="relaxed")
+        y = narrow(tl.load(source_ptr + offs, mask=mask, other=0).to(COMPUTE) * scale, TARGET)
+        tl.store(target_ptr + offs, y, mask=mask)
+    if absmax_ptr is not None:
+        bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        # A masked element is 0 times the scale: NaN if that is inf, so it is masked off here again.
+        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)), sem="relaxed")  # no order needed: no fence
 
 
 @kernel
@@ -161,28 +218,10 @@ def _unflatten_kernel(
     COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of the wire into its gradient."""
-    address, offset, length, start = load_chunk(table_ptr, n_segments, n_chunks, tl.program_id(0).to(tl.int64))
-    target_ptr = address.to(tl.pointer_type(TARGET)) + start  # [remaining]
-    remaining = length - start
-    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
-    source_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(wire_ptr.dtype.element_ty))  # [remaining]
-
+    """One chunk of the wire."""
+    chunk = tl.program_id(0).to(tl.int64)
     multiplier = _load_scale(scale_ptr, scale, COMPUTE)
-    offs = tl.arange(0, CHUNK)
-    mask = offs < remaining
-    aligned = (source_ptr.to(tl.int64) | target_ptr.to(tl.int64)) % 16 == 0
-    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
-    if (remaining >= CHUNK) & aligned:
-        y = narrow(tl.load(tl.multiple_of(source_ptr, 16) + offs).to(COMPUTE) * multiplier, TARGET)  # [CHUNK]
-        tl.store(tl.multiple_of(target_ptr, 16) + offs, y)
-    else:
-        y = narrow(tl.load(source_ptr + offs, mask=mask, other=0).to(COMPUTE) * multiplier, TARGET)
-        tl.store(target_ptr + offs, y, mask=mask)
-    if absmax_ptr is not None:
-        bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        # A masked element is 0 times the scale: NaN if that is inf, so it is masked off here again.
-        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)), sem="relaxed")  # no order needed: no fence
+    unflatten_chunk(table_ptr, wire_ptr, absmax_ptr, n_segments, n_chunks, chunk, multiplier, TARGET, COMPUTE, CHUNK)
 
 
 def _flatten_triton(

@@ -21,19 +21,17 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from gradwire.kernels.column_norms import Renewal, check_renewal, renew
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.dtypes import compute_dtype
+from gradwire.kernels.flattening import flatten, unflatten
 from gradwire.kernels.lowrank_cpu import backproject_cpu, project_cpu, reconstruct_cpu
 from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
-from gradwire.kernels.matrix_table import MAX_RANK, MatrixTable, Operands
-from gradwire.kernels.reconstruction_triton import reconstruct_triton
-
-Pass = Callable[..., None]
+from gradwire.kernels.matrix_table import MAX_RANK, FactorLayout, MatrixTable, Operands, Uncompressed
+from gradwire.kernels.reconstruction_triton import reconstruct_and_renew_triton, reconstruct_triton
 
 # The Triton kernels address the elements of a tile of up to 32 rows by 32-bit offsets.
 MAX_COLUMNS = 1 << 26
@@ -106,49 +104,72 @@ def can_capture(table: MatrixTable) -> bool:
     return can_use_triton(table)
 
 
-def _implementation(table: MatrixTable, triton: Pass, cpu: Pass, reference: Pass) -> Pass:
-    if can_use_triton(table):
-        return triton
-    return cpu if table.device.type == "cpu" else reference
-
-
-def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
+def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float, pack: Uncompressed | None = None) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket.
 
     Args:
         operands: the matrices. With ``keep``, the target is overwritten with M; nothing else is modified.
         q: the packed factors Q, fp32 or fp64 as ``table.compute``.
-        p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten. A row of P is not finite if that row
-            of M is not.
+        p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
+            of P is not finite if that row of M is not.
         scale: for example 1 / world size.
+        pack: gradients that `flatten` writes onto the wire, times ``scale``, in the same launches.
 
     Raises:
-        ValueError: an operand does not fit the table.
+        ValueError: an operand does not fit its table.
     """
+    table = operands.table
     operands.check()
-    operands.table.q.check(q, "q")
-    operands.table.p.check(p, "p")
-    run = _implementation(operands.table, project_triton, project_cpu, project_reference)
-    run(operands, q, p, scale)
+    table.q.check(q, "q")
+    table.p.check(p, "p")
+    if can_use_triton(table):
+        _check(pack)
+        project_triton(operands, q, p, scale, pack)
+    else:
+        run = project_cpu if table.device.type == "cpu" else project_reference
+        run(operands, q, _without_gaps(table.p, p), scale)
+        _pack(pack, scale)
 
 
-def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
+def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float, pack: Uncompressed | None = None) -> None:
     """Q = scale M^T P, for every matrix of a bucket.
 
     Args:
         operands: the matrices, after `project` if it keeps M. Not modified.
         p: the packed factors P, fp32 or fp64 as ``table.compute``.
-        q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten.
+        q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
         scale: for example 1 / world size.
+        pack: gradients that `flatten` writes onto the wire, times ``scale``, in the same launches.
 
     Raises:
-        ValueError: an operand does not fit the table.
+        ValueError: an operand does not fit its table.
     """
+    table = operands.table
     operands.check()
-    operands.table.p.check(p, "p")
-    operands.table.q.check(q, "q")
-    run = _implementation(operands.table, backproject_triton, backproject_cpu, backproject_reference)
-    run(operands, p, q, scale)
+    table.p.check(p, "p")
+    table.q.check(q, "q")
+    if can_use_triton(table):
+        _check(pack)
+        backproject_triton(operands, p, q, scale, pack)
+    else:
+        run = backproject_cpu if table.device.type == "cpu" else backproject_reference
+        run(operands, p, _without_gaps(table.q, q), scale)
+        _pack(pack, scale)
+
+
+def _without_gaps(layout: FactorLayout, factors: Tensor) -> Tensor:
+    """The buffer ``factors``, with zeros where there is no factor, if there are such places."""
+    return factors.zero_() if layout.has_gaps else factors
+
+
+def _check(uncompressed: Uncompressed | None) -> None:
+    if uncompressed is not None:
+        uncompressed.check()
+
+
+def _pack(pack: Uncompressed | None, scale: float) -> None:
+    if pack is not None:
+        flatten(pack.source, pack.wire, table=pack.table, scale=scale)
 
 
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -163,8 +184,54 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
     Raises:
         ValueError: an operand does not fit the table.
     """
+    table = operands.table
     operands.check()
-    operands.table.p.check(p, "p")
-    operands.table.q.check(q, "q")
-    run = _implementation(operands.table, reconstruct_triton, reconstruct_cpu, reconstruct_reference)
-    run(operands, p, q, finite)
+    table.p.check(p, "p")
+    table.q.check(q, "q")
+    if can_use_triton(table):
+        reconstruct_triton(operands, p, q, finite)
+    else:
+        run = reconstruct_cpu if table.device.type == "cpu" else reconstruct_reference
+        run(operands, p, q, finite)
+
+
+def reconstruct_and_renew(
+    operands: Operands,
+    p: Tensor,
+    q: Tensor,
+    finite: Tensor,
+    renewal: Renewal,
+    *,
+    unpack: Uncompressed | None = None,
+) -> None:
+    """`renew` a factor for the next step, and `reconstruct`: in two launches for both.
+
+    Args:
+        operands: as in `reconstruct`.
+        p: as in `reconstruct`.
+        q: as in `reconstruct`.
+        finite: int32, one element per matrix: 0 for a matrix that is not finite. Set to 0 where the factor to renew is
+            not finite, before it is used.
+        renewal: the factor to renew, P or Q, and the number of the step, which advances.
+        unpack: gradients that `unflatten` reads from the wire, in the same launches.
+
+    Raises:
+        ValueError: an operand does not fit its table.
+    """
+    table = operands.table
+    if can_use_triton(table):
+        operands.check()
+        table.p.check(p, "p")
+        table.q.check(q, "q")
+        check_renewal(renewal.wire, renewal.layout, renewal.step, renewal.following)
+        _check(unpack)
+        reconstruct_and_renew_triton(operands, p, q, finite, renewal, unpack)
+        return
+    if renewal.advance_to is None:
+        renewal.step.add_(1)
+    else:
+        renewal.step.fill_(renewal.advance_to)
+    renew(*renewal[:5], finite)
+    reconstruct(operands, p, q, finite)
+    if unpack is not None:
+        unflatten(unpack.wire, unpack.target, table=unpack.target_table)

@@ -1,5 +1,7 @@
 """Low-rank products in Triton: one kernel for P = M Q and Q = M^T P, and one that adds up its partial sums.
 
+Further programs of the second one pack the gradients that are sent uncompressed, which saves a launch.
+
 A program of a product works through a strip of M and stores a partial sum (`lowrank_programs`). Strips keep the number
 of programs high for matrices of few rows or columns; partial sums that are added in a fixed order need no float
 atomics, and give the same bits in every run.
@@ -9,11 +11,14 @@ Offsets within a tile are 32 bits wide, on a 64-bit address of its first element
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from gradwire.kernels.dispatch import has_tf32
 from gradwire.kernels.dtypes import triton_dtype
+from gradwire.kernels.flattening import flatten_chunk
 from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.lowrank_programs import (
     ELEMENTWISE_RANK,
@@ -29,13 +34,16 @@ from gradwire.kernels.lowrank_programs import (
     tiling,
 )
 from gradwire.kernels.matrix_table import (
+    ALIGN_NUMEL,
     MatrixTable,
     Operands,
+    Uncompressed,
     load_addresses,
     load_offsets,
     load_sizes,
     reload_rows_and_rank,
 )
+from gradwire.kernels.segment_table import CHUNK_NUMEL
 
 # Pipeline stages of products by `tl.dot`. Those of M' P depend on element size and precision: more stages would spill.
 STAGES = 3
@@ -255,18 +263,19 @@ def _multiply_kernel(
                 tl.store(column_ptrs[:, None] + offs_along[None, :], totals[part], mask=mask)
 
 
-@kernel
-def _sum_partials_kernel(
+@jit
+def _sum_chunk(
     partial_ptr,  # as `_multiply_kernel` leaves it
     chunks_ptr,  # [5, programs] int64: `chunks`
     out_ptr,  # packed factors in a wire dtype
     n_programs,
-    scale: tl.float64,
+    program,
+    scale,  # fp32
     CHUNK: tl.constexpr,
     STRIPS: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """A chunk of a factor: its partial sums, added in a fixed order, times ``scale``, cast to the wire dtype."""
-    program = tl.program_id(0).to(tl.int64)
     start, size, n_strips, partial_start, offset = load_chunk(chunks_ptr, n_programs, program)
     offs = start + tl.arange(0, CHUNK)
     mask = offs < size
@@ -278,8 +287,40 @@ def _sum_partials_kernel(
         total += tl.load(partial_ptrs, mask=(first + offs_s < n_strips)[:, None] & mask[None, :], other=0)
         partial_ptrs += STRIPS * size
         first += STRIPS
-    result = tl.sum(total, axis=0) * tl.full((), scale, tl.float32)  # [CHUNK]
+    result = tl.sum(total, axis=0) * scale  # [CHUNK]
+    # With zeros up to the next factor, because the wire is sent whole.
+    mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
     tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _sum_partials_kernel(
+    partial_ptr,  # as `_multiply_kernel` leaves it
+    chunks_ptr,  # [5, sums] int64: `chunks`
+    out_ptr,  # packed factors in a wire dtype
+    segments_ptr,  # int64: `SegmentTable.packed` of the gradients to pack; None: there are none
+    packed_ptr,  # their part of the wire
+    n_sums,
+    n_segments,
+    n_packs,
+    scale: tl.float64,
+    limit: tl.float64,
+    SOURCE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STRIPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """A chunk of a factor, or a chunk of a gradient that is not compressed: both scaled, and cast to the wire dtype."""
+    program = tl.program_id(0).to(tl.int64)
+    multiplier = tl.full((), scale, tl.float32)
+    if program < n_sums:
+        _sum_chunk(partial_ptr, chunks_ptr, out_ptr, n_sums, program, multiplier, CHUNK, STRIPS, ALIGN)
+    if segments_ptr is not None and program >= n_sums:
+        flatten_chunk(
+            segments_ptr, packed_ptr, None, n_segments, n_packs, program - n_sums, multiplier, limit,
+            SOURCE, tl.float32, PACK,
+        )  # fmt: skip
 
 
 def dot_precision(table: MatrixTable) -> str | None:
@@ -289,52 +330,92 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
-    """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
-    table = operands.table
+class _Plan(NamedTuple):
+    """What the launches of a product have in common from step to step.
+
+    Attributes:
+        n_strips: programs of `_multiply_kernel`.
+        n_sums: programs of `_sum_partials_kernel` that add.
+        n_partials: elements of the partial sums.
+        multiply: arguments of `_multiply_kernel`.
+        sum: arguments of `_sum_partials_kernel`.
+    """
+
+    n_strips: int
+    n_sums: int
+    n_partials: int
+    multiply: dict[str, Any]
+    sum: dict[str, Any]
+
+
+def _plan(table: MatrixTable, to_p: bool) -> _Plan:
     device, cache = table.device, table.on_device
     of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p))
     of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
-    partials = torch.empty(n_partials(table, to_p), dtype=torch.float32, device=device)
     rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
+    multiply = {
+        "layout_ptr": table.packed(),
+        "strips_ptr": of_strips,
+        "n_matrices": len(table),
+        "n_programs": of_strips.shape[1],
+        "SOURCE": triton_dtype(table.dtype),
+        "TO_P": to_p,
+        "PRECISION": precision,
+        "RANK": rank,
+        "DOT_WIDTH": DOT_WIDTH,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "num_warps": 4 if rank <= 16 else 8,
+        "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
+    }
+    add = {
+        "chunks_ptr": of_chunks,
+        "n_sums": of_chunks.shape[1],
+        "limit": table.limit,
+        "SOURCE": triton_dtype(table.dtype),
+        "CHUNK": SUM_NUMEL,
+        "STRIPS": SUM_STRIPS,
+        "ALIGN": ALIGN_NUMEL,
+        "PACK": CHUNK_NUMEL,
+        "num_warps": 8,
+    }
+    return _Plan(of_strips.shape[1], of_chunks.shape[1], n_partials(table, to_p), multiply, add)
+
+
+def _multiply(
+    operands: Operands, factor: Tensor, out: Tensor, scale: float, pack: Uncompressed | None, to_p: bool
+) -> None:
+    """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
+    table = operands.table
+    plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _plan(table, to_p))
+    partials = torch.empty(plan.n_partials, dtype=torch.float32, device=table.device)
+    n_packs = 0 if pack is None else pack.table.n_chunks
     with torch.cuda.device_of(out):
-        _multiply_kernel[(of_strips.shape[1],)](
+        _multiply_kernel[(plan.n_strips,)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
-            layout_ptr=table.packed(),
-            strips_ptr=of_strips,
             factor_ptr=factor,
             partial_ptr=partials,
-            n_matrices=len(table),
-            n_programs=of_strips.shape[1],
-            SOURCE=triton_dtype(table.dtype),
-            TO_P=to_p,
             KEEP=operands.keep,
             HAS_ERROR=operands.error is not None,
-            PRECISION=precision,
-            RANK=rank,
-            DOT_WIDTH=DOT_WIDTH,
-            ROWS=cut.rows,
-            COLUMNS=cut.columns,
-            num_warps=4 if rank <= 16 else 8,
-            num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
+            **plan.multiply,
         )
-        _sum_partials_kernel[(of_chunks.shape[1],)](
+        _sum_partials_kernel[(plan.n_sums + n_packs,)](
             partial_ptr=partials,
-            chunks_ptr=of_chunks,
             out_ptr=out,
-            n_programs=of_chunks.shape[1],
+            segments_ptr=None if pack is None else pack.table.packed(pack.source),
+            packed_ptr=None if pack is None else pack.wire,
+            n_segments=0 if pack is None else len(pack.table),
+            n_packs=n_packs,
             scale=scale,
-            CHUNK=SUM_NUMEL,
-            STRIPS=SUM_STRIPS,
-            num_warps=8,
+            **plan.sum,
         )
 
 
-def project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
+def project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float, pack: Uncompressed | None) -> None:
     """`project` in two launches."""
-    _multiply(operands, q, p, scale, to_p=True)
+    _multiply(operands, q, p, scale, pack, to_p=True)
 
 
-def backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
+def backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float, pack: Uncompressed | None) -> None:
     """`backproject` in two launches."""
-    _multiply(operands, p, q, scale, to_p=False)
+    _multiply(operands, p, q, scale, pack, to_p=False)

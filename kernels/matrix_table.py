@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.dtypes import compute_dtype
 from gradwire.kernels.language import jit, tl
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
 from gradwire.kernels.uploads import Upload, UploadCache
 
 # Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once.
@@ -128,7 +128,7 @@ class FactorLayout:
         sizes: the number of elements of each factor.
         offsets: where each factor begins.
         numel: the number of elements of the buffer.
-        has_gaps: whether there are elements between the factors, which nothing writes.
+        has_gaps: whether there are elements between the factors. On the wire, they are zeros.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
@@ -180,6 +180,7 @@ class MatrixTable:
         q: the layout of the Q factors.
         keys: of the matrices' random columns.
         block_rows: the number of rows of each matrix that the CPU paths handle at once: as many as stay in cache.
+        plans: what launchers derive from the table, once.
 
     Raises:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
@@ -206,6 +207,7 @@ class MatrixTable:
         self.keys = [matrix.key for matrix in matrices]
         self.block_rows = [max(1, min(matrix.rows, CPU_BLOCK_NUMEL // matrix.columns)) for matrix in matrices]
         self.on_device = UploadCache()
+        self.plans: dict[object, Any] = {}
         self._addresses: list[int] = []  # as uploaded
         self._uploaded: Upload | None = None
         self._scratch: list[Tensor] = []  # a view for each matrix, all of the same memory
@@ -291,7 +293,8 @@ class Operands:
             raise ValueError(
                 f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
             )
-        lists = ((self.source, self.table.dtype), (self.target, self.table.dtype), (self.error, self.table.compute))
+        target = None if self.target is self.source else self.target
+        lists = ((self.source, self.table.dtype), (target, self.table.dtype), (self.error, self.table.compute))
         for tensors, dtype in lists:
             if tensors is None:
                 continue
@@ -304,4 +307,39 @@ class Operands:
                         f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
                         f"a contiguous {dtype} {shape}."
                     )
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Uncompressed:
+    """The gradients of a bucket that are sent uncompressed, and their place on the wire.
+
+    Attributes:
+        table: their layout.
+        source: the gradients.
+        target: where the result goes. May be the source.
+        wire: 1-D, ``table.numel`` elements of the gradients' dtype.
+    """
+
+    table: SegmentTable
+    source: Sequence[Tensor]
+    target: Sequence[Tensor]
+    wire: Tensor
+
+    def check(self) -> None:
+        """Raise ValueError unless the tensors fit the table. Those that fit once are not looked at again."""
+        _ = self._fits
+
+    @property
+    def target_table(self) -> SegmentTable:
+        """The layout of the target, with addresses of its own unless the target is the source."""
+        return self.table if self.target is self.source else self.table.for_results
+
+    @cached_property
+    def _fits(self) -> bool:
+        self.table.check(self.source, self.wire)
+        if self.target is not self.source:
+            self.table.check_tensors(self.target)
+        if self.wire.dtype != self.table.dtype:
+            raise ValueError(f"The wire is {self.wire.dtype}; expected {self.table.dtype}, as the gradients.")
         return True

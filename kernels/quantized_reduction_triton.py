@@ -62,10 +62,12 @@ def _reduce_kernel(
     cell_bytes = unit_bytes(cell_units)
     received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * cell_bytes
     total = tl.zeros((N, BLOCK), tl.float32)
-    for _ in range(world_size):
+    peer = 0
+    while peer < world_size:
         scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
         total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
         received += cell_bytes
+        peer += 1
 
     # Read after the loop, which needs the registers.
     segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)

@@ -1,13 +1,18 @@
 """Reconstruction in Triton: out = P Q^T and E = M - out, in one kernel.
 
-A program works through a strip of the result, as for P (`lowrank_programs`), with its rows of P in registers.
+A program works through a strip of the result, as for P (`lowrank_programs`), with its rows of P in registers. Further
+programs may renew the factors (`column_norms`) meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from gradwire.kernels.column_norms import Renewal, norms_triton, renew_row
 from gradwire.kernels.dtypes import triton_dtype
 from gradwire.kernels.language import jit, kernel, tl
 from gradwire.kernels.lowrank_programs import (
@@ -18,7 +23,7 @@ from gradwire.kernels.lowrank_programs import (
     strips,
     tiling,
 )
-from gradwire.kernels.matrix_table import Operands, load_addresses, load_offsets, load_sizes
+from gradwire.kernels.matrix_table import MatrixTable, Operands, Uncompressed, load_addresses, load_offsets, load_sizes
 
 
 @jit
@@ -107,8 +112,14 @@ def _reconstruct_kernel(
     p_ptr,  # packed P, of any dtype
     q_ptr,  # packed Q, of any dtype
     finite_ptr,  # [matrices] int32
+    wire_ptr,  # the packed factors to renew; None: there are none. It and the next four are those of `renew_row`
+    rows_ptr,
+    norms_ptr,
+    step_ptr,
+    following_ptr,
     n_matrices,
     n_programs,
+    n_rows,
     SOURCE: tl.constexpr,
     LIMIT: tl.constexpr,
     KEPT: tl.constexpr,
@@ -117,52 +128,90 @@ def _reconstruct_kernel(
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One strip of the result and of the error memory."""
-    program = tl.program_id(0).to(tl.int64)
-    matrix, row, begin, end = load_strip(strips_ptr, n_programs, program)
-    rows, columns, rank = load_sizes(layout_ptr, n_matrices, matrix)
-    p_offset, q_offset = load_offsets(layout_ptr, n_matrices, matrix)
-    source, target, error = load_addresses(addresses_ptr, n_matrices, matrix)
-    finite = tl.load(finite_ptr + matrix) > 0
-    p_ptr += p_offset
-    q = (q_ptr + q_offset).to(tl.int64)  # a number, as in `_multiply_kernel`
-    # The aligned branch moves 16 bytes at a time, the other one element.
-    if (source | target | error | q | columns * 2) % 16 == 0:
-        _reconstruct_strip(
-            source, target, error, p_ptr, q, row, begin, end, rows, columns, rank, finite,
-            SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, True, ELEMENTWISE, RANK, ROWS, COLUMNS,
-        )  # fmt: skip
-    else:
-        # Half a tile at a time, because an address and a mask for every element take registers. Processes may take
-        # different branches and get the same bits: every element is a sum over r, in order, in both.
-        _reconstruct_strip(
-            source, target, error, p_ptr, q, row, begin, end, rows, columns, rank, finite,
-            SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, False, ELEMENTWISE, RANK, ROWS, COLUMNS // 2,
-        )  # fmt: skip
+    """A row of the next factor, or one strip of the result and of the error memory."""
+    program = tl.program_id(0).to(tl.int64) - n_rows
+    if wire_ptr is not None and program < 0:
+        row = program + n_rows
+        renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
+    if program >= 0:
+        matrix, row, begin, end = load_strip(strips_ptr, n_programs, program)
+        rows, columns, rank = load_sizes(layout_ptr, n_matrices, matrix)
+        p_offset, q_offset = load_offsets(layout_ptr, n_matrices, matrix)
+        source, target, error = load_addresses(addresses_ptr, n_matrices, matrix)
+        finite = tl.load(finite_ptr + matrix) > 0
+        q = (q_ptr + q_offset).to(tl.int64)  # a number, as in `_multiply_kernel`
+        # The aligned branch moves 16 bytes at a time, the other one element.
+        if (source | target | error | q | columns * 2) % 16 == 0:
+            _reconstruct_strip(
+                source, target, error, p_ptr + p_offset, q, row, begin, end, rows, columns, rank, finite,
+                SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, True, ELEMENTWISE, RANK, ROWS, COLUMNS,
+            )  # fmt: skip
+        else:
+            # Half a tile at a time, because an address and a mask for every element take registers. Processes may take
+            # different branches and get the same bits: every element is a sum over r, in order, in both.
+            _reconstruct_strip(
+                source, target, error, p_ptr + p_offset, q, row, begin, end, rows, columns, rank, finite,
+                SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, False, ELEMENTWISE, RANK, ROWS, COLUMNS // 2,
+            )  # fmt: skip
+
+
+# The arguments of a launch that renews no factors.
+NO_ROWS: dict[str, Any] = {
+    "wire_ptr": None,
+    "rows_ptr": None,
+    "norms_ptr": None,
+    "step_ptr": None,
+    "following_ptr": None,
+    "n_rows": 0,
+    "BLOCK": 1,
+}
 
 
 def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """`reconstruct` in one launch."""
-    table, rank, cut = operands.table, padded_rank(operands.table), tiling(operands.table)
-    of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
     with torch.cuda.device_of(p):
-        _reconstruct_kernel[(of_strips.shape[1],)](
-            addresses_ptr=table.on_device_addresses(operands.addresses),
-            layout_ptr=table.packed(),
-            strips_ptr=of_strips,
-            p_ptr=p,
-            q_ptr=q,
-            finite_ptr=finite,
-            n_matrices=len(table),
-            n_programs=of_strips.shape[1],
-            SOURCE=triton_dtype(table.dtype),
-            LIMIT=table.limit,
-            KEPT=operands.keep,
-            HAS_ERROR=operands.error is not None,
-            ELEMENTWISE=rank <= ELEMENTWISE_RANK,
-            RANK=rank,
-            ROWS=cut.rows,
-            COLUMNS=cut.columns,
-            num_warps=4 if rank <= ELEMENTWISE_RANK else 8,
-        )
+        _launch(operands, p, q, {"finite_ptr": finite, **NO_ROWS})
+
+
+def reconstruct_and_renew_triton(
+    operands: Operands, p: Tensor, q: Tensor, finite: Tensor, renewal: Renewal, unpack: Uncompressed | None
+) -> None:
+    """`reconstruct_and_renew` in two launches: norms and uncompressed gradients, then matrices and factors."""
+    with torch.cuda.device_of(p):
+        of_rows = norms_triton(*renewal[:5], finite, advances=True, advance_to=renewal.advance_to, unpack=unpack)
+        _launch(operands, p, q, of_rows)
+
+
+def _plan(table: MatrixTable) -> dict[str, Any]:
+    """The arguments that launches have in common from step to step."""
+    rank, cut = padded_rank(table), tiling(table)
+    of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
+    return {
+        "layout_ptr": table.packed(),
+        "strips_ptr": of_strips,
+        "n_matrices": len(table),
+        "n_programs": of_strips.shape[1],
+        "SOURCE": triton_dtype(table.dtype),
+        "LIMIT": table.limit,
+        "ELEMENTWISE": rank <= ELEMENTWISE_RANK,
+        "RANK": rank,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "num_warps": 4 if rank <= ELEMENTWISE_RANK else 8,
+    }
+
+
+def _launch(operands: Operands, p: Tensor, q: Tensor, of_rows: Mapping[str, Any]) -> None:
+    table = operands.table
+    plan = table.plans.get("reconstruct") or table.plans.setdefault("reconstruct", _plan(table))
+    _reconstruct_kernel[(of_rows["n_rows"] + plan["n_programs"],)](
+        addresses_ptr=table.on_device_addresses(operands.addresses),
+        p_ptr=p,
+        q_ptr=q,
+        KEPT=operands.keep,
+        HAS_ERROR=operands.error is not None,
+        **plan,
+        **of_rows,
+    )

@@ -203,13 +203,24 @@ def packed(side, parts, dtype):
     return buffer
 
 
-def assert_gaps_untouched(guarded, side, what):
-    """Nothing was written around a packed factor, nor between its parts, where it was NaN."""
-    guarded.assert_guards_untouched(what)
+def _between(guarded, side):
+    """The elements between packed factors."""
     between = torch.ones(side.numel, dtype=torch.bool)
     for view in side.views(between):
         view.fill_(False)
-    assert guarded.window.cpu()[between].isnan().all(), f"something was written between the factors of {what}"
+    return guarded.window.cpu()[between]
+
+
+def assert_gaps_untouched(guarded, side, what):
+    """Nothing was written around a packed factor, nor between its parts, where it was NaN."""
+    guarded.assert_guards_untouched(what)
+    assert _between(guarded, side).isnan().all(), f"something was written between the factors of {what}"
+
+
+def assert_gaps_zero(guarded, side, what):
+    """Nothing was written around a packed factor, and zeros between its parts."""
+    guarded.assert_guards_untouched(what)
+    assert (_between(guarded, side) == 0).all(), f"no zeros between the factors of {what}"
 
 
 def values(shape, kind, generator):

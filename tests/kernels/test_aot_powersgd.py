@@ -12,6 +12,9 @@ from gradwire.kernels import (
     Matrix,
     MatrixTable,
     Operands,
+    Renewal,
+    SegmentTable,
+    Uncompressed,
     cholesky_qr_triton,
     column_norms,
     lowrank,
@@ -30,6 +33,7 @@ LIMITS = {
     "backproject": {4: 96, 8: 168, 16: 128, 32: 128, 64: 168},
     "reconstruct": {4: 96, 8: 128, 16: 104, 32: 108, 64: 142},
     "sum_partials": dict.fromkeys((4, 8, 16, 32, 64), 80),
+    "sum_and_pack": dict.fromkeys((4, 8, 16, 32, 64), 96),
     "gram_schmidt": dict.fromkeys((4, 8, 16, 32, 64), 128),
     "gram": {4: 112, 8: 112, 16: 112, 32: 112, 64: 128},
     "factorize": dict.fromkeys((4, 8, 16, 32, 64), 128),
@@ -73,17 +77,22 @@ def launches(gradient, wire, keep, error, rank, shortening=1, precision="tf32"):
         operands = Operands(table, matrices, matrices, errors, keep)
         q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
         p_wire, q_wire = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
-        finite = torch.ones(2, dtype=torch.int32)
-        lowrank.project(operands, q, p_wire, scale=0.5)
+        finite, number = torch.ones(2, dtype=torch.int32), torch.tensor([5])
+        others = [torch.zeros(5000, dtype=gradient)]
+        uncompressed = Uncompressed(SegmentTable(others), others, others, torch.zeros(5000, dtype=gradient))
+        renewal = Renewal(q_wire, table.q, table.keys, number, q, 6)
+        column_norms.draw(table.q, table.keys, number, q)
+        lowrank.project(operands, q, p_wire, scale=0.5, pack=uncompressed)
         orthogonalization.orthogonalize(p_wire, table.p, basis, finite)
         lowrank.backproject(operands, basis, q_wire, scale=0.5)
-        column_norms.renew(q_wire, table.q, table.keys, torch.tensor([5]), q, finite)
-        lowrank.reconstruct(operands, basis, q_wire, finite)
+        lowrank.reconstruct_and_renew(operands, basis, q_wire, finite, renewal, unpack=uncompressed)
 
     found = {}
     for kernel, function, arguments in recorded_launches(MODULES, step):
         if kernel == "apply":
             kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
+        if kernel == "sum_partials" and arguments["segments_ptr"] is not None:
+            kernel = "sum_and_pack"
         if kernel == "multiply":
             kernel = "project" if arguments["TO_P"] else "backproject"
         found[kernel] = (function, arguments)

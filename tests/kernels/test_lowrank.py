@@ -21,7 +21,7 @@ from matrix_cases import (
     TF32,
     Bucket,
     Place,
-    assert_gaps_untouched,
+    assert_gaps_zero,
     assert_within,
     buckets,
     numbers,
@@ -32,8 +32,12 @@ from matrix_cases import (
 from gradwire.kernels import (
     Matrix,
     MatrixTable,
+    Renewal,
+    SegmentTable,
+    Uncompressed,
     backproject,
     backproject_reference,
+    flatten,
     lowrank,
     lowrank_programs,
     lowrank_triton,
@@ -41,7 +45,10 @@ from gradwire.kernels import (
     project,
     project_reference,
     reconstruct,
+    reconstruct_and_renew,
     reconstruct_reference,
+    renew,
+    unflatten,
 )
 from gradwire.kernels.lowrank_programs import Tiling
 
@@ -232,10 +239,57 @@ def test_passes_on_small_integers_are_exact(dtype, keep, wire, device):
 
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_passes_write_nothing_between_factors(dtype, wire, device):
+def test_products_write_zeros_between_factors(dtype, wire, device):
     filled = Bucket((Place(5, 7, 2), Place(3, 3, 1), Place(33, 17, 3)), wire=wire, wire_offset=1).fill(dtype, device)
-    assert_gaps_untouched(check_project(filled, 1.0), filled.table.p, "P")
-    assert_gaps_untouched(check_backproject(filled, 1.0), filled.table.q, "Q")
+    assert_gaps_zero(check_project(filled, 1.0), filled.table.p, "P")
+    assert_gaps_zero(check_backproject(filled, 1.0), filled.table.q, "Q")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, device):
+    places = (Place(5, 700, 2), Place(3, 3, 1), Place(33, 17, 3))
+    shapes = [(4099,), (), (5, 7), (0,)]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [(1e4 * torch.randn(shape, generator=generator)).to(dtype).to(device) for shape in shapes]
+    gradients[0][:2] = torch.tensor([torch.inf, torch.nan])
+    table = SegmentTable(gradients)
+
+    def run(is_fused, advance_to=8):
+        filled = Bucket(places).fill(dtype, device)
+        of_matrices, compute = filled.table, filled.compute
+        p, q = (filled.factor(side, compute).window for side in (of_matrices.p, of_matrices.q))
+        of_matrices.q.views(q)[2][1] = 0
+        of_matrices.q.views(q)[0][0, 600] = torch.inf
+        sent = [torch.zeros_like(p), torch.zeros_like(q)]
+        wire = torch.full((table.numel,), torch.nan, dtype=dtype, device=device)
+        source = [gradient.clone() for gradient in gradients]
+        target = source if in_place else [torch.full_like(gradient, torch.nan) for gradient in gradients]
+        finite, step = filled.flags(1, 1, 0).window, torch.tensor([7], device=device)
+        following = torch.full_like(q, torch.nan)
+        if is_fused:
+            uncompressed = Uncompressed(table, source, target, wire)
+            project(filled.operands, q, sent[0], scale=0.5, pack=uncompressed)
+            wires = [wire.clone()]
+            backproject(filled.operands, p, sent[1], scale=0.5, pack=uncompressed)
+            renewal = Renewal(q, of_matrices.q, [1, 2, 3], step, following, advance_to)
+            reconstruct_and_renew(filled.operands, p, q, finite, renewal, unpack=uncompressed)
+        else:
+            project(filled.operands, q, sent[0], scale=0.5)
+            flatten(source, wire, table=table, scale=0.5)
+            wires = [wire.clone()]
+            backproject(filled.operands, p, sent[1], scale=0.5)
+            step += 1
+            renew(q, of_matrices.q, [1, 2, 3], step, following, finite)
+            reconstruct(filled.operands, p, q, finite)
+            unflatten(wire, target, table=table)
+        operands = filled.operands
+        return [*sent, *wires, wire, *target, finite, step, following, *operands.target, *(operands.error or [])]
+
+    expected = run(is_fused=False)
+    for advance_to in (8, None):
+        for i, (actual, wanted) in enumerate(zip(run(is_fused=True, advance_to=advance_to), expected, strict=True)):
+            assert_same_bits(actual, wanted, f"result {i}")
 
 
 LONG = {

@@ -17,7 +17,10 @@ from gradwire.kernels import (
     MatrixTable,
     MessageLayout,
     Operands,
+    Renewal,
     Rounding,
+    SegmentTable,
+    Uncompressed,
     backproject,
     commit_errors,
     dequantize,
@@ -26,6 +29,7 @@ from gradwire.kernels import (
     project,
     quantize,
     reconstruct,
+    reconstruct_and_renew,
     reduce_quantized,
     renew,
     unflatten,
@@ -83,13 +87,22 @@ def passes(step, dtype=FP32, error=True, keep=False, in_place=False, rank=3):
         torch._foreach_copy_(target, [torch.randn(shape, generator=generator) for shape in SHAPES])
     operands = Operands(table, source, target, errors, keep)
     out = torch.zeros(max(table.p.numel, table.q.numel))
+    others = [torch.randn(length, generator=generator).to(dtype) for length in LENGTHS]
+    results, wire = [nan(length, dtype=dtype) for length in LENGTHS], nan(sum(LENGTHS), dtype=dtype)
+    uncompressed = Uncompressed(SegmentTable(others), others, results, wire)
+    finite, number = torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([5])
     if step is project:
-        project(operands, q, out[: table.p.numel], scale=0.5)
+        project(operands, q, out[: table.p.numel], scale=0.5, pack=uncompressed)
     elif step is backproject:
         backproject(operands, p, out[: table.q.numel], scale=0.5)
+    elif step is reconstruct:
+        reconstruct(operands, p, q, finite)
     else:
-        reconstruct(operands, p, q, torch.tensor([1, 0, 1], dtype=torch.int32))
-    return [out, *source, *target, *(errors or [])]
+        wire.copy_(torch.cat(others))
+        table.q.views(q)[2][1] = 0
+        renewal = Renewal(q, table.q, [11, 12, 13], number, out[: table.q.numel], None)
+        reconstruct_and_renew(operands, p, q, finite, renewal, unpack=uncompressed)
+    return [out, *source, *target, *(errors or []), wire, *results, finite, number]
 
 
 def factors(lengths, rank):
@@ -181,12 +194,14 @@ IDEMPOTENT = {
         for wire, errors in QUANTIZED
     },
 }
-# These count, or replace what they read: the gradient by M, the error memory by the next, P by a better P.
+# These count, or replace what they read: the gradient by M, the error memory by the next, P by a better P, the step's
+# number by the next.
 UPDATING = {
     "flatten with counters": lambda: flattened(counts=True),
     "update_scale": scaled,
     "project in place, M kept": lambda: passes(project, keep=True, in_place=True),
     "reconstruct": lambda: passes(reconstruct),
+    "reconstruct and renew": lambda: passes(reconstruct_and_renew),
     "reconstruct in place, M kept": lambda: passes(reconstruct, keep=True, in_place=True),
     "orthogonalize large factors": lambda: orthogonalized((300, 1100), 17),
 }
