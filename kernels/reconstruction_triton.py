@@ -130,12 +130,12 @@ def _reconstruct_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row of the next factor, or one strip of the result and of the error memory."""
-    program = tl.program_id(0).to(tl.int64) - n_rows
-    if wire_ptr is not None and program < 0:
-        row = program + n_rows
+    """One strip of the result and of the error memory, or a row of the next factor."""
+    program = tl.program_id(0).to(tl.int64)
+    if wire_ptr is not None and program >= n_programs:
+        row = program - n_programs
         renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
-    if program >= 0:
+    if program < n_programs:
         matrix, row, begin, end = load_strip(strips_ptr, n_programs, program)
         rows, columns, rank = load_sizes(layout_ptr, n_matrices, matrix)
         p_offset, q_offset = load_offsets(layout_ptr, n_matrices, matrix)
@@ -206,7 +206,7 @@ def _plan(table: MatrixTable) -> dict[str, Any]:
 def _launch(operands: Operands, p: Tensor, q: Tensor, of_rows: Mapping[str, Any]) -> None:
     table = operands.table
     plan = table.plans.get("reconstruct") or table.plans.setdefault("reconstruct", _plan(table))
-    _reconstruct_kernel[(of_rows["n_rows"] + plan["n_programs"],)](
+    _reconstruct_kernel[(plan["n_programs"] + of_rows["n_rows"],)](
         addresses_ptr=table.on_device_addresses(operands.addresses),
         p_ptr=p,
         q_ptr=q,
