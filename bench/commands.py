@@ -12,6 +12,7 @@ import typer
 import gradwire
 from gradwire.bench import compare, compiled, converge, kernel_model, kernels, namespaces, network, reducer, rounding
 from gradwire.bench import demo as demo_bench
+from gradwire.bench import doctor as doctor_command
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.command_runs import measured, report
 from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
@@ -117,6 +118,15 @@ def demo(
     typer.echo()
     report(records, demo_bench.tables, results)
     typer.echo(f"Plot:    {plot}\nResults: {results}")
+
+
+@app.command("doctor")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Check this installation: versions, devices, kernels, backends, environment, and a self-test of a few seconds.
+
+    The exit status is 1 if a check failed.
+    """
+    raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
 
 
 @bench.command("kernels")

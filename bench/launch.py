@@ -74,7 +74,8 @@ def run(
 
     Args:
         module: its name.
-        settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank.
+        settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank, ``timeout_s``
+            the timeout of its collectives (default: 5 minutes).
         places: where each rank runs, or the number of ranks on this machine.
         device: cuda gives each rank a GPU of its own; by default, the CPU.
 
@@ -96,7 +97,7 @@ def work(main: Worker) -> NoReturn:
     if "threads" in settings:
         torch.set_num_threads(settings["threads"])
     device = bench_device() if settings["device"] == "cuda" else torch.device("cpu")
-    dist.init_process_group(backend_of(device), timeout=timedelta(minutes=5))
+    dist.init_process_group(backend_of(device), timeout=timedelta(seconds=settings.get("timeout_s", 300)))
     records = main(settings, device)
     if dist.get_rank() == 0:
         Path(settings["path"]).write_text("".join(f"{record.to_json()}\n" for record in records))

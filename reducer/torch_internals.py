@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
+
+from gradwire.comm.torch_internals import private_names
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import (
@@ -21,13 +22,20 @@ if TYPE_CHECKING:
         get_debug_level,
     )
 else:
-    from torch.distributed import (
-        _DEFAULT_FIRST_BUCKET_BYTES,
-        BuiltinCommHookType,
-        DebugLevel,
-        _compute_bucket_assignment_by_size,
-        get_debug_level,
-    )
+    with private_names():
+        from torch.distributed import (
+            _DEFAULT_FIRST_BUCKET_BYTES,
+            BuiltinCommHookType,
+            DebugLevel,
+            _compute_bucket_assignment_by_size,
+            get_debug_level,
+        )
+
+with private_names():
+    from torch.nn.parallel.distributed import _find_tensors
+
+    _engine: Any = Variable._execution_engine
+    _ATTRIBUTES = (_engine.queue_callback, torch._C.Future)
 
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
@@ -57,8 +65,7 @@ def gradient_node(tensor: Tensor) -> Node:
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the running backward."""
-    engine: Any = Variable._execution_engine
-    engine.queue_callback(callback)
+    _engine.queue_callback(callback)
 
 
 def assign_buckets(
