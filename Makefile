@@ -73,11 +73,11 @@ bench-reducer: install
 bench-hooks: install
 	$(BIN)/gradwire bench hooks
 
-# Step times between two network namespaces: needs root and iproute2.
+# Step times between two network namespaces: needs root.
 bench-network: install
 	$(BIN)/gradwire bench network
 
-# Time to a target loss between two network namespaces: needs root and iproute2.
+# Time to a target loss between two network namespaces: needs root.
 bench-converge: install
 	$(BIN)/gradwire bench converge
 

@@ -257,7 +257,7 @@ def bench_network(
 ) -> None:
     """Time training steps over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux, root and iproute2.
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
     Takes a few minutes, most of them at 100mbit.
     """
     if quick:
@@ -294,7 +294,7 @@ def bench_converge(
     """Train to a target loss or accuracy over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
     The hosts are network namespaces of this machine, joined by links with a rate limit.
-    Needs Linux, root and iproute2.
+    Needs Linux and root.
     At 100mbit, the task digits takes a few minutes, the task text 45 minutes.
     """
     if quick:
@@ -372,7 +372,7 @@ def _measure_over_network(
 
 def _refuse_network(command: str, reason: str) -> NoReturn:
     typer.echo(
-        f"gradwire bench {command}: {reason}. The command needs Linux, root and iproute2 (ip, tc); with --loopback it "
+        f"gradwire bench {command}: {reason}. The command needs Linux, root and pyroute2; with --loopback it "
         "needs none of them, and the link is memory.",
         err=True,
     )

@@ -172,11 +172,11 @@ def in_process(*arguments):
     return CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, ["bench", "network", *arguments])
 
 
-def test_missing_iproute2_is_reported_with_loopback_as_remedy(monkeypatch):
-    monkeypatch.setattr(namespaces, "obstacle", lambda: "tc not found; install iproute2")
+def test_missing_pyroute2_is_reported_with_loopback_as_remedy(monkeypatch):
+    monkeypatch.setattr(namespaces, "obstacle", lambda: "pyroute2 is not installed")
     done = in_process()
     assert done.exit_code == 1
-    assert "tc not found; install iproute2" in done.stderr
+    assert "pyroute2 is not installed" in done.stderr
     assert "--loopback" in done.stderr
 
 
