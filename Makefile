@@ -1,4 +1,5 @@
-# Every target installs first. An up-to-date install is skipped.
+# Every target installs first: `demo` what the demo needs, all others the development tools as well. An up-to-date
+# install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := api reducer hooks compress comm kernels bench
@@ -11,10 +12,19 @@ install: .venv/.installed
 
 # A strict editable install links files one by one, so a new file (which touches its folder) needs a reinstall.
 # The folders are named `bench/.` and so on, because `bench` is a target too.
-.venv/.installed: pyproject.toml constraints.txt $(PACKAGES:=/.)
+SOURCES := pyproject.toml constraints.txt $(PACKAGES:=/.)
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
+
+.venv/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" --config-settings editable_mode=strict
+	$(INSTALL) --quiet "setuptools>=77"
+	$(INSTALL) --quiet -e ".[dev]"
+	touch .venv/.demo $@
+
+.venv/.demo: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing PyTorch, Triton and what the demo needs into .venv. This takes a minute or two."
+	$(INSTALL) -e ".[bench]"
 	touch $@
 
 check: install
@@ -58,8 +68,9 @@ gpu: install
 gpu-rehearsal: install
 	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --rehearse --output build/gpu_rehearsal.jsonl
 
-demo: install
-	$(BIN)/gradwire demo
+# Trains over a link of 100 Mb/s as root on Linux, else over loopback.
+demo: .venv/.demo
+	@$(BIN)/gradwire demo
 
 bench-kernels: install
 	$(BIN)/gradwire bench kernels

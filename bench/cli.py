@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-EXTRAS = ("matplotlib", "numpy", "rich", "sklearn", "typer")
+EXTRAS = ("matplotlib", "numpy", "rich", "sklearn", "typer", *(("pyroute2",) if sys.platform == "linux" else ()))
 
 
 def missing_packages() -> list[str]:

@@ -143,7 +143,7 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
 }
 
-DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "int8", "int4", "powersgd-r4", "powersgd-r4-bf16")
+DEMO_HOOKS = ("none", "fp16", "int8", "int4", "powersgd-r4")
 
 
 _TITLES = {"none": "no hook"}

@@ -84,7 +84,11 @@ def obstacle() -> str | None:
         return "pyroute2 is not installed"
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    return None
+    try:
+        with hosts(1):
+            return None
+    except NamespaceError as error:
+        return f"the system refuses to make network namespaces: {error}"
 
 
 @contextmanager

@@ -89,11 +89,25 @@ def test_invalid_rate_is_refused(text):
     ],
 )
 def test_obstacle_is_named(monkeypatch, has_pyroute2, euid, platform, expected):
+    monkeypatch.setattr(namespaces, "hosts", contextlib.nullcontext)
     monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", has_pyroute2)
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: euid)
     monkeypatch.setattr(namespaces.sys, "platform", platform)
     obstacle = namespaces.obstacle()
     assert obstacle is None if expected is None else expected in obstacle
+
+
+def test_refusal_of_the_system_is_an_obstacle(monkeypatch):
+    @contextlib.contextmanager
+    def refuse(count):
+        raise NamespaceError("Operation not permitted")
+        yield
+
+    monkeypatch.setattr(namespaces, "hosts", refuse)
+    monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", True)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    assert namespaces.obstacle() == "the system refuses to make network namespaces: Operation not permitted"
 
 
 PROC_NET_DEV = """\

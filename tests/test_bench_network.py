@@ -182,10 +182,10 @@ def test_missing_pyroute2_is_reported_with_loopback_as_remedy(monkeypatch):
 
 def test_refused_namespaces_are_reported_with_loopback_as_remedy(monkeypatch):
     def refuse(*_):
-        raise NamespaceError("ip netns add x: Operation not permitted")
+        raise NamespaceError("Operation not permitted")
 
     monkeypatch.setattr(namespaces, "obstacle", lambda: None)
-    monkeypatch.setattr(namespaces, "_command", refuse)
+    monkeypatch.setattr(namespaces, "hosts", refuse)
     before = signal.getsignal(signal.SIGTERM)
     try:
         done = in_process()
