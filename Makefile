@@ -6,7 +6,7 @@ PACKAGES := api reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format test test-slow test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -55,6 +55,12 @@ test-triton36: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton36 triton==3.6.0
 	PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
 	PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+
+# Focused tests with several versions of Python and PyTorch; writes the table of docs/compatibility.md. Each pair takes
+# 5 GB and some minutes.
+MATRIX ?= 3.11=2.11.0 3.12=2.13.0 3.13=2.15.0
+test-matrix:
+	$(PYTHON) tests/matrix.py $(MATRIX)
 
 # PyTorch's own DDP tests against its class and gradwire's, on 2 and 4 ranks; prints a table of the outcomes.
 conformance: install

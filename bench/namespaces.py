@@ -17,8 +17,12 @@ from typing import NamedTuple
 
 _HAS_PYROUTE2 = importlib.util.find_spec("pyroute2") is not None
 if _HAS_PYROUTE2:
-    from pyroute2 import IPRoute, NetlinkError, NetNS, netns
+    from pyroute2 import IPRoute, NetlinkError, NetNS, config, netns
     from pyroute2.netlink.rtnl import TC_H_ROOT
+
+    # pyroute2 forks, and ends its children with SIGTERM. A handler inherited from this process would unwind their
+    # stacks and so delete the namespaces.
+    config.disable_mp_signal = True
 
 INTERFACE = "eth0"
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only

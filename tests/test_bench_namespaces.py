@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,18 @@ def test_limit_replaces_the_previous_one(rates, bytes_per_second):
             options = [queue.get_attr("TCA_OPTIONS") for queue in queues if queue.get("kind") == "tbf"]
             limits = [each.get_attr("TCA_TBF_PARMS")["rate"] for each in options]
     assert limits == ([] if bytes_per_second is None else [bytes_per_second])
+
+
+@needs_namespaces
+def test_handler_of_sigterm_does_not_run_in_forked_children():
+    """It once deleted the namespaces in one of three runs."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        for _ in range(10):
+            with namespaces.hosts(2):
+                assert len(of_this_process()) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @needs_namespaces
