@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.torch_internals import private_names
@@ -40,6 +42,7 @@ with private_names():
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "GLOO_THREADS",
+    "HAS_FORWARD_SYNC_BUFFERS",
     "BuiltinCommHookType",
     "assign_buckets",
     "gradient_node",
@@ -52,6 +55,8 @@ __all__ = [
 ]
 
 DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
+# Whether DDP takes ``forward_sync_buffers``, since PyTorch 2.13.
+HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 

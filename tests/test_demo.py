@@ -313,6 +313,5 @@ def test_running_mean_is_of_each_window():
 
 
 def test_every_default_hook_has_a_colour_of_its_own():
-    styles = {str(sorted(style.items(), key=str)) for style in plots._CURVE_STYLES[: len(DEMO_HOOKS)]}
-    assert len(styles) == len(DEMO_HOOKS)
+    assert len(set(plots._CURVE_COLOURS)) >= len(DEMO_HOOKS)
     assert len(set(plots._HOOK_COLOURS)) >= len(converge.DEFAULT_HOOKS)
