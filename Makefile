@@ -1,20 +1,30 @@
-# Every target installs first. An up-to-date install is skipped.
+# Every target installs first: `demo` what the demo needs, all others the development tools as well. An up-to-date
+# install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := api reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format docs test test-slow test-triton36 conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
 # A strict editable install links files one by one, so a new file (which touches its folder) needs a reinstall.
 # The folders are named `bench/.` and so on, because `bench` is a target too.
-.venv/.installed: pyproject.toml constraints.txt $(PACKAGES:=/.)
+SOURCES := pyproject.toml constraints.txt $(PACKAGES:=/.)
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
+
+.venv/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" --config-settings editable_mode=strict
+	$(INSTALL) --quiet "setuptools>=77"
+	$(INSTALL) --quiet -e ".[dev]"
+	touch .venv/.demo $@
+
+.venv/.demo: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing PyTorch, Triton and what the demo needs into .venv. This takes a minute or two."
+	$(INSTALL) -e ".[bench]"
 	touch $@
 
 check: install
@@ -51,6 +61,12 @@ test-triton36: install
 	PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
 	PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
+# Focused tests with several versions of Python and PyTorch; writes the table of docs/compatibility.md. Each pair takes
+# 5 GB and some minutes.
+MATRIX ?= 3.11=2.11.0 3.12=2.13.0 3.13=2.15.0
+test-matrix:
+	$(PYTHON) tests/matrix.py $(MATRIX)
+
 # PyTorch's own DDP tests against its class and gradwire's, on 2 and 4 ranks; prints a table of the outcomes.
 conformance: install
 	$(BIN)/python tests/conformance --all
@@ -63,8 +79,9 @@ gpu: install
 gpu-rehearsal: install
 	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --rehearse --output build/gpu_rehearsal.jsonl
 
-demo: install
-	$(BIN)/gradwire demo
+# Trains over a link of 100 Mb/s as root on Linux, else over loopback.
+demo: .venv/.demo
+	@$(BIN)/gradwire demo
 
 bench-kernels: install
 	$(BIN)/gradwire bench kernels
@@ -81,11 +98,11 @@ bench-reducer: install
 bench-hooks: install
 	$(BIN)/gradwire bench hooks
 
-# Step times between two network namespaces: needs root and iproute2.
+# Step times between two network namespaces: needs root.
 bench-network: install
 	$(BIN)/gradwire bench network
 
-# Time to a target loss between two network namespaces: needs root and iproute2.
+# Time to a target loss between two network namespaces: needs root.
 bench-converge: install
 	$(BIN)/gradwire bench converge
 

@@ -23,6 +23,7 @@ from gradwire.bench import (
     telemetry,
 )
 from gradwire.bench import demo as demo_bench
+from gradwire.bench import doctor as doctor_command
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.command_runs import measured, report
 from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
@@ -46,7 +47,7 @@ from gradwire.bench.options import (
 from gradwire.bench.pages import PageError, write_pages
 from gradwire.bench.record import Measured, Record, RecordError
 from gradwire.bench.shapes import SHAPES
-from gradwire.bench.tables import print_tables
+from gradwire.bench.tables import format_rate, print_tables
 from gradwire.bench.tasks import TASKS
 from gradwire.bench.timing import bench_device
 
@@ -102,6 +103,7 @@ def _root(
 
 @app.command(epilog=_listed(_DEMO_CHOICES))
 def demo(
+    context: typer.Context,
     output: Annotated[
         Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
     ] = Path("demo"),
@@ -109,16 +111,33 @@ def demo(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the data.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
+    rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
+    loopback: LoopbackOption = False,
 ) -> None:
-    """Train a small network on handwritten digits once with each hook; compare loss, accuracy, bytes and time."""
-    names = parse_hooks(hooks, _DEMO_CHOICES)
+    """Train a small network on handwritten digits with each hook over a slow link; compare loss, accuracy and time.
+
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Without root the demo trains
+    over this machine's loopback, where nothing is gained by sending less. Takes a minute.
+    """
+    if loopback:
+        refuse_beside(context, "--loopback", "rate")
+    names, link = parse_hooks(hooks, _DEMO_CHOICES), parse_rate(rate, "--rate")
+    obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
     _make_folder(output)
-    typer.echo(f"Training with {', '.join(names)} in turns; processes: {processes} ...")
+    if obstacle is None:
+        typer.echo(f"{processes} processes train over a link of {format_rate(link.name)}, once with each hook.\n")
+    else:
+        typer.echo(
+            f"{processes} processes train over loopback ({obstacle}), where nothing is gained by sending less.\n"
+            f"As root on Linux, gradwire demo trains over a link of {format_rate(link.name)}. There the time of a step "
+            "is mostly\nthat of sending, and hooks that send less train faster.\n"
+        )
+        link = network.LOOPBACK
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     records = measured(
         "gradwire demo",
-        partial(demo_bench.measure, names, processes, epochs, seed),
-        demo_bench.demo_device(processes),
+        partial(demo_bench.measure, names, link, processes, epochs, seed),
+        demo_bench.demo_device(processes, link),
         threads,
     )
     from gradwire.bench.plots import draw_demo  # matplotlib takes a second to import
@@ -127,7 +146,18 @@ def demo(
     draw_demo(records, plot)
     typer.echo()
     report(records, demo_bench.tables, results)
+    if obstacle is None:
+        typer.echo(f"{demo_bench.verdict(records)}\n")
     typer.echo(f"Plot:    {plot}\nResults: {results}")
+
+
+@app.command("doctor")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Check this installation: versions, devices, kernels, backends, environment, and a self-test of a few seconds.
+
+    The exit status is 1 if a check failed.
+    """
+    raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
 
 
 @bench.command("kernels")
@@ -270,7 +300,7 @@ def bench_network(
 ) -> None:
     """Time training steps over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux, root and iproute2.
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
     Takes a few minutes, most of them at 100mbit.
     """
     if quick:
@@ -307,7 +337,7 @@ def bench_converge(
     """Train to a target loss or accuracy over a slow network: gradwire's hooks and DDP beside PyTorch's.
 
     The hosts are network namespaces of this machine, joined by links with a rate limit.
-    Needs Linux, root and iproute2.
+    Needs Linux and root.
     At 100mbit, the task digits takes a few minutes, the task text 45 minutes.
     """
     if quick:
@@ -385,7 +415,7 @@ def _measure_over_network(
 
 def _refuse_network(command: str, reason: str) -> NoReturn:
     typer.echo(
-        f"gradwire bench {command}: {reason}. The command needs Linux, root and iproute2 (ip, tc); with --loopback it "
+        f"gradwire bench {command}: {reason}. The command needs Linux, root and pyroute2; with --loopback it "
         "needs none of them, and the link is memory.",
         err=True,
     )

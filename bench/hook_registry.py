@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradwire.hooks._types import CommHook
 from gradwire.hooks.debugging_hooks import noop_hook
@@ -72,12 +71,18 @@ def _low_rank(
     rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
 ) -> HookEntry:
     """A hook of the PowerSGD family, beside PyTorch's `powerSGD_hook` of the same rank."""
+
+    def make_pytorchs(group: dist.ProcessGroup, start: int) -> Registration:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd  # needs numpy
+
+        return torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook
+
     return HookEntry(
         description=description,
         make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
         error_feedback=True,
         pytorch=PyTorchHook(
-            make=lambda group, start: (torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook),
+            make=make_pytorchs,
             is_same=is_same,
             one_bucket=True,
         ),
@@ -138,7 +143,7 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
 }
 
-DEMO_HOOKS = ("none", "fp16", "bf16", "scaled-fp16", "int8", "int4", "powersgd-r4", "powersgd-r4-bf16")
+DEMO_HOOKS = ("none", "fp16", "int8", "int4", "powersgd-r4")
 
 
 _TITLES = {"none": "no hook"}

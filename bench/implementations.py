@@ -61,6 +61,7 @@ class Implementation:
         name: `PYTORCH` (PyTorch's hook on PyTorch's DDP), `GRADWIRE` (both gradwire's) or `GRADWIRE_ON_PYTORCH`.
         device: where it trains.
         one_bucket: whether all gradients make one bucket.
+        model: by default that of `make_model`; takes the batches of `make_batch`, and is equal on all ranks.
 
     Attributes:
         seconds: durations of the timed steps on this rank.
@@ -70,7 +71,9 @@ class Implementation:
         calls: driver calls of one more step; None without a GPU.
     """
 
-    def __init__(self, hook: str, name: str, device: torch.device, one_bucket: bool = False) -> None:
+    def __init__(
+        self, hook: str, name: str, device: torch.device, one_bucket: bool = False, model: nn.Module | None = None
+    ) -> None:
         self.hook = hook
         self.name = name
         self.one_bucket = one_bucket
@@ -83,9 +86,8 @@ class Implementation:
         wrap = DistributedDataParallel if name == GRADWIRE else TorchDDP
         # A group for each: hooks of one group share their wire memory and would resize it for one another every step.
         group = dist.new_group()
-        self.ddp = wrap(
-            make_model().to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None
-        )
+        model = make_model() if model is None else model
+        self.ddp = wrap(model.to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None)
         self.state = self._register(_registration(hook, name, group))
 
     @property

@@ -54,12 +54,12 @@ class Place(NamedTuple):
     """Where a rank runs.
 
     Attributes:
-        prefix: the command that takes the rank's command as its arguments, such as ``ip netns exec NAME``.
+        enter: called in the rank's process before its program starts, such as `Host.enter`; None for this machine.
         interface: the network interface of its collectives; without one, gloo looks up this machine's name.
         address: IP address of that interface.
     """
 
-    prefix: tuple[str, ...] = ()
+    enter: Callable[[], None] | None = None
     interface: str | None = loopback_interface()
     address: str = "127.0.0.1"
 
@@ -74,7 +74,8 @@ def run(
 
     Args:
         module: its name.
-        settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank.
+        settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank, ``timeout_s``
+            the timeout of its collectives (default: 5 minutes).
         places: where each rank runs, or the number of ranks on this machine.
         device: cuda gives each rank a GPU of its own; by default, the CPU.
 
@@ -96,7 +97,7 @@ def work(main: Worker) -> NoReturn:
     if "threads" in settings:
         torch.set_num_threads(settings["threads"])
     device = bench_device() if settings["device"] == "cuda" else torch.device("cpu")
-    dist.init_process_group(backend_of(device), timeout=timedelta(minutes=5))
+    dist.init_process_group(backend_of(device), timeout=timedelta(seconds=settings.get("timeout_s", 300)))
     records = main(settings, device)
     if dist.get_rank() == 0:
         Path(settings["path"]).write_text("".join(f"{record.to_json()}\n" for record in records))
@@ -139,11 +140,13 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
         try:
             for rank, place in enumerate(places):
                 of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if place.interface is not None and (place.prefix or "GLOO_SOCKET_IFNAME" not in environment):
+                if place.interface is not None and (place.enter or "GLOO_SOCKET_IFNAME" not in environment):
                     of_rank["GLOO_SOCKET_IFNAME"] = place.interface
-                command = [*place.prefix, sys.executable, "-m", module, *arguments]
+                command, start = [sys.executable, "-m", module, *arguments], place.enter
                 processes.append(
-                    subprocess.Popen(command, env=of_rank, stdin=read_end, stderr=log, start_new_session=True)
+                    subprocess.Popen(
+                        command, env=of_rank, stdin=read_end, stderr=log, start_new_session=True, preexec_fn=start
+                    )
                 )
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(_POLL_S)

@@ -1,20 +1,28 @@
 """Hosts with a slow network between them, on one machine: network namespaces on a bridge, with rate limits.
 
-Linux only; needs root and iproute2. Every host is a namespace with one interface, joined to a bridge in a namespace of
+Linux only; needs root and pyroute2. Every host is a namespace with one interface, joined to a bridge in a namespace of
 its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them behind;
 the next run deletes them.
 """
 
+import importlib.util
 import ipaddress
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+_HAS_PYROUTE2 = importlib.util.find_spec("pyroute2") is not None
+if _HAS_PYROUTE2:
+    from pyroute2 import IPRoute, NetlinkError, NetNS, config, netns
+    from pyroute2.netlink.rtnl import TC_H_ROOT
+
+    # pyroute2 forks, and ends its children with SIGTERM. A handler inherited from this process would unwind their
+    # stacks and so delete the namespaces.
+    config.disable_mp_signal = True
 
 INTERFACE = "eth0"
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only
@@ -24,7 +32,7 @@ _QUEUE_MS = 50
 # 1 Gb/s, gloo reaches half of the rate, because the system hands over 64 KiB at a time.
 _BURST_MS = 1
 _LEAST_BURST = 16_384
-_RATES_MBIT = (0.1, 1_000_000)  # below, a step takes hours; above, nothing is limited
+_RATES_MBIT = (0.1, 30_000)  # below, a step takes hours; above, the count of bytes per second overflows
 
 
 class NamespaceError(Exception):
@@ -42,10 +50,9 @@ class Host(NamedTuple):
     name: str
     address: str
 
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """The command that runs its arguments in the namespace."""
-        return ("ip", "netns", "exec", self.name)
+    def enter(self) -> None:
+        """Move this process into the namespace, before it has threads: the ``preexec_fn`` of `subprocess.Popen`."""
+        netns.setns(self.name, flags=0)
 
 
 class Rate(NamedTuple):
@@ -77,12 +84,15 @@ def obstacle() -> str | None:
     """The reason why namespaces cannot be made here; None if there is none."""
     if sys.platform != "linux":
         return "network namespaces exist on Linux only"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"{' and '.join(missing)} not found; install iproute2"
+    if not _HAS_PYROUTE2:
+        return "pyroute2 is not installed"
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    return None
+    try:
+        with hosts(1):
+            return None
+    except NamespaceError as error:
+        return f"the system refuses to make network namespaces: {error}"
 
 
 @contextmanager
@@ -93,26 +103,21 @@ def hosts(count: int) -> Iterator[list[Host]]:
         NamespaceError: the system refuses.
     """
     delete_abandoned()
-    bridge = f"{_PREFIX}{os.getpid()}-bridge"
+    prefix = f"{_PREFIX}{os.getpid()}-"
     addresses = map(str, _NETWORK.hosts())
-    made = [Host(f"{_PREFIX}{os.getpid()}-{index}", next(addresses)) for index in range(count)]
-    try:
-        _add(bridge)
-        _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", bridge, "link", "set", "bridge", "up")
-        for index, host in enumerate(made):
-            _add(host.name)
-            port = f"port{index}"
-            _ip("link", "add", INTERFACE, "netns", host.name, "type", "veth", "peer", "name", port, "netns", bridge)
-            _ip("-n", bridge, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", host.name, "address", "add", f"{host.address}/{_NETWORK.prefixlen}", "dev", INTERFACE)
-            _ip("-n", host.name, "link", "set", INTERFACE, "up")
-            _ip("-n", host.name, "link", "set", "lo", "up")
+    made = [Host(f"{prefix}{index}", next(addresses)) for index in range(count)]
+    with ExitStack() as stack:
+        with _refusals():
+            bridge = _add(f"{prefix}bridge", stack)
+            bridge.link("add", ifname="bridge", kind="bridge", state="up")
+            for index, host in enumerate(made):
+                inside, port = _add(host.name, stack), f"port{index}"
+                bridge.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.name})
+                bridge.link("set", ifname=port, master=_index(bridge, "bridge"), state="up")
+                inside.addr("add", index=_index(inside, INTERFACE), address=host.address, prefixlen=_NETWORK.prefixlen)
+                for interface in (INTERFACE, "lo"):
+                    inside.link("set", ifname=interface, state="up")
         yield made
-    finally:
-        with ExitStack() as stack:  # goes on after an error
-            for name in (bridge, *(host.name for host in made)):
-                stack.callback(_delete, name)
 
 
 def delete_abandoned() -> None:
@@ -125,49 +130,52 @@ def delete_abandoned() -> None:
 
 def existing() -> list[str]:
     """The namespaces of all runs."""
-    names = [line.split()[0] for line in _ip("netns", "list").splitlines() if line]
-    return [name for name in names if re.fullmatch(rf"{_PREFIX}\d+-\w+", name)]
+    return [name for name in netns.listnetns() if re.fullmatch(rf"{_PREFIX}\d+-\w+", name)]
 
 
 def limit(rate: Rate) -> None:
-    """Limit the rate of this host's interface; call it in the host's namespace."""
-    queue = ("dev", INTERFACE, "root")
-    if _tc("-j", "qdisc", "show", *queue).find('"tbf"') >= 0:
-        _tc("qdisc", "delete", *queue)
-    if rate.mbit is not None:
-        bits = round(1e6 * rate.mbit)
-        burst = max(_LEAST_BURST, round(bits / 8 * _BURST_MS / 1e3))
-        _tc("qdisc", "add", *queue, "tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "latency", f"{_QUEUE_MS}ms")
+    """Limit the rate of this host's interface; call it in the host's namespace.
+
+    Raises:
+        NamespaceError: the system refuses.
+    """
+    with _refusals(), IPRoute() as here:
+        index = _index(here, INTERFACE)
+        if any(queue.get("kind") == "tbf" for queue in here.get_qdiscs(index=index)):
+            here.tc("del", index=index, parent=TC_H_ROOT)
+        if rate.mbit is not None:
+            bits = round(1e6 * rate.mbit)
+            burst = max(_LEAST_BURST, round(bits / 8 * _BURST_MS / 1e3))
+            here.tc("add", "tbf", index=index, rate=f"{bits}bit", burst=burst, latency=f"{_QUEUE_MS}ms")
 
 
 def sent_bytes() -> int:
     """Bytes that this host's interface has sent so far; call it in the host's namespace."""
-    return int(Path("/sys/class/net", INTERFACE, "statistics/tx_bytes").read_text())
+    lines = map(str.split, Path("/proc/net/dev").read_text().splitlines())
+    return next(int(line[9]) for line in lines if line[0] == f"{INTERFACE}:")
 
 
-def _add(namespace: str) -> None:
-    _ip("netns", "add", namespace)
+def _add(name: str, stack: ExitStack) -> "NetNS":
+    """A namespace that ``stack`` deletes."""
+    stack.callback(_delete, name)
+    netns.create(name)
+    return stack.enter_context(NetNS(name, flags=0))
 
 
-def _delete(namespace: str) -> None:
-    if namespace in existing():
-        _ip("netns", "delete", namespace)
+def _delete(name: str) -> None:
+    if name in existing():
+        netns.remove(name)
 
 
-def _ip(*arguments: str) -> str:
-    return _command("ip", *arguments)
+def _index(where: "IPRoute", interface: str) -> int:
+    index: int = where.link_lookup(ifname=interface)[0]
+    return index
 
 
-def _tc(*arguments: str) -> str:
-    return _command("tc", *arguments)
-
-
-def _command(*command: str) -> str:
-    # A session of its own: Ctrl-C is for this process to handle.
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise NamespaceError where the kernel refuses."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise NamespaceError(f"{' '.join(command)}: no answer within {error.timeout} s") from None
-    if done.returncode != 0:
-        raise NamespaceError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+        yield
+    except (NetlinkError, OSError) as error:
+        raise NamespaceError(str(error)) from error

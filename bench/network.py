@@ -103,7 +103,7 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
         yield [HERE] * hosts
     else:
         with namespaces.hosts(hosts) as made:
-            yield [Place(host.prefix, namespaces.INTERFACE, host.address) for host in made]
+            yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
 
 
 def link_named(name: str) -> Rate:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -231,13 +230,12 @@ def draw_demo(records: Records, path: Path) -> None:
     window = max(1, steps // 20)
     figure = _figure(8, 5)
     axes = figure.subplots()
-    for group, (sent, loss), style in zip(groups, curves, itertools.cycle(_CURVE_STYLES), strict=False):
+    for group, (sent, loss), colour in zip(groups, curves, itertools.cycle(_CURVE_COLOURS), strict=False):
         assert sent is not None and loss is not None
         megabytes = [nbytes / 1e6 for nbytes in sent.series[window - 1 :]]
         payload = f"{format_bytes(median_of(group, SENT_PER_STEP) or 0)} per step"
-        name = group[0]["hook"]
-        text = f"{name}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
-        axes.plot(megabytes, running_mean(loss.series, window), label=text, **style)
+        text = f"{demo.label_of(group[0]['hook'])}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
+        axes.plot(megabytes, running_mean(loss.series, window), label=text, color=colour)
     axes.set_yscale("log")
     totals = [sent.series[-1] for sent, _ in curves if sent is not None]
     if max(totals) > 8 * min(totals) > 0:
@@ -249,17 +247,7 @@ def draw_demo(records: Records, path: Path) -> None:
     _save(figure, demo.title(records), path)
 
 
-# Curves of casts coincide: the wide ones come first, and dashes leave the ones below visible.
-_CURVE_STYLES: tuple[dict[str, Any], ...] = (
-    {"color": _BLACK, "linewidth": 2.0},
-    {"color": _SKY, "linewidth": 6.0},
-    {"color": _ORANGE, "linewidth": 3.0},
-    {"color": _PURPLE, "linewidth": 2.0, "linestyle": (0, (3, 3))},
-    {"color": _BLUE, "linewidth": 2.0},
-    {"color": _GREEN, "linewidth": 2.0},
-    {"color": _RED, "linewidth": 2.0},
-    {"color": _BROWN, "linewidth": 2.0},
-)
+_CURVE_COLOURS = (_BLACK, _SKY, _ORANGE, _PURPLE, _BLUE, _GREEN, _RED, _BROWN)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

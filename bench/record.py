@@ -29,6 +29,7 @@ BACKWARD_MS = "backward time (ms)"
 HOST_MS = "host time (ms)"
 OWN_MS = "own cost (ms)"
 EXPOSED_MS = "exposed time (ms)"
+TRAINING_S = "training time (s)"
 TARGET_S = "time to target (s)"
 STEPS = "steps"
 BANDWIDTH = "effective bandwidth (GB/s)"
@@ -146,7 +147,7 @@ def provenance(device: torch.device, backend: str, threads: int) -> dict[str, An
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "backend": backend,
@@ -155,7 +156,8 @@ def provenance(device: torch.device, backend: str, threads: int) -> dict[str, An
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The model of this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -135,6 +134,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
+        import resource  # Windows has no such module
+
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Not ru_maxrss: on Linux a child inherits its parent's.
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast as profiler_range
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    AllgatherOptions,
-    AllToAllOptions,
-    PrefixStore,
-    Store,
-    _get_default_group,
-    _get_process_group_store,
-    _world,
-)
+
+TESTED_TORCH = ("2.11", "2.15")  # the oldest and the newest release of docs/compatibility.md
+
+
+@contextmanager
+def private_names() -> Iterator[None]:
+    """Name the release of PyTorch and the remedy if a private name is missing in the body.
+
+    Raises:
+        ImportError: a name is missing.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        oldest, newest = TESTED_TORCH
+        raise ImportError(
+            f"gradwire uses private names of PyTorch, and torch {torch.__version__} lacks one: {error}. gradwire is "
+            f"tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
+        ) from error
+
+
+with private_names():
+    from torch._C._profiler import _RecordFunctionFast as profiler_range
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        AllgatherOptions,
+        AllToAllOptions,
+        PrefixStore,
+        Store,
+        _get_default_group,
+        _get_process_group_store,
+        _world,
+    )
+
+    _METHODS = (
+        dist.ProcessGroup._allgather_base,
+        dist.ProcessGroup._device_types,
+        dist.ProcessGroup._get_backend,
+        dist.ProcessGroup.alltoall_base,
+        _world.pg_map,
+    )
 
 __all__ = [
+    "TESTED_TORCH",
     "PrefixStore",
     "Store",
     "all_gather",
@@ -27,6 +61,7 @@ __all__ = [
     "device_timeouts",
     "is_initialized_group",
     "lifetime_token",
+    "private_names",
     "profiler_range",
     "store_of_group",
 ]

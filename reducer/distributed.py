@@ -120,6 +120,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "forward_sync_buffers": forward_sync_buffers,
         }
+        if forward_sync_buffers is not None and not torch_internals.HAS_FORWARD_SYNC_BUFFERS:
+            options |= {"broadcast_buffers": forward_sync_buffers, "forward_sync_buffers": None}
         check_ranks(process_group, device_mesh)
         check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self._has_default_bucket_size = bucket_cap_mb is None and bucket_cap_mb_list is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from gradwire.comm.torch_internals import private_names
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import (
@@ -21,17 +24,25 @@ if TYPE_CHECKING:
         get_debug_level,
     )
 else:
-    from torch.distributed import (
-        _DEFAULT_FIRST_BUCKET_BYTES,
-        BuiltinCommHookType,
-        DebugLevel,
-        _compute_bucket_assignment_by_size,
-        get_debug_level,
-    )
+    with private_names():
+        from torch.distributed import (
+            _DEFAULT_FIRST_BUCKET_BYTES,
+            BuiltinCommHookType,
+            DebugLevel,
+            _compute_bucket_assignment_by_size,
+            get_debug_level,
+        )
+
+with private_names():
+    from torch.nn.parallel.distributed import _find_tensors
+
+    _engine: Any = Variable._execution_engine
+    _ATTRIBUTES = (_engine.queue_callback, torch._C.Future)
 
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "GLOO_THREADS",
+    "HAS_FORWARD_SYNC_BUFFERS",
     "BuiltinCommHookType",
     "assign_buckets",
     "gradient_node",
@@ -44,6 +55,8 @@ __all__ = [
 ]
 
 DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
+# Whether DDP takes ``forward_sync_buffers``, since PyTorch 2.13.
+HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 
@@ -57,8 +70,7 @@ def gradient_node(tensor: Tensor) -> Node:
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the running backward."""
-    engine: Any = Variable._execution_engine
-    engine.queue_callback(callback)
+    _engine.queue_callback(callback)
 
 
 def assign_buckets(

@@ -1,8 +1,8 @@
 """Hosts made of network namespaces: reachable, limited, and deleted afterwards, also after errors."""
 
 import contextlib
-import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +38,17 @@ LIMIT = f"{ALONE}[namespaces.limit(namespaces.Rate.parse(name)) for name in sys.
 COUNT = f"{ALONE}print(namespaces.sent_bytes())"
 
 
-def python(host, code, *arguments):
-    return [*host.prefix, sys.executable, "-c", code, *arguments]
+def start(host, code, *arguments):
+    """A Python program on the host."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, preexec_fn=host.enter, stdout=subprocess.PIPE, text=True)
+
+
+def output_of(host, code, *arguments):
+    with start(host, code, *arguments) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    return output
 
 
 def of_this_process() -> list[str]:
@@ -72,52 +81,67 @@ def test_invalid_rate_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("missing", "euid", "platform", "expected"),
+    ("has_pyroute2", "euid", "platform", "expected"),
     [
-        ((), 0, "linux", None),
-        (("ip", "tc"), 0, "linux", "ip and tc not found; install iproute2"),
-        (("tc",), 0, "linux", "tc not found; install iproute2"),
-        ((), 1000, "linux", "only root"),
-        ((), 0, "darwin", "Linux"),
+        (True, 0, "linux", None),
+        (False, 0, "linux", "pyroute2 is not installed"),
+        (True, 1000, "linux", "only root"),
+        (True, 0, "darwin", "Linux"),
     ],
 )
-def test_obstacle_is_named(monkeypatch, missing, euid, platform, expected):
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool in missing else f"/sbin/{tool}")
+def test_obstacle_is_named(monkeypatch, has_pyroute2, euid, platform, expected):
+    monkeypatch.setattr(namespaces, "hosts", contextlib.nullcontext)
+    monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", has_pyroute2)
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: euid)
     monkeypatch.setattr(namespaces.sys, "platform", platform)
     obstacle = namespaces.obstacle()
     assert obstacle is None if expected is None else expected in obstacle
 
 
+def test_refusal_of_the_system_is_an_obstacle(monkeypatch):
+    @contextlib.contextmanager
+    def refuse(count):
+        raise NamespaceError("Operation not permitted")
+        yield
+
+    monkeypatch.setattr(namespaces, "hosts", refuse)
+    monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", True)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    assert namespaces.obstacle() == "the system refuses to make network namespaces: Operation not permitted"
+
+
+PROC_NET_DEV = """\
+Inter-|   Receive                                           |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo:  100       1    0    0    0     0          0         0   100       1    0    0    0     0       0          0
+  eth0: 7000      20    0    0    0     0          0         0 123456      99    0    0    0     0       0          0
+"""
+
+
 def test_sent_bytes_are_those_the_interface_transmitted(monkeypatch, tmp_path):
-    statistics = tmp_path / "eth0" / "statistics"
-    statistics.mkdir(parents=True)
-    for name, value in {"tx_bytes": 123_456, "rx_bytes": 7_000, "tx_packets": 99}.items():
-        (statistics / name).write_text(f"{value}\n")
-    monkeypatch.setattr(namespaces, "Path", lambda root, *parts: Path(tmp_path, *parts))
+    (tmp_path / "dev").write_text(PROC_NET_DEV)
+    monkeypatch.setattr(namespaces, "Path", lambda path: tmp_path / Path(path).name)
     assert namespaces.sent_bytes() == 123_456
 
 
-def test_failed_command_is_named_with_its_reason():
-    with pytest.raises(NamespaceError, match=r"^ls /no/such/file: .*No such file"):
-        namespaces._command("ls", "/no/such/file")
+@needs_namespaces
+def test_refusal_of_the_kernel_is_an_error_with_its_reason():
+    with pytest.raises(NamespaceError, match="No such device"), namespaces._refusals(), namespaces.IPRoute() as here:
+        here.link("del", index=1_000_000)
 
 
 @needs_namespaces
 def test_hosts_reach_each_other_and_count_sent_bytes():
     with namespaces.hosts(3) as (first, _, third):
-        server = subprocess.Popen(python(first, SERVE, first.address), stdout=subprocess.PIPE, text=True)
+        server = start(first, SERVE, first.address)
         try:
             assert server.stdout.readline() == "ready\n"
-            sent = python(third, SEND, first.address, "1000000")
-            done = subprocess.run(sent, capture_output=True, text=True, timeout=240, check=True)
+            assert output_of(third, SEND, first.address, "1000000") == "1000000\n"
         finally:
             server.kill()
             server.communicate()
-        assert done.stdout == "1000000\n"
-        counted = int(
-            subprocess.run(python(third, COUNT), capture_output=True, text=True, timeout=240, check=True).stdout
-        )
+        counted = int(output_of(third, COUNT))
         # Headers add at most 66 bytes to a segment of 1448; beside them there are acknowledgements and ARP.
         assert 1_000_000 < counted < 1_100_000
     assert of_this_process() == []
@@ -135,11 +159,24 @@ def test_hosts_reach_each_other_and_count_sent_bytes():
 )
 def test_limit_replaces_the_previous_one(rates, bytes_per_second):
     with namespaces.hosts(1) as (host,):
-        subprocess.run(python(host, LIMIT, *rates), timeout=240, check=True)
-        show = [*host.prefix, "tc", "-j", "qdisc", "show", "dev", namespaces.INTERFACE, "root"]
-        queues = json.loads(subprocess.run(show, capture_output=True, text=True, timeout=240, check=True).stdout)
-    limits = [queue["options"]["rate"] for queue in queues if queue["kind"] == "tbf"]
+        output_of(host, LIMIT, *rates)
+        with namespaces.NetNS(host.name) as inside:
+            queues = inside.get_qdiscs(index=namespaces._index(inside, namespaces.INTERFACE))
+            options = [queue.get_attr("TCA_OPTIONS") for queue in queues if queue.get("kind") == "tbf"]
+            limits = [each.get_attr("TCA_TBF_PARMS")["rate"] for each in options]
     assert limits == ([] if bytes_per_second is None else [bytes_per_second])
+
+
+@needs_namespaces
+def test_handler_of_sigterm_does_not_run_in_forked_children():
+    """It once deleted the namespaces in one of three runs."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        for _ in range(10):
+            with namespaces.hosts(2):
+                assert len(of_this_process()) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @needs_namespaces
@@ -151,18 +188,20 @@ def test_exception_leaves_no_namespace():
 
 
 @needs_namespaces
-@pytest.mark.parametrize("failing", range(15))
+@pytest.mark.parametrize("failing", range(7))
 def test_failure_at_any_point_of_setup_leaves_no_namespace(monkeypatch, failing):
     calls = iter(range(1_000))
-    command = namespaces._command
 
-    def fails_once(*arguments):
-        changes = not {"list", "delete"} & set(arguments)  # 3 for the bridge, 6 for each host
-        if changes and next(calls) == failing:
-            raise NamespaceError("refused")
-        return command(*arguments)
+    def fails_once(step):
+        def wrapped(*arguments):
+            if next(calls) == failing:
+                raise OSError("refused")
+            return step(*arguments)
 
-    monkeypatch.setattr(namespaces, "_command", fails_once)
+        return wrapped
+
+    monkeypatch.setattr(namespaces.netns, "create", fails_once(namespaces.netns.create))  # the bridge's and two hosts'
+    monkeypatch.setattr(namespaces, "_index", fails_once(namespaces._index))  # two for each host
     with pytest.raises(NamespaceError, match="refused"), namespaces.hosts(2):
         pytest.fail("the hosts were made")
     assert of_this_process() == []
@@ -173,15 +212,15 @@ def test_only_namespaces_of_ended_processes_are_deleted():
     with dead_process() as pid, namespaces.hosts(1):
         abandoned, foreign = f"gradwire-{pid}-0", f"gradwirex-{pid}-0"
         for name in (abandoned, foreign):
-            namespaces._ip("netns", "add", name)
+            namespaces.netns.create(name)
         try:
             kept = of_this_process()
             namespaces.delete_abandoned()
-            names = [line.split()[0] for line in namespaces._ip("netns", "list").splitlines()]
+            names = namespaces.netns.listnetns()
             assert abandoned not in names
             assert foreign in names
             assert of_this_process() == kept != []
         finally:
             for name in (abandoned, foreign):
-                with contextlib.suppress(NamespaceError):
-                    namespaces._ip("netns", "delete", name)
+                with contextlib.suppress(FileNotFoundError):
+                    namespaces.netns.remove(name)

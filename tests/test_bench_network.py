@@ -172,20 +172,20 @@ def in_process(*arguments):
     return CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, ["bench", "network", *arguments])
 
 
-def test_missing_iproute2_is_reported_with_loopback_as_remedy(monkeypatch):
-    monkeypatch.setattr(namespaces, "obstacle", lambda: "tc not found; install iproute2")
+def test_missing_pyroute2_is_reported_with_loopback_as_remedy(monkeypatch):
+    monkeypatch.setattr(namespaces, "obstacle", lambda: "pyroute2 is not installed")
     done = in_process()
     assert done.exit_code == 1
-    assert "tc not found; install iproute2" in done.stderr
+    assert "pyroute2 is not installed" in done.stderr
     assert "--loopback" in done.stderr
 
 
 def test_refused_namespaces_are_reported_with_loopback_as_remedy(monkeypatch):
     def refuse(*_):
-        raise NamespaceError("ip netns add x: Operation not permitted")
+        raise NamespaceError("Operation not permitted")
 
     monkeypatch.setattr(namespaces, "obstacle", lambda: None)
-    monkeypatch.setattr(namespaces, "_command", refuse)
+    monkeypatch.setattr(namespaces, "hosts", refuse)
     before = signal.getsignal(signal.SIGTERM)
     try:
         done = in_process()

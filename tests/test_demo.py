@@ -11,17 +11,20 @@ import uuid
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import gradwire
-from gradwire.bench import converge, plots, tables
+from gradwire.bench import commands, converge, namespaces, plots, tables
 from gradwire.bench import demo as demo_bench
 from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, load
+from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, TRAINING_S, Measured, Record, load
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600
-DEMO = [sys.executable, "-m", "gradwire.bench", "demo"]
+DEMO = [sys.executable, "-m", "gradwire.bench", "demo", "--loopback"]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,9 @@ def test_demo_records_its_provenance(records):
     assert facts["gradwire"] == gradwire.__version__
     assert {"date", "commit", "torch", "python", "cpu", "gpu", "backend"} <= facts.keys()
     assert facts["threads_per_process"] == int(os.environ.get("OMP_NUM_THREADS", 1))
-    assert facts["command"].startswith("gradwire demo --epochs 2 --hooks none,fp16,powersgd-r4-bf16 --seed 3")
+    assert facts["command"].startswith(
+        "gradwire demo --loopback --epochs 2 --hooks none,fp16,powersgd-r4-bf16 --seed 3"
+    )
 
 
 def test_demo_leaves_a_plot_and_no_other_files(demo):
@@ -105,12 +110,59 @@ def test_demo_leaves_a_plot_and_no_other_files(demo):
 
 def test_demo_prints_progress_and_a_table(demo):
     lines = demo[1].splitlines()
-    for hook in ("fp16", "powersgd-r4-bf16"):
+    for hook in ("no hook", "fp16", "powersgd-r4-bf16"):  # in the progress, and in the table
         assert sum(line.strip().startswith(hook) for line in lines) == 2, demo[1]
-    for start in ("none", "no hook"):  # in the progress, and in the table
-        assert sum(line.strip().startswith(start) for line in lines) == 1, demo[1]
     assert "0.50x" in demo[1]
-    assert "a network gives other times" in " ".join(demo[1].split())
+    text = " ".join(demo[1].split())
+    assert "train over loopback (--loopback), where nothing is gained by sending less" in text
+    assert "As root on Linux, gradwire demo trains over a link of 100 Mb/s" in text
+    assert "a network gives other times" in text
+
+
+def test_demo_measures_the_time_of_each_hook_alone(demo, records):
+    """In the progress and in the table."""
+    for seconds, step in zip(runs_of(records, TRAINING_S), runs_of(records, STEP_MS), strict=True):
+        assert seconds.p50 > 0.5 * len(records[0].series) * step.p50 / 1e3
+        assert any(line.rstrip().endswith(f"{seconds.p50:.1f} s") for line in demo[1].splitlines()), demo[1]
+
+
+def test_next_step_is_that_of_the_training_with_the_least_time(world_of_one):
+    assert demo_bench.next_turn([[3.0], [1.0, 1.0], [4.0]], 3, CPU) == 1
+    assert demo_bench.next_turn([[3.0], [1.0, 1.0, 0.5], [4.0]], 3, CPU) == 0, "the second is done"
+    assert demo_bench.next_turn([[], []], 3, CPU) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(namespaces.obstacle() is not None, reason="needs network namespaces")
+def test_demo_over_a_link_trains_faster_with_compression(tmp_path):
+    """The link is so slow that no load of the machine hides it."""
+    command = [*DEMO[:-1], "--rate", "20mbit", "--epochs", "1", "--hooks", "none,powersgd-r4"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=HANG_LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train over a link of 20 Mb/s" in done.stdout
+    assert "Over 20 Mb/s, powersgd-r4 trains in" in done.stdout
+    assert "link: 20 Mb/s between hosts, which are network namespaces" in done.stdout
+
+
+def test_demo_without_root_says_why_and_what_it_would_show(tmp_path, monkeypatch):
+    monkeypatch.setattr(namespaces, "obstacle", lambda: "only root can make network namespaces")
+    monkeypatch.setattr(commands, "measured", lambda *_: [])
+    monkeypatch.setattr(commands, "report", lambda *_: None)
+    monkeypatch.setattr(plots, "draw_demo", lambda *_: None)
+    done = CliRunner().invoke(commands.app, ["demo", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert "train over loopback (only root can make network namespaces)" in text
+    assert "hooks that send less train faster" in text
+
+
+def test_verdict_names_the_fastest_hook(made_up):
+    assert demo_bench.verdict(made_up("none", "fp16", rate="100mbit")) == (
+        "Over 100 Mb/s, fp16 trains in 5.0 s, no hook in 10.0 s: 2.0 times as fast."
+    )
+    assert demo_bench.verdict(made_up("fp16", rate="100mbit")) == ""
 
 
 def assert_is_png(path: Path) -> None:
@@ -181,7 +233,7 @@ def marked(mark: str) -> list[int]:
 def made_up(facts):
     """Results of a demo that did not run."""
 
-    def results_of(*hooks: str, backend: str = "gloo") -> list[Record]:
+    def results_of(*hooks: str, backend: str = "gloo", rate: str = "loopback") -> list[Record]:
         records = []
         for index, hook in enumerate(hooks):
             sent = 4e6 / 2**index
@@ -190,10 +242,12 @@ def made_up(facts):
                 ACCURACY: {"p50": 75.0},
                 SENT_PER_STEP: {"p50": sent, "series": [sent * (step + 1) for step in range(4)]},
                 STEP_MS: {"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
+                TRAINING_S: {"p50": 10 / 2**index},
             }
             of = {"bench": "demo", "case": {"hook": hook}, "implementation": GRADWIRE, "ranks": 2}
             records += [Record(**of, metric=metric, **numbers) for metric, numbers in metrics.items()]
         settings = {"processes": 2, "epochs": 1, "parameters": 1_000_000, "test_images": 4, "plain_steps": 10}
+        settings["rate"] = rate
         return Measured(settings, records).with_provenance(facts | {"backend": backend})
 
     return results_of
@@ -206,8 +260,8 @@ def table_of(made_up):
 
 def test_table_compares_with_run_without_hook(table_of):
     assert table_of("fp16", "none").rows == [
-        ["fp16", "0.1250", "75.0", "4 MB", "2.00x", "10.0 (9-12)", "0.91x"],
-        ["no hook", "0.1250", "75.0", "2 MB", "1.00x", "11.0 (9-12)", "1.00x"],
+        ["fp16", "0.1250", "75.0", "4 MB", "2.00x", "10", "10", "0.50x"],
+        ["no hook", "0.1250", "75.0", "2 MB", "1.00x", "11", "5", "1.00x"],
     ]
 
 
@@ -228,7 +282,8 @@ def test_notes_mention_uncompressed_steps_of_low_rank_hooks_only(table_of):
 
 
 def test_notes_name_the_link(table_of):
-    assert "the link is memory:" in " ".join(table_of("none").notes)
+    assert "link: memory of this machine:" in " ".join(table_of("none").notes)
+    assert "link: 1 Gb/s between hosts" in " ".join(table_of("none", rate="1gbit").notes)
     assert "NVLink" in " ".join(table_of("none", backend="nccl").notes)
 
 
@@ -258,6 +313,5 @@ def test_running_mean_is_of_each_window():
 
 
 def test_every_default_hook_has_a_colour_of_its_own():
-    styles = {str(sorted(style.items(), key=str)) for style in plots._CURVE_STYLES[: len(DEMO_HOOKS)]}
-    assert len(styles) == len(DEMO_HOOKS)
+    assert len(set(plots._CURVE_COLOURS)) >= len(DEMO_HOOKS)
     assert len(set(plots._HOOK_COLOURS)) >= len(converge.DEFAULT_HOOKS)

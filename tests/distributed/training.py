@@ -176,6 +176,8 @@ def train(
     module = build(model) if isinstance(model, str) else model
     if prepare is not None:
         prepare(module)
+    if wrapper == "pytorch" and torch.__version__ < "2.13" and "forward_sync_buffers" in options:
+        options["broadcast_buffers"] = options.pop("forward_sync_buffers")  # the name before PyTorch 2.13
     ddp = module if wrapper is None else WRAPPERS[wrapper](module, process_group=group, **options)
     if hook is not None:
         register(ddp, hook, group)

@@ -1,7 +1,8 @@
 """Casts of Triton's interpreter, replaced by ones that round as the hardware does: once, to the nearest even.
 
 As shipped, the interpreter truncates fp32 to bf16, and takes fp64 for an integer on the way to bf16. Triton 3.6.0's
-does not accept loaded numbers as bounds of a loop with NumPy 2.4.
+does not accept loaded numbers as bounds of a loop with NumPy 2.4. Triton 3.9.0's does not accept the conjunction
+of a mask and a number as a mask, which the compiler takes.
 """
 
 import numpy as np
@@ -27,6 +28,20 @@ def install():
         shipped_patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    shipped_load = interpreter.InterpreterBuilder.create_masked_load
+    shipped_store = interpreter.InterpreterBuilder.create_masked_store
+
+    def create_masked_load(builder, ptrs, mask, *others):
+        return shipped_load(builder, ptrs, _as_mask(mask), *others)
+
+    def create_masked_store(builder, ptrs, value, mask, *others):
+        return shipped_store(builder, ptrs, value, _as_mask(mask), *others)
+
+    def _as_mask(handle):
+        return interpreter.TensorHandle(handle.data.astype(bool), interpreter.tl.int1)
+
+    interpreter.InterpreterBuilder.create_masked_load = create_masked_load
+    interpreter.InterpreterBuilder.create_masked_store = create_masked_store
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.cast_impl = cast_impl
     interpreter._convert_float = _convert_float

@@ -1,0 +1,155 @@
+"""``gradwire doctor``: what it reports, and that it fails where something cannot work."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.bench import cli, doctor, gpu_kernel_cases, gpu_quantization_cases, self_test
+from gradwire.bench.hook_registry import HOOKS
+from gradwire.bench.launch import LaunchError
+from gradwire.comm.torch_internals import TESTED_TORCH
+from gradwire.kernels.dispatch import is_interpreted
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def without_self_test(monkeypatch):
+    monkeypatch.setattr(self_test, "check_hooks", list)
+
+
+def status_of(checks):
+    return {check.name: check.status for check in checks}
+
+
+def test_doctor_finds_this_installation_in_order():
+    command = [sys.executable, "-m", "gradwire.bench", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True
+    found = {check["name"]: check["text"] for section in report["sections"].values() for check in section}
+    assert found["gradwire"] == gradwire.__version__
+    assert found["torch"].startswith(torch.__version__)
+    assert found["hooks"].startswith(f"{len(HOOKS)} hooks, 2 processes over gloo")
+    assert {"python", "CUDA", "cpu", "gloo", "nccl", "GRADWIRE_KERNELS"} <= found.keys()
+
+
+def test_self_test_covers_a_case_of_every_kernel_family():
+    cases = {**gpu_kernel_cases.KERNEL_CASES, **gpu_quantization_cases.QUANTIZATION_CASES}
+    assert set(self_test.KERNELS.values()) <= cases.keys()
+    for family in self_test.KERNELS:
+        self_test.check_kernels(family, torch.device("cpu"))
+
+
+def test_failed_self_test_fails_the_report(monkeypatch, capsys):
+    def fail():
+        raise LaunchError(
+            "a worker failed", "Traceback\nRuntimeError: int8, gradwire: gradient 0 differs between ranks"
+        )
+
+    monkeypatch.setattr(self_test, "check_hooks", fail)
+    assert doctor.main(["--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (failed,) = [c for section in report["sections"].values() for c in section if c["status"] == "failed"]
+    assert failed["name"] == "hooks" and "gradient 0 differs between ranks" in failed["text"]
+    assert doctor.main([]) == 1
+    output = capsys.readouterr()
+    assert "FAILED: RuntimeError: int8" in output.out and "Failed: 1" in output.out
+    assert "Traceback" in output.err
+
+
+def test_report_fits_100_columns(without_self_test, monkeypatch, capsys):
+    monkeypatch.setenv("GRADWIRE_KERNELS", "everything")
+    assert doctor.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(title in lines for title in doctor.SECTIONS)
+
+
+@pytest.mark.skipif(is_interpreted(), reason="the interpreter takes CPU tensors")
+def test_kernels_that_cannot_run_are_reported_with_remedy(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_KERNELS", "triton")
+    cpu = next(doctor.kernels())
+    assert cpu.status == "failed" and "Set GRADWIRE_KERNELS=auto" in cpu.text
+    monkeypatch.setenv("GRADWIRE_KERNELS", "auto")
+    assert next(doctor.kernels()) == ("cpu", "plain PyTorch; Triton kernels need a GPU", "ok")
+
+
+def test_gpu_without_triton_is_reported_with_remedy(monkeypatch):
+    monkeypatch.setattr(doctor, "_gpus", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(doctor, "use_triton", lambda device: False)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    _, gpu = doctor.kernels()
+    assert gpu.status == "warning" and "pip install triton" in gpu.text
+
+
+def test_environment_reports_set_variables_and_unknown_interfaces(monkeypatch):
+    for name, value in {"GLOO_SOCKET_IFNAME": "none7", "NCCL_DEBUG": "INFO", "GRADWIRE_KERNEL": "torch"}.items():
+        monkeypatch.setenv(name, value)
+    checks = list(doctor.environment())
+    assert status_of(checks) | {
+        "GRADWIRE_KERNELS": "ok",
+        "GLOO_SOCKET_IFNAME": "failed",
+        "NCCL_DEBUG": "ok",
+        "GRADWIRE_KERNEL": "warning",
+    } == status_of(checks)
+    assert "no interface none7 on this machine" in next(c.text for c in checks if c.name == "GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize(
+    ("release", "status"), [("2.10.1", "warning"), (TESTED_TORCH[0] + ".0+cpu", "ok"), ("3.0.0a0+git", "warning")]
+)
+def test_untested_torch_is_a_warning(monkeypatch, release, status):
+    monkeypatch.setattr(torch, "__version__", release)
+    assert status_of(doctor.versions())["torch"] == status
+
+
+def test_missing_triton_is_reported(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", missing)
+    assert "not installed" in next(check.text for check in doctor.versions() if check.name == "triton")
+
+
+def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["gradwire", "doctor"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    assert 'missing typer. For demo and benchmarks run: pip install "gradwire' in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+WITHOUT_PRIVATE_NAME = """
+import sys, {owner}
+del {owner}.{name}
+try:
+    import gradwire
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("torch.distributed.distributed_c10d", "_world"),
+        ("torch.nn.parallel.distributed", "_find_tensors"),
+    ],
+)
+def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
+    program = WITHOUT_PRIVATE_NAME.format(owner=owner, name=name)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert f"torch {torch.__version__} lacks one" in done.stdout
+    assert name in done.stdout
+    assert f"tested with torch {' to '.join(TESTED_TORCH)}: install one of these, or a newer gradwire" in done.stdout
