@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +273,7 @@ class LowRankBucket:
 
 
 def _is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
-    return all(gradient is result for gradient, result in zip(source, target, strict=True))
+    return source is target or all(map(is_, source, target))
 
 
 def flat_low_rank_bucket(
