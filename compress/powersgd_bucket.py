@@ -7,9 +7,9 @@ is contiguous.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -265,7 +265,7 @@ class LowRankBucket:
 
 
 def _is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
-    return all(map(operator.is_, source, target))
+    return source is target or all(map(is_, source, target))
 
 
 def flat_low_rank_bucket(

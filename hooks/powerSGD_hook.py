@@ -9,6 +9,7 @@ size.
 import warnings
 from dataclasses import replace
 from functools import partial
+from operator import is_
 
 import torch
 from torch.futures import Future
@@ -98,7 +99,7 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
             return powersgd_all_reduce(*arguments, warm_start=options.warm_start)
 
         if options.cuda_graphs and workspace.graphs is not None and low_rank.can_capture:
-            is_in_place = all(g is r for g, r in zip(gradients, results, strict=True))
+            is_in_place = all(map(is_, gradients, results))
             variant = (is_in_place, options.alternating and iteration % 2)
             refresh = partial(low_rank.refresh, gradients, results, iteration)
             await workspace.graphs.run(low_rank, variant, steps, refresh)
