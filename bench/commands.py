@@ -14,7 +14,7 @@ from gradwire.bench import compare, compiled, converge, kernel_model, kernels, n
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.command_runs import measured, report
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.options import (

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook, display_name
+from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook, display_name
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import HOOKS, label
+from gradwire.planner.hook_registry import HOOKS, label
 from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Table, count, median_of, pivot, relative, spread, value

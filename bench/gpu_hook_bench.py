@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire.bench.emulated import emulated_link
 from gradwire.bench.gpu_checks import require
 from gradwire.bench.gpu_kernel_bench import Row, buckets_of, calls_of, row
-from gradwire.bench.hook_registry import HOOKS, Registration
+from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.bench.implementations import (
     FIRST_COMPRESSED,
     GRADWIRE,

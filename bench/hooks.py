@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.progress import track
 
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import STAR_NOTE, label
+from gradwire.planner.hook_registry import STAR_NOTE, label
 from gradwire.bench.implementations import (
     BUCKETS_NOTE,
     FIRST_COMPRESSED,

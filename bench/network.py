@@ -19,7 +19,7 @@ from rich.progress import track
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.hook_registry import label
+from gradwire.planner.hook_registry import label
 from gradwire.bench.implementations import (
     BUCKETS_NOTE,
     FIRST_COMPRESSED,

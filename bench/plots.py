@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from gradwire.bench import converge, demo, kernels, network
-from gradwire.bench.hook_registry import STAR_NOTE, display_name, label
+from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import (
     ACCURACY,

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_d
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import label
+from gradwire.planner.hook_registry import label
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, unique

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradwire.bench import implementations
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 from gradwire.bench.hooks import DEFAULT_HOOKS
 from gradwire.bench.implementations import (
     GRADWIRE,

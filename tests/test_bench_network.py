@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gradwire.bench import emulated, implementations, namespaces, network, rehearsal
 from gradwire.bench.commands import app
 from gradwire.bench.emulated import LATENCY, wire_seconds
-from gradwire.bench.hook_registry import HOOKS, label
+from gradwire.planner.hook_registry import HOOKS, label
 from gradwire.bench.implementations import GRADWIRE, LAYERS, MODEL, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, summarize, tables

@@ -15,7 +15,7 @@ import pytest
 import gradwire
 from gradwire.bench import converge, plots, tables
 from gradwire.bench import demo as demo_bench
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, load
 

@@ -1,0 +1,166 @@
+"""Measurement of the network: the time of the messages that hooks send, by their size.
+
+Messages are sent as hooks send them, as tasks of the executor of the process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm.collectives import Collective
+from gradwire.comm.executor import Task
+from gradwire.planner.clock import Clock
+from gradwire.planner.model import Link, Message, MessageCost
+
+SIZES = tuple(1 << exponent for exponent in range(8, 25, 3))  # bytes, 256 to 8 Mi
+_CROWD = 4  # messages in flight, to measure the link at full load
+_ENOUGH_SECONDS = 0.3  # a message that takes longer is the largest one measured
+_REPETITIONS = (5, 3)  # of messages below and above the first size that takes _SHORT_SECONDS
+_SHORT_SECONDS = 0.02
+
+
+class Sample(NamedTuple):
+    """The time of messages of one size.
+
+    Attributes:
+        nbytes: of each.
+        alone: seconds of one message.
+        crowd: seconds of `_CROWD` messages in flight together.
+        crowd_cpu: seconds of CPU time that they took.
+    """
+
+    nbytes: int
+    alone: float
+    crowd: float
+    crowd_cpu: float
+
+
+def wire_factor(kind: str, world_size: int) -> float:
+    """Bytes that a rank sends for each byte of a message's payload; a ring all-reduce sends everything twice."""
+    share = (world_size - 1) / world_size
+    return 2 * share if kind.startswith("all-reduce") else share
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]) -> Link:
+    """The cost of messages of each kind, up to the size of the largest one. A collective call.
+
+    Args:
+        group: the ranks.
+        device: of the messages.
+        messages: of all hooks.
+    """
+    largest: dict[str, int] = {}
+    for message in messages:
+        largest[message.kind] = max(largest.get(message.kind, 0), message.nbytes)
+    probe = _Probe(group, device)
+    probe.samples("all-reduce float32", SIZES[2])  # connects the ranks
+    samples = {kind: probe.samples(kind, most) for kind, most in sorted(largest.items())}
+    costs = {kind: fit(of_kind) for kind, of_kind in samples.items()}
+    n = group.size()
+    bandwidth = max(8 * wire_factor(kind, n) / cost.gap_per_byte for kind, cost in costs.items())
+    return Link(world_size=n, bandwidth=bandwidth, costs=costs)
+
+
+class _Probe:
+    """Sends messages over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._executor = executor_for(group, device)
+        self._clock = Clock(device)
+
+    def samples(self, kind: str, most: int) -> list[Sample]:
+        """Times of messages of growing size, equal on all ranks."""
+        samples: list[Sample] = []
+        for nbytes in [*(size for size in SIZES if size < most), min(most, SIZES[-1])]:
+            repetitions = _REPETITIONS[bool(samples) and samples[-1].alone > _SHORT_SECONDS]
+            alone, _ = self._measure(kind, nbytes, 1, repetitions)
+            crowd, cpu = self._measure(kind, nbytes, _CROWD, repetitions)
+            samples.append(Sample(nbytes, alone, crowd, cpu))
+            if alone > _ENOUGH_SECONDS:
+                break
+        return samples
+
+    def _measure(self, kind: str, nbytes: int, count: int, repetitions: int) -> tuple[float, float]:
+        """Seconds, and CPU seconds, of ``count`` messages in flight: medians on the slowest rank."""
+        tasks = [_task(message_maker(kind, nbytes, self._executor.transport, self._device)) for _ in range(count)]
+        times = []
+        for _ in range(repetitions):
+            dist.barrier(self._group)
+            times.append(self._once(tasks))
+        slowest = torch.tensor([median(each) for each in zip(*times, strict=True)], device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        seconds, cpu = slowest.tolist()
+        return seconds, cpu
+
+    def _once(self, tasks: Sequence[Task]) -> tuple[float, float]:
+        self._clock.synchronize()
+        start, cpu = time.perf_counter(), time.process_time()
+        futures = [self._executor.submit(task, is_last=task is tasks[-1]) for task in tasks]
+        for future in futures:
+            future.wait()
+        self._clock.synchronize()
+        return time.perf_counter() - start, time.process_time() - cpu
+
+
+def _task(make: Callable[[], Collective]) -> Task:
+    async def task(_: Workspace) -> None:
+        await make()
+
+    return task
+
+
+def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.device) -> Callable[[], Collective]:
+    """A function that returns a collective of a kind, on zeros; the inverse of `compute_probe.message_of`."""
+    if kind.startswith("all-reduce"):
+        dtype = getattr(torch, kind.removeprefix("all-reduce "))
+        tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)
+        return lambda: transport.all_reduce(tensor)
+    pieces, n = transport.pieces(nbytes), transport.world_size
+    cells = torch.zeros(pieces, n, max(1, nbytes // (pieces * n)), dtype=torch.uint8, device=device)
+    if kind == "all-gather":
+        own = cells[:, 0].clone()
+        return lambda: transport.all_gather(cells, own)
+    sent = cells.clone()
+    return lambda: transport.all_to_all(cells, sent)
+
+
+def fit(samples: Sequence[Sample]) -> MessageCost:
+    """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope of the others."""
+    latency = samples[0].alone
+    largest = samples[-1]
+    per_byte = max(largest.alone - latency, 0) / largest.nbytes
+    gap = min(per_byte, largest.crowd / (_CROWD * largest.nbytes))
+    return MessageCost(latency, per_byte, gap, largest.crowd_cpu / (_CROWD * largest.nbytes))
+
+
+def ideal_link(
+    world_size: int, bandwidth: float, latency: float, messages: Iterable[Message], overhead: float = 0.0
+) -> Link:
+    """A link of which only bandwidth and latency are known: ring all-reduces and direct exchanges at full rate.
+
+    Args:
+        world_size: number of ranks.
+        bandwidth: bits per second that each rank sends.
+        latency: seconds from one rank to another.
+        messages: of all hooks.
+        overhead: seconds per message that the software takes.
+    """
+    costs = {}
+    for kind in sorted({message.kind for message in messages}):
+        rounds = 2 * (world_size - 1) if kind.startswith("all-reduce") else 1
+        per_byte = 8 * wire_factor(kind, world_size) / bandwidth
+        costs[kind] = MessageCost(overhead + rounds * latency, per_byte, per_byte)
+    return Link(world_size=world_size, bandwidth=bandwidth, costs=costs)
+
+
+def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of an empty message of the only rank of a group: what the executor takes."""
+    return _Probe(group, device).samples("all-reduce float32", SIZES[0])[0].alone
