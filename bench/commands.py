@@ -13,8 +13,8 @@ import gradwire
 from gradwire.bench import compare, compiled, converge, kernel_model, kernels, namespaces, network, reducer, rounding
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import hooks as hook_bench
+from gradwire.bench.advise_command import advise_command
 from gradwire.bench.command_runs import measured, report
-from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.options import (
@@ -38,6 +38,7 @@ from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import print_tables
 from gradwire.bench.tasks import TASKS
 from gradwire.bench.timing import bench_device
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
 
 
 def _listed(hooks: dict[str, HookEntry]) -> str:
@@ -117,6 +118,9 @@ def demo(
     typer.echo()
     report(records, demo_bench.tables, results)
     typer.echo(f"Plot:    {plot}\nResults: {results}")
+
+
+app.command("advise")(advise_command)
 
 
 @bench.command("kernels")

@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.planner.hook_registry import HOOKS, label
 from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Table, count, median_of, pivot, relative, spread, value
 from gradwire.comm.connections import connections_of
+from gradwire.planner.hook_registry import HOOKS, label
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0

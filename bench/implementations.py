@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
-from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.bench.timing import DriverCalls, synchronize
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.planner.hook_registry import HOOKS, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

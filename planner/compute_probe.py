@@ -6,13 +6,12 @@ and replaces the collectives by those of equal ranks.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm import Executor, Transport, Workspace, connections_of

@@ -19,27 +19,24 @@ from gradwire.comm.executor import Task
 from gradwire.planner.clock import Clock
 from gradwire.planner.model import Link, Message, MessageCost
 
-SIZES = tuple(1 << exponent for exponent in range(8, 25, 3))  # bytes, 256 to 8 Mi
-_CROWD = 4  # messages in flight, to measure the link at full load
-_ENOUGH_SECONDS = 0.3  # a message that takes longer is the largest one measured
-_REPETITIONS = (5, 3)  # of messages below and above the first size that takes _SHORT_SECONDS
-_SHORT_SECONDS = 0.02
+SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
+_LEAST_PER_BYTE = 1e-13  # seconds: 80 Tb/s
+_ENOUGH_SECONDS = 0.5  # no message is measured that would take longer
+_REPETITIONS = 15, 3  # of the smallest messages, and of all others
 
 
 class Sample(NamedTuple):
     """The time of messages of one size.
 
     Attributes:
-        nbytes: of each.
-        alone: seconds of one message.
-        crowd: seconds of `_CROWD` messages in flight together.
-        crowd_cpu: seconds of CPU time that they took.
+        nbytes: of the payload.
+        seconds: from launch to arrival.
+        cpu_seconds: CPU time of this process, all threads together.
     """
 
     nbytes: int
-    alone: float
-    crowd: float
-    crowd_cpu: float
+    seconds: float
+    cpu_seconds: float
 
 
 def wire_factor(kind: str, world_size: int) -> float:
@@ -64,7 +61,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Itera
     samples = {kind: probe.samples(kind, most) for kind, most in sorted(largest.items())}
     costs = {kind: fit(of_kind) for kind, of_kind in samples.items()}
     n = group.size()
-    bandwidth = max(8 * wire_factor(kind, n) / cost.gap_per_byte for kind, cost in costs.items())
+    bandwidth = max(8 * wire_factor(kind, n) / cost.per_byte for kind, cost in costs.items())
     return Link(world_size=n, bandwidth=bandwidth, costs=costs)
 
 
@@ -80,32 +77,26 @@ class _Probe:
         """Times of messages of growing size, equal on all ranks."""
         samples: list[Sample] = []
         for nbytes in [*(size for size in SIZES if size < most), min(most, SIZES[-1])]:
-            repetitions = _REPETITIONS[bool(samples) and samples[-1].alone > _SHORT_SECONDS]
-            alone, _ = self._measure(kind, nbytes, 1, repetitions)
-            crowd, cpu = self._measure(kind, nbytes, _CROWD, repetitions)
-            samples.append(Sample(nbytes, alone, crowd, cpu))
-            if alone > _ENOUGH_SECONDS:
+            if samples and nbytes / samples[-1].nbytes * samples[-1].seconds > _ENOUGH_SECONDS and len(samples) > 2:
                 break
+            samples.append(self._measure(kind, nbytes, _REPETITIONS[bool(samples)]))
         return samples
 
-    def _measure(self, kind: str, nbytes: int, count: int, repetitions: int) -> tuple[float, float]:
-        """Seconds, and CPU seconds, of ``count`` messages in flight: medians on the slowest rank."""
-        tasks = [_task(message_maker(kind, nbytes, self._executor.transport, self._device)) for _ in range(count)]
+    def _measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
+        """The time of one message: medians on the slowest rank."""
+        task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
         times = []
         for _ in range(repetitions):
             dist.barrier(self._group)
-            times.append(self._once(tasks))
+            times.append(self._once(task))
         slowest = torch.tensor([median(each) for each in zip(*times, strict=True)], device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        seconds, cpu = slowest.tolist()
-        return seconds, cpu
+        return Sample(nbytes, *slowest.tolist())
 
-    def _once(self, tasks: Sequence[Task]) -> tuple[float, float]:
+    def _once(self, task: Task) -> tuple[float, float]:
         self._clock.synchronize()
         start, cpu = time.perf_counter(), time.process_time()
-        futures = [self._executor.submit(task, is_last=task is tasks[-1]) for task in tasks]
-        for future in futures:
-            future.wait()
+        self._executor.submit(task, is_last=True).wait()
         self._clock.synchronize()
         return time.perf_counter() - start, time.process_time() - cpu
 
@@ -134,11 +125,9 @@ def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.de
 
 def fit(samples: Sequence[Sample]) -> MessageCost:
     """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope of the others."""
-    latency = samples[0].alone
-    largest = samples[-1]
-    per_byte = max(largest.alone - latency, 0) / largest.nbytes
-    gap = min(per_byte, largest.crowd / (_CROWD * largest.nbytes))
-    return MessageCost(latency, per_byte, gap, largest.crowd_cpu / (_CROWD * largest.nbytes))
+    first, last = samples[0], samples[-1]
+    per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
+    return MessageCost(first.seconds, max(per_byte, _LEAST_PER_BYTE), last.cpu_seconds / last.nbytes)
 
 
 def ideal_link(
@@ -157,10 +146,10 @@ def ideal_link(
     for kind in sorted({message.kind for message in messages}):
         rounds = 2 * (world_size - 1) if kind.startswith("all-reduce") else 1
         per_byte = 8 * wire_factor(kind, world_size) / bandwidth
-        costs[kind] = MessageCost(overhead + rounds * latency, per_byte, per_byte)
+        costs[kind] = MessageCost(overhead + rounds * latency, per_byte)
     return Link(world_size=world_size, bandwidth=bandwidth, costs=costs)
 
 
 def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds of an empty message of the only rank of a group: what the executor takes."""
-    return _Probe(group, device).samples("all-reduce float32", SIZES[0])[0].alone
+    return _Probe(group, device).samples("all-reduce float32", SIZES[0])[0].seconds

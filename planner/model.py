@@ -106,22 +106,17 @@ class MessageCost(NamedTuple):
 
     Attributes:
         latency: seconds of an empty message.
-        per_byte: alone, a message takes ``latency + m * per_byte``.
-        gap_per_byte: several in flight take ``m * gap_per_byte`` each.
-        cpu_per_byte: seconds of CPU time, which no faster link saves.
+        per_byte: seconds per byte: a message takes ``latency + m * per_byte``, and keeps the link busy without latency.
+        cpu_per_byte: seconds of CPU time per byte, which no faster link saves.
     """
 
     latency: float
     per_byte: float
-    gap_per_byte: float
     cpu_per_byte: float = 0.0
 
     def scaled(self, factor: float) -> MessageCost:
         """On a link of ``1 / factor`` times the bandwidth."""
-        return self._replace(
-            per_byte=max(self.cpu_per_byte, factor * self.per_byte),
-            gap_per_byte=max(self.cpu_per_byte, factor * self.gap_per_byte),
-        )
+        return self._replace(per_byte=max(self.cpu_per_byte, factor * self.per_byte))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +139,13 @@ class Link:
         costs = {kind: cost.scaled(factor) for kind, cost in self.costs.items()}
         return replace(self, bandwidth=bandwidth, costs=costs)
 
-    def duration(self, message: Message) -> float:
-        """Seconds of a message on its own."""
-        cost = self.costs[message.kind]
-        return cost.latency + message.nbytes * cost.per_byte
+    def latency(self, message: Message) -> float:
+        """Seconds that a message takes beyond those for which it keeps the link busy."""
+        return self.costs[message.kind].latency
 
-    def gap(self, message: Message) -> float:
-        """Seconds for which a message keeps the link from the next one."""
-        return message.nbytes * self.costs[message.kind].gap_per_byte
+    def busy(self, message: Message) -> float:
+        """Seconds for which a message keeps the link busy."""
+        return message.nbytes * self.costs[message.kind].per_byte
 
     def cpu(self, message: Message) -> float:
         """Seconds of CPU time."""
@@ -167,17 +161,14 @@ class _Pipeline:
 
     def send(self, message: Message, at: float) -> float:
         """The time at which a message arrives that is sent at a time."""
-        begin = max(at, self._free)
-        self._free = begin + self._link.gap(message)
-        return max(begin + self._link.duration(message), self._free)
+        self._free = max(at, self._free) + self._link.busy(message)
+        return self._free + self._link.latency(message)
 
 
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
     """The duration of a step: forward, backward, and the exchange of all gradients with a hook."""
     launches = list(accumulate(bucket.launch for bucket in hook.buckets))
-    launched = [
-        model.forward + ready + delay for ready, delay in zip(model.ready, launches, strict=True)
-    ]
+    launched = [model.forward + ready + delay for ready, delay in zip(model.ready, launches, strict=True)]
     backward_end = model.forward + model.backward + launches[-1]
     first, later = _Pipeline(link), _Pipeline(link)
     done: list[float] = []
@@ -198,13 +189,16 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
 
 def _bounds(model: ModelCost, hook: HookCost, link: Link, launched: Sequence[float]) -> list[float]:
     """Ends that a step cannot beat, because its messages share the link, and its computations the worker and device."""
-    on_link = _suffix_sums([sum(map(link.gap, bucket.messages)) for bucket in hook.buckets])
+    on_link = _suffix_sums([sum(map(link.busy, bucket.messages)) for bucket in hook.buckets])
     on_worker = _suffix_sums([sum(bucket.compute) for bucket in hook.buckets])
     cpu = sum(link.cpu(message) for bucket in hook.buckets for message in bucket.messages)
     work = model.forward + model.backward + hook.compute_seconds + cpu
     return [
         work / model.lanes,
-        *(begin + bucket.compute[0] + rest for begin, bucket, rest in zip(launched, hook.buckets, on_link, strict=True)),
+        *(
+            begin + bucket.compute[0] + rest
+            for begin, bucket, rest in zip(launched, hook.buckets, on_link, strict=True)
+        ),
         *(begin + rest for begin, rest in zip(launched, on_worker, strict=True)),
     ]
 

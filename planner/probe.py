@@ -83,7 +83,7 @@ def measure(
     names = tuple(dict.fromkeys((PLAIN, CAST, *hooks)))
 
     progress("model")
-    job = on_all_ranks(lambda: _checked(build, device), device)
+    job = on_all_ranks(lambda: _checked(build, device))
     lanes = _lanes(group, device)
     model, buckets = measure_model(job, group, device, lanes, MODEL_BUDGET)
     own = dist.new_group()  # its executor is replaced
@@ -108,7 +108,7 @@ def measure(
     return Measurement(model=model, hooks=slowest, link=link, is_link_measured=given is None)
 
 
-def on_all_ranks(work: Callable[[], T], device: torch.device) -> T:
+def on_all_ranks(work: Callable[[], T]) -> T:
     """Call ``work`` on every rank. A collective call.
 
     Raises:
@@ -172,5 +172,3 @@ def _slowest_bucket(ranks: Sequence[BucketCost]) -> BucketCost:
         messages=ranks[0].messages,
         finish=max(rank.finish for rank in ranks),
     )
-
-
