@@ -36,7 +36,7 @@ def advise_command(
             f"batch; or one of {', '.join(bench_jobs.JOBS)}."
         ),
     ],
-    hooks: Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")] = ",".join(CHOICES),
+    hooks: Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")] = ", ".join(CHOICES),
     bandwidth: Annotated[
         str | None, typer.Option(help="Without torchrun: bandwidth of the network to assume, such as 100mbit.")
     ] = None,

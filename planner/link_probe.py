@@ -66,7 +66,12 @@ def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Itera
 
 
 class _Probe:
-    """Sends messages over a process group."""
+    """Sends messages over a process group.
+
+    Args:
+        group: the ranks.
+        device: of the messages.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -85,15 +90,14 @@ class _Probe:
     def _measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
         """The time of one message: medians on the slowest rank."""
         task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
-        times = []
-        for _ in range(repetitions):
-            dist.barrier(self._group)
-            times.append(self._once(task))
-        slowest = torch.tensor([median(each) for each in zip(*times, strict=True)], device=self._device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        return Sample(nbytes, *slowest.tolist())
+        times = [self._once(task) for _ in range(repetitions)]
+        medians = torch.tensor([median(each) for each in zip(*times, strict=True)], device=self._device)
+        dist.all_reduce(medians, dist.ReduceOp.MAX, group=self._group)
+        return Sample(nbytes, *medians.tolist())
 
     def _once(self, task: Task) -> tuple[float, float]:
+        """Seconds and CPU seconds of one message."""
+        dist.barrier(self._group)
         self._clock.synchronize()
         start, cpu = time.perf_counter(), time.process_time()
         self._executor.submit(task, is_last=True).wait()
@@ -124,10 +128,14 @@ def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.de
 
 
 def fit(samples: Sequence[Sample]) -> MessageCost:
-    """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope of the others."""
+    """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope to the largest."""
     first, last = samples[0], samples[-1]
     per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
-    return MessageCost(first.seconds, max(per_byte, _LEAST_PER_BYTE), last.cpu_seconds / last.nbytes)
+    return MessageCost(
+        latency=first.seconds,
+        per_byte=max(per_byte, _LEAST_PER_BYTE),
+        cpu_per_byte=last.cpu_seconds / last.nbytes,
+    )
 
 
 def ideal_link(

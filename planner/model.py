@@ -188,13 +188,20 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
 
 
 def _bounds(model: ModelCost, hook: HookCost, link: Link, launched: Sequence[float]) -> list[float]:
-    """Ends that a step cannot beat, because its messages share the link, and its computations the worker and device."""
+    """Ends that a step cannot beat: its computations share the device and the worker, its messages the link.
+
+    If the device is never idle, nothing hides the messages of the last bucket, apart from the CPU time that they take.
+    """
     on_link = _suffix_sums([sum(map(link.busy, bucket.messages)) for bucket in hook.buckets])
     on_worker = _suffix_sums([sum(bucket.compute) for bucket in hook.buckets])
     cpu = sum(link.cpu(message) for bucket in hook.buckets for message in bucket.messages)
     work = model.forward + model.backward + hook.compute_seconds + cpu
+    exposed = sum(
+        link.latency(message) + max(0.0, link.busy(message) - link.cpu(message))
+        for message in hook.buckets[-1].messages
+    )
     return [
-        work / model.lanes,
+        work / model.lanes + exposed,
         *(
             begin + bucket.compute[0] + rest
             for begin, bucket, rest in zip(launched, hook.buckets, on_link, strict=True)
