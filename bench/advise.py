@@ -1,7 +1,8 @@
 """The predictions of `gradwire advise`, beside measured steps, on hosts joined by a link of a chosen rate.
 
-One rank on each host, one thread each. At each rate, the ranks measure and predict as the command does; then steps with
-each hook are timed, in turns. `measure` starts the ranks; each runs `main`.
+One rank on each host, one thread each. At each rate, the ranks measure and predict as the command does; then each hook
+trains for a few steps in a row, as in a training with one hook, which finds its memory in the caches. The hooks take
+turns, in another order in each round. `measure` starts the ranks; each runs `main`.
 """
 
 from __future__ import annotations
@@ -38,25 +39,28 @@ PREDICTED, MEASURED = "predicted", "measured"
 SPEED_UP = "speed-up"  # of the recommended hook, over no hook
 ADVICE_S = "time of the measurement (s)"
 TOLERANCE = 20  # percent
+STEPS_IN_A_ROW = 3
 _WARM_UP = 5
 _MODULE = "gradwire.bench.advise"
 
 
-def measure(models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], steps: int, hosts: int = 2) -> Measured:
+def measure(
+    models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
+) -> Measured:
     """Predicted and measured step times.
 
     Args:
         models: names in `JOBS`.
         rates: of the link; ``[LOOPBACK]`` for ranks that share this machine's loopback.
         hooks: names in the registry.
-        steps: timed steps of each hook at each rate.
+        rounds: turns of each hook at each rate, with `STEPS_IN_A_ROW` timed steps.
         hosts: number of hosts.
 
     Raises:
         NamespaceError: the system refuses to make hosts.
         LaunchError: a rank failed.
     """
-    settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "steps": steps, "hosts": hosts}
+    settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "rounds": rounds, "hosts": hosts}
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
         for model in models:
@@ -81,10 +85,11 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         seconds = time.monotonic() - started
         for training in trainings:
             training.seconds = []
-        steps = range(settings["steps"])
-        for step in track(steps, description=f"{model}, {name:<12}", disable=dist.get_rank() != 0):
-            for training in in_turn(trainings, step):
-                training.seconds.append(training.step())
+        rounds = range(settings["rounds"])
+        for turn in track(rounds, description=f"{model}, {name:<12}", disable=dist.get_rank() != 0):
+            for training in in_turn(trainings, turn):
+                training.step()  # warms the caches
+                training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
         for training in trainings:
             training.seconds = slowest(training.seconds)
         records += _records(model, name, settings["hosts"], advice, trainings, seconds)
@@ -171,10 +176,11 @@ def _advice_table(records: Sequence[Record]) -> Table:
         within = sum(error <= TOLERANCE for error in errors)
         rows.append(
             [
-                f"{model}, {_link(rate)}",
+                model,
+                _link(rate),
                 display_name(advice["hook"]),
                 f"{advice.p50:.2f}x",
-                f"{display_name(fastest['hook'])}, {plain / fastest.p50:.2f}x",
+                f"{display_name(fastest['hook'])} ({plain / fastest.p50:.2f}x)",
                 f"{within} of {len(errors)}",
                 f"{median(errors):.0f}",
                 format_number(seconds),
@@ -183,19 +189,21 @@ def _advice_table(records: Sequence[Record]) -> Table:
     return Table(
         title=f"Advice and its accuracy, {count(settings['hosts'], 'host')}",
         headers=[
-            "model, link",
+            "model",
+            "link",
             "advice",
-            "its speed-up, measured",
-            "fastest hook, measured",
-            f"errors up to {TOLERANCE} %",
+            "speed-up",
+            "fastest hook",
+            f"within {TOLERANCE} %",
             "median error (%)",
-            "measured in (s)",
+            "time (s)",
         ],
         rows=rows,
         notes=[
-            f"step: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+            f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",
             "error: of the prediction, relative to the measured step",
-            "speed-up: of a step, over one without a hook",
+            "speed-up: of a measured step with the advised hook, over one without a hook; in parentheses, of the fastest",
+            f"within {TOLERANCE} %: predictions with a smaller error. Time: of the whole measurement for the advice",
             f"{settings['hosts']} hosts on one machine, one thread each",
         ],
     )

@@ -137,7 +137,8 @@ def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
     if is_rank:
         dist.init_process_group(backend_of(device), timeout=_TIMEOUT)
     else:
-        dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
     try:
         yield
     finally:

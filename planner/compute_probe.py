@@ -252,7 +252,7 @@ class HookProbe:
     @torch.no_grad()
     def _step(self) -> None:
         parameters = [p for bucket in self._buckets for p in bucket.parameters()]
-        torch._foreach_copy_([p.grad for p in parameters], self._gradients)
+        torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], self._gradients)
         reduce = self._reduce_plain if self._registration is None else self._reduce
         marks = [reduce(bucket) for bucket in self._buckets]
         self._clock.synchronize()

@@ -107,7 +107,7 @@ class MessageCost(NamedTuple):
     Attributes:
         latency: seconds of an empty message.
         per_byte: seconds per byte: a message takes ``latency + m * per_byte``, and keeps the link busy without latency.
-        cpu_per_byte: seconds of CPU time per byte, which no faster link saves.
+        cpu_per_byte: seconds of CPU time per byte.
     """
 
     latency: float
@@ -115,8 +115,8 @@ class MessageCost(NamedTuple):
     cpu_per_byte: float = 0.0
 
     def scaled(self, factor: float) -> MessageCost:
-        """On a link of ``1 / factor`` times the bandwidth."""
-        return self._replace(per_byte=max(self.cpu_per_byte, factor * self.per_byte))
+        """On a link of ``1 / factor`` times the bandwidth. A faster one wakes threads up less often."""
+        return self._replace(per_byte=factor * self.per_byte, cpu_per_byte=min(1.0, factor) * self.cpu_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)

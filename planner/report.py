@@ -19,7 +19,8 @@ from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.model import step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
-_HEADERS = ("hook", "step (ms)", "vs. no hook", f"vs. {CAST}", "breaks even at", "sent", "extra memory")
+# A table of 80 columns: every header has two lines.
+_HEADERS = ("hook", "step\n(ms)", "vs. no\nhook", f"vs.\n{CAST}", "pays\nbelow", "sent per\nstep", "extra\nmemory")
 _FAR = 30  # the plot's bandwidths, in units of the measured one: down to 1 / _FAR, up to _FAR
 _POINTS = 61
 _COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b")
@@ -36,27 +37,25 @@ def print_advice(measured: Measurement, advice: Advice, seconds: float, console:
         console: to print to; by default, standard output.
     """
     console = console or Console()
-    say = lambda text, style=None: console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
     model, link = measured.model, measured.link
-    say(
-        f"Model:    {len(model.ready)} bucket(s), {_bytes(model.gradient_bytes)} of gradients; "
-        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms"
-    )
     latency = max(cost.latency for cost in link.costs.values())
-    say(
-        f"Network:  {link.world_size} ranks, {'measured' if measured.is_link_measured else 'given'}: "
-        f"{format_bandwidth(link.bandwidth)}, messages take at least {1e3 * latency:.2g} ms"
-    )
-    say(f"Measured in {seconds:.0f} s.\n")
-    console.print(_table(advice))
-    say("")
-    say(f"{advice.headline}: {advice.reason}.", style="bold")
+    buckets = f"{len(model.ready)} bucket{'' if len(model.ready) == 1 else 's'}"
+    lines = [
+        f"Model:    {_bytes(model.gradient_bytes)} of gradients in {buckets}; "
+        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms",
+        f"Network:  {link.world_size} ranks, {format_bandwidth(link.bandwidth)} "
+        f"{'measured' if measured.is_link_measured else 'given'}; latency of a message {1e3 * latency:.2g} ms",
+        f"Measured in {seconds:.0f} s.",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    console.print("", _table(advice), "")
+    console.print(f"{advice.headline}: {advice.reason}.", style="bold", highlight=False, markup=False, soft_wrap=True)
     if code := HOOKS[advice.recommended].code:
-        say(f"\n{code}")
+        console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(advice: Advice) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for i, header in enumerate(_HEADERS):
         table.add_column(header, justify="right" if i else "left", no_wrap=True)
     for each in sorted(advice.predictions, key=lambda each: each.step_seconds):
