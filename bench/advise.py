@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -112,7 +113,7 @@ class _Training:
         self._ddp: nn.Module = DistributedDataParallel(job.model, process_group=group)
         registration = HOOKS[hook].make(group, 2)
         if registration is not None:
-            self._ddp.register_comm_hook(*registration)  # type: ignore[operator]
+            self._ddp.register_comm_hook(*registration)
 
     def step(self) -> float:
         """Seconds of a forward and a backward, until every gradient is final; all ranks begin together."""
@@ -130,15 +131,15 @@ def _records(
     records = []
     for training in trainings:
         case = {"model": model, "rate": rate, "hook": training.hook}
-        of_hook = {"bench": "advise", "case": case, "ranks": hosts, "metric": STEP_MS}
+        of_hook = partial(Record, bench="advise", case=case, ranks=hosts, metric=STEP_MS)
         prediction = round(1e3 * predicted[training.hook].step_seconds, 4)
-        records.append(Record(**of_hook, implementation=MEASURED, **percentiles_ms(training.seconds)))
-        records.append(Record(**of_hook, implementation=PREDICTED, p50=prediction))
+        records.append(of_hook(implementation=MEASURED, **percentiles_ms(training.seconds)))
+        records.append(of_hook(implementation=PREDICTED, p50=prediction))
     times = {training.hook: median(training.seconds) for training in trainings}
     case = {"model": model, "rate": rate, "hook": advice.recommended}
-    of_advice = {"bench": "advise", "case": case, "ranks": hosts, "implementation": "advice"}
-    records.append(Record(**of_advice, metric=SPEED_UP, p50=round(times[PLAIN] / times[advice.recommended], 4)))
-    records.append(Record(**of_advice, metric=ADVICE_S, p50=round(seconds, 2)))
+    of_advice = partial(Record, bench="advise", case=case, ranks=hosts, implementation="advice")
+    records.append(of_advice(metric=SPEED_UP, p50=round(times[PLAIN] / times[advice.recommended], 4)))
+    records.append(of_advice(metric=ADVICE_S, p50=round(seconds, 2)))
     return records
 
 
@@ -202,8 +203,8 @@ def _advice_table(records: Sequence[Record]) -> Table:
         notes=[
             f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",
             "error: of the prediction, relative to the measured step",
-            "speed-up: of a measured step with the advised hook, over one without a hook; in parentheses, of the fastest",
-            f"within {TOLERANCE} %: predictions with a smaller error. Time: of the whole measurement for the advice",
+            "speed-up: of a measured step with the advised hook over one without; in parentheses, with the fastest",
+            f"within {TOLERANCE} %: predictions with a smaller error. Time: of the measurement for the advice",
             f"{settings['hosts']} hosts on one machine, one thread each",
         ],
     )

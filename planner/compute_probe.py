@@ -24,7 +24,7 @@ from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.planner.clock import Clock
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
-from gradwire.planner.model import IN_FLIGHT, BucketCost, HookCost, Message, ModelCost
+from gradwire.planner.model import IN_FLIGHT, BucketCost, HookCost, Message, ModelCost, Overlap
 from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
@@ -46,7 +46,7 @@ class Buckets(NamedTuple):
 
 
 def measure_model(
-    job: Job, group: dist.ProcessGroup, device: torch.device, lanes: float, budget: float
+    job: Job, group: dist.ProcessGroup, device: torch.device, overlap: Overlap, budget: float
 ) -> tuple[ModelCost, Buckets]:
     """The duration of a step without any exchange, and its buckets. A collective call.
 
@@ -54,7 +54,7 @@ def measure_model(
         job: model and loss.
         group: the ranks. They start each step together.
         device: of the model.
-        lanes: as in `ModelCost`.
+        overlap: as in `ModelCost`.
         budget: seconds after which no further step begins; at least `LEAST_STEPS` are timed.
     """
     clock, launches, specs = Clock(device), [], []
@@ -95,7 +95,7 @@ def measure_model(
         backward=backward,
         ready=tuple(ready),
         gradient_bytes=sum(gradient.nbytes for gradient in gradients),
-        lanes=lanes,
+        overlap=overlap,
     )
     return cost, Buckets(list(specs), gradients)
 

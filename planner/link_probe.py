@@ -30,13 +30,11 @@ class Sample(NamedTuple):
 
     Attributes:
         nbytes: of the payload.
-        seconds: from launch to arrival.
-        cpu_seconds: CPU time of this process, all threads together.
+        seconds: from launch to arrival, on the slowest rank.
     """
 
     nbytes: int
     seconds: float
-    cpu_seconds: float
 
 
 def wire_factor(kind: str, world_size: int) -> float:
@@ -46,23 +44,19 @@ def wire_factor(kind: str, world_size: int) -> float:
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]) -> Link:
-    """The cost of messages of each kind, up to the size of the largest one. A collective call.
+    """The cost of messages of each kind. A collective call.
 
     Args:
         group: the ranks.
         device: of the messages.
         messages: of all hooks.
     """
-    largest: dict[str, int] = {}
-    for message in messages:
-        largest[message.kind] = max(largest.get(message.kind, 0), message.nbytes)
     probe = _Probe(group, device)
-    probe.samples("all-reduce float32", SIZES[2])  # connects the ranks
-    samples = {kind: probe.samples(kind, most) for kind, most in sorted(largest.items())}
-    costs = {kind: fit(of_kind) for kind, of_kind in samples.items()}
-    n = group.size()
-    bandwidth = max(8 * wire_factor(kind, n) / cost.per_byte for kind, cost in costs.items())
-    return Link(world_size=n, bandwidth=bandwidth, costs=costs)
+    probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
+    kinds = sorted({message.kind for message in messages})
+    costs = {kind: fit(probe.samples(kind)) for kind in kinds}
+    bandwidth = median(8 * wire_factor(kind, group.size()) / cost.per_byte for kind, cost in costs.items())
+    return Link(world_size=group.size(), bandwidth=bandwidth, costs=costs)
 
 
 class _Probe:
@@ -78,31 +72,30 @@ class _Probe:
         self._executor = executor_for(group, device)
         self._clock = Clock(device)
 
-    def samples(self, kind: str, most: int) -> list[Sample]:
-        """Times of messages of growing size, equal on all ranks."""
+    def samples(self, kind: str) -> list[Sample]:
+        """Times of messages of growing size, until one would take `_ENOUGH_SECONDS`; the same on all ranks."""
         samples: list[Sample] = []
-        for nbytes in [*(size for size in SIZES if size < most), min(most, SIZES[-1])]:
-            if samples and nbytes / samples[-1].nbytes * samples[-1].seconds > _ENOUGH_SECONDS and len(samples) > 2:
+        for nbytes in SIZES:
+            if len(samples) > 1 and nbytes / samples[-1].nbytes * samples[-1].seconds > _ENOUGH_SECONDS:
                 break
-            samples.append(self._measure(kind, nbytes, _REPETITIONS[bool(samples)]))
+            samples.append(self.measure(kind, nbytes, _REPETITIONS[bool(samples)]))
         return samples
 
-    def _measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
+    def measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
         """The time of one message: medians on the slowest rank."""
         task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
-        times = [self._once(task) for _ in range(repetitions)]
-        medians = torch.tensor([median(each) for each in zip(*times, strict=True)], device=self._device)
-        dist.all_reduce(medians, dist.ReduceOp.MAX, group=self._group)
-        return Sample(nbytes, *medians.tolist())
+        seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
+        return Sample(nbytes, float(seconds))
 
-    def _once(self, task: Task) -> tuple[float, float]:
-        """Seconds and CPU seconds of one message."""
+    def _once(self, task: Task) -> float:
+        """The time of one message on this rank."""
         dist.barrier(self._group)
         self._clock.synchronize()
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         self._executor.submit(task, is_last=True).wait()
         self._clock.synchronize()
-        return time.perf_counter() - start, time.process_time() - cpu
+        return time.perf_counter() - start
 
 
 def _task(make: Callable[[], Collective]) -> Task:
@@ -131,11 +124,7 @@ def fit(samples: Sequence[Sample]) -> MessageCost:
     """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope to the largest."""
     first, last = samples[0], samples[-1]
     per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
-    return MessageCost(
-        latency=first.seconds,
-        per_byte=max(per_byte, _LEAST_PER_BYTE),
-        cpu_per_byte=last.cpu_seconds / last.nbytes,
-    )
+    return MessageCost(first.seconds, max(per_byte, _LEAST_PER_BYTE))
 
 
 def ideal_link(
@@ -160,4 +149,4 @@ def ideal_link(
 
 def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds of an empty message of the only rank of a group: what the executor takes."""
-    return _Probe(group, device).samples("all-reduce float32", SIZES[0])[0].seconds
+    return _Probe(group, device).measure("all-reduce float32", SIZES[0], _REPETITIONS[0]).seconds

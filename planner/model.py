@@ -1,10 +1,11 @@
 """The model of a training step: when it ends, given the costs of model, hook and link.
 
 A message of m bytes takes ``latency + m * per_byte`` (the alpha-beta model). The exchange of the early buckets overlaps
-the backward pass; that of the last bucket does not. Compression adds time before and after each message, for which it
-needs a CPU core, or the GPU that also computes the backward pass. So compression pays only if it saves more time on the
-link than it takes. Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in
-Distributed Training Systems", MLSys 2022 (arXiv:2103.00543).
+the backward pass; that of the last bucket does not. Compression adds time before and after each message. So it pays
+only if it saves more time on the link than it takes. How much overlaps depends on the device: see `Overlap`.
+
+Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
+Systems", MLSys 2022 (arXiv:2103.00543).
 
 Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.WorkerExecutor`:
 
@@ -21,10 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
 IN_FLIGHT = 2  # buckets of an executor
+
+
+class Overlap(Enum):
+    """What overlaps the backward pass."""
+
+    EVERYTHING = "a CPU with cores to spare: computations of hooks, and messages"
+    MESSAGES = "a GPU: messages; computations of hooks share the GPU with the backward pass"
+    NOTHING = "a CPU without a core to spare: computations and the threads that send and receive take turns"
 
 
 class Message(NamedTuple):
@@ -90,15 +100,14 @@ class ModelCost:
         ready: for each bucket, in the order of launch, the seconds from the start of the backward pass until all its
             gradients are ready.
         gradient_bytes: of all gradients.
-        lanes: how many computations as wide as the backward pass this device runs side by side: CPU cores of a rank
-            divided by its threads; 1 on a GPU.
+        overlap: what overlaps the backward pass on this device.
     """
 
     forward: float
     backward: float
     ready: tuple[float, ...]
     gradient_bytes: int
-    lanes: float
+    overlap: Overlap
 
 
 class MessageCost(NamedTuple):
@@ -107,16 +116,10 @@ class MessageCost(NamedTuple):
     Attributes:
         latency: seconds of an empty message.
         per_byte: seconds per byte: a message takes ``latency + m * per_byte``, and keeps the link busy without latency.
-        cpu_per_byte: seconds of CPU time per byte.
     """
 
     latency: float
     per_byte: float
-    cpu_per_byte: float = 0.0
-
-    def scaled(self, factor: float) -> MessageCost:
-        """On a link of ``1 / factor`` times the bandwidth. A faster one wakes threads up less often."""
-        return self._replace(per_byte=factor * self.per_byte, cpu_per_byte=min(1.0, factor) * self.cpu_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ class Link:
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
         factor = self.bandwidth / bandwidth
-        costs = {kind: cost.scaled(factor) for kind, cost in self.costs.items()}
+        costs = {kind: cost._replace(per_byte=factor * cost.per_byte) for kind, cost in self.costs.items()}
         return replace(self, bandwidth=bandwidth, costs=costs)
 
     def latency(self, message: Message) -> float:
@@ -146,10 +149,6 @@ class Link:
     def busy(self, message: Message) -> float:
         """Seconds for which a message keeps the link busy."""
         return message.nbytes * self.costs[message.kind].per_byte
-
-    def cpu(self, message: Message) -> float:
-        """Seconds of CPU time."""
-        return message.nbytes * self.costs[message.kind].cpu_per_byte
 
 
 class _Pipeline:
@@ -188,26 +187,22 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
 
 
 def _bounds(model: ModelCost, hook: HookCost, link: Link, launched: Sequence[float]) -> list[float]:
-    """Ends that a step cannot beat: its computations share the device and the worker, its messages the link.
-
-    If the device is never idle, nothing hides the messages of the last bucket, apart from the CPU time that they take.
-    """
+    """Ends that a step cannot beat: its messages share the link, its computations the worker and the device."""
     on_link = _suffix_sums([sum(map(link.busy, bucket.messages)) for bucket in hook.buckets])
     on_worker = _suffix_sums([sum(bucket.compute) for bucket in hook.buckets])
-    cpu = sum(link.cpu(message) for bucket in hook.buckets for message in bucket.messages)
-    work = model.forward + model.backward + hook.compute_seconds + cpu
-    exposed = sum(
-        link.latency(message) + max(0.0, link.busy(message) - link.cpu(message))
-        for message in hook.buckets[-1].messages
-    )
-    return [
-        work / model.lanes + exposed,
+    bounds = [
         *(
             begin + bucket.compute[0] + rest
             for begin, bucket, rest in zip(launched, hook.buckets, on_link, strict=True)
         ),
         *(begin + rest for begin, rest in zip(launched, on_worker, strict=True)),
     ]
+    if model.overlap is not Overlap.EVERYTHING:
+        computed = model.forward + model.backward + hook.compute_seconds
+        exposed = hook.buckets if model.overlap is Overlap.NOTHING else hook.buckets[-1:]
+        messages = [message for bucket in exposed for message in bucket.messages]
+        bounds.append(computed + sum(link.latency(message) + link.busy(message) for message in messages))
+    return bounds
 
 
 def _suffix_sums(values: Sequence[float]) -> list[float]:

@@ -15,7 +15,7 @@ from gradwire.planner import jobs
 from gradwire.planner.compute_probe import HookProbe, measure_model
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import ideal_link, measure_link, overhead_per_message
-from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost
+from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost, Overlap
 
 T = TypeVar("T")
 
@@ -84,8 +84,7 @@ def measure(
 
     progress("model")
     job = on_all_ranks(lambda: _checked(build, device))
-    lanes = _lanes(group, device)
-    model, buckets = measure_model(job, group, device, lanes, MODEL_BUDGET)
+    model, buckets = measure_model(job, group, device, _overlap(device), MODEL_BUDGET)
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
     costs = []
@@ -141,14 +140,14 @@ def _gathered(value: T) -> list[T]:
     return values
 
 
-def _lanes(group: dist.ProcessGroup, device: torch.device) -> float:
-    """`ModelCost.lanes`: CPU cores per rank of this machine, in units of a rank's threads."""
+def _overlap(device: torch.device) -> Overlap:
+    """What overlaps the backward pass: on a CPU, everything if each rank of this machine has a core to spare."""
     if device.type != "cpu":
-        return 1.0
+        return Overlap.MESSAGES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = socket.gethostname()
-    lanes = cores / _gathered(here).count(here) / torch.get_num_threads()
-    return max(1.0, min(_gathered(lanes)))
+    has_spare_core = cores / _gathered(here).count(here) >= torch.get_num_threads() + 1
+    return Overlap.EVERYTHING if all(_gathered(has_spare_core)) else Overlap.NOTHING
 
 
 def _slowest_model(ranks: Sequence[ModelCost]) -> ModelCost:

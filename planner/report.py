@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,20 @@ def to_json(measured: Measurement, advice: Advice) -> str:
         "reason": advice.reason,
         "code": HOOKS[advice.recommended].code,
         "predictions": predictions,
-        "measurement": asdict(measured),
+        "measurement": _plain(asdict(measured)),
     }
     return json.dumps(content, indent=1)
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as objects with their names, members of an enumeration by their names."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def draw(measured: Measurement, advice: Advice, path: Path) -> None:

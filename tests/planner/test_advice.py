@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
-from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost
+from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
 from gradwire.planner.report import draw, print_advice, to_json
 
@@ -23,7 +23,7 @@ def hook(name, nbytes, compute):
 
 
 def measured(bandwidth, *hooks):
-    model = ModelCost(forward=0.1, backward=0.2, ready=(0.2,), gradient_bytes=10**8, lanes=4.0)
+    model = ModelCost(forward=0.1, backward=0.2, ready=(0.2,), gradient_bytes=10**8, overlap=Overlap.EVERYTHING)
     link = Link(world_size=2, bandwidth=bandwidth, costs={KIND: MessageCost(1e-4, 8 / bandwidth)})
     return Measurement(model=model, hooks=hooks, link=link, is_link_measured=True)
 

@@ -13,6 +13,7 @@ from gradwire.planner.model import (
     Message,
     MessageCost,
     ModelCost,
+    Overlap,
     break_even,
     step_seconds,
 )
@@ -31,7 +32,7 @@ def buckets(draw):
 
 @st.composite
 def links(draw):
-    costs = {kind: MessageCost(draw(seconds), draw(st.floats(1e-13, 1e-5)), draw(st.floats(0, 1e-8))) for kind in KINDS}
+    costs = {kind: MessageCost(draw(seconds), draw(st.floats(1e-13, 1e-5))) for kind in KINDS}
     return Link(world_size=draw(st.integers(2, 64)), bandwidth=draw(bandwidths), costs=costs)
 
 
@@ -44,7 +45,7 @@ def cases(draw, n_hooks=1):
         backward=ready[-1] + draw(seconds),
         ready=tuple(ready),
         gradient_bytes=1,
-        lanes=draw(st.floats(1, 16)),
+        overlap=draw(st.sampled_from(Overlap)),
     )
     hooks = [
         HookCost(name="a hook", buckets=tuple(draw(buckets()) for _ in range(n)), memory_bytes=0)
@@ -59,8 +60,8 @@ def plain(model, nbytes, launch=0.0):
     return HookCost(name="none", buckets=(bucket,) * len(model.ready), memory_bytes=0)
 
 
-def two_buckets(lanes=16.0):
-    return ModelCost(forward=1.0, backward=4.0, ready=(2.0, 4.0), gradient_bytes=1, lanes=lanes)
+def two_buckets(overlap=Overlap.EVERYTHING):
+    return ModelCost(forward=1.0, backward=4.0, ready=(2.0, 4.0), gradient_bytes=1, overlap=overlap)
 
 
 def fast_link(latency=0.0, per_byte=1e-12):
@@ -112,10 +113,18 @@ def test_slow_link_is_busy_from_first_launch_to_end():
     assert step_seconds(model, plain(model, 100), link) == pytest.approx(1.0 + 2.0 + 200.0)
 
 
-def test_computation_on_full_device_adds_to_backward():
-    hook = HookCost(name="a", buckets=(BucketCost(0.0, (1.0, 1.0), (Message(KINDS[0], 1),), 0.0),) * 2, memory_bytes=0)
-    assert step_seconds(two_buckets(lanes=1.0), hook, fast_link()) == pytest.approx(5.0 + 4.0)
-    assert step_seconds(two_buckets(lanes=2.0), hook, fast_link()) == pytest.approx(5.0 + 2.0)
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        (Overlap.EVERYTHING, 5.0 + 2.0 + 0.5),  # encode, message and decode of the last bucket
+        (Overlap.MESSAGES, 5.0 + 4.0 + 0.5),  # computations of both buckets, and the last message
+        (Overlap.NOTHING, 5.0 + 4.0 + 1.0),
+    ],
+)
+def test_what_does_not_overlap_adds_to_the_step(overlap, expected):
+    bucket = BucketCost(0.0, (1.0, 1.0), (Message(KINDS[0], 1),), 0.0)
+    hook = HookCost(name="a", buckets=(bucket,) * 2, memory_bytes=0)
+    assert step_seconds(two_buckets(overlap), hook, fast_link(latency=0.5)) == pytest.approx(expected)
 
 
 @given(cases(n_hooks=2))
