@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.bench import compiled, converge, demo, hooks, kernels, network, reducer, rounding, wires
+from gradwire.bench import advise, compiled, converge, demo, hooks, kernels, network, reducer, rounding, wires
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/quantization.md", "docs/compiled-kernels.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/quantization.md", "docs/compiled-kernels.md", "docs/advise.md")
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
 
@@ -30,6 +30,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "rounding": (("rounding",), rounding.tables),
     "wires": (("converge_text", "rounding"), wires.tables),
     "compiled": (("compiled",), compiled.tables),
+    "advise": (("advise",), advise.tables),
 }
 
 
