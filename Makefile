@@ -2,11 +2,11 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels bench
+PACKAGES := api reducer hooks compress comm kernels planner bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format docs test test-slow test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -102,6 +102,10 @@ bench-hooks: install
 bench-network: install
 	$(BIN)/gradwire bench network
 
+# Predictions of `gradwire advise` beside measured steps: needs root.
+bench-advise: install
+	$(BIN)/gradwire bench advise
+
 # Time to a target loss between two network namespaces: needs root.
 bench-converge: install
 	$(BIN)/gradwire bench converge
@@ -117,6 +121,7 @@ bench: install
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
+	$(BIN)/gradwire bench advise --output bench/results/advise.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
 	$(BIN)/gradwire bench report

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from statistics import median
 
 from gradwire.bench.converge import target_of, to_target
-from gradwire.bench.hook_registry import display_name
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import SENT_PER_STEP, STEP_MS, STEPS, Record, unique
 from gradwire.bench.tables import Table, count, format_rate, median_of
+from gradwire.planner.hook_registry import display_name
 
 LEFT_OUT = ("noop",)  # trains nothing
 

@@ -10,6 +10,7 @@ import torch
 import typer
 
 import gradwire
+from gradwire.bench import advise as advise_bench
 from gradwire.bench import (
     compare,
     compiled,
@@ -25,8 +26,9 @@ from gradwire.bench import (
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import doctor as doctor_command
 from gradwire.bench import hooks as hook_bench
+from gradwire.bench.advise_command import advise_command
 from gradwire.bench.command_runs import measured, report
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
+from gradwire.bench.jobs import JOBS
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.options import (
@@ -50,6 +52,7 @@ from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import format_rate, print_tables
 from gradwire.bench.tasks import TASKS
 from gradwire.bench.timing import bench_device
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
 
 
 def _listed(hooks: dict[str, HookEntry]) -> str:
@@ -74,6 +77,9 @@ _DEMO_HOOKS = ", ".join(DEMO_HOOKS)
 _COST_HOOKS = ", ".join(hook_bench.DEFAULT_HOOKS)
 _NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)
 _TRAINED_HOOKS = ", ".join(converge.DEFAULT_HOOKS)
+_ADVISED_HOOKS = ", ".join(advise_bench.DEFAULT_HOOKS)
+_ADVISED_MODELS = ", ".join(advise_bench.DEFAULT_MODELS)
+_ADVISED_RATES = ", ".join(advise_bench.DEFAULT_RATES)
 _MODELS = ", ".join(SHAPES)
 _SIZES = ", ".join(map(str, kernels.DEFAULT_SIZES))
 _TARGETS = ", ".join(compiled.TARGET_NAMES)
@@ -158,6 +164,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
     The exit status is 1 if a check failed.
     """
     raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
+
+
+app.command("advise")(advise_command)
 
 
 @bench.command("kernels")
@@ -320,6 +329,44 @@ def bench_network(
         bench_device() if emulated else torch.device("cpu"),
     )
     report(records, network.tables, output)
+
+
+@bench.command("advise")
+def bench_advise(
+    context: typer.Context,
+    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = _ADVISED_MODELS,
+    rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, separated by commas.")] = _ADVISED_RATES,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each hook at each rate, with a few steps each.")] = 2,
+    hooks: HooksOption = _ADVISED_HOOKS,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help=f"Only one round of the transformer with {', '.join(advise_bench.QUICK_HOOKS)}, at 1gbit."
+        ),
+    ] = False,
+    loopback: LoopbackOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Compare the step times that `gradwire advise` predicts with measured ones, over a slow network.
+
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
+    Takes ten minutes.
+    """
+    if quick:
+        refuse_beside(context, "--quick", "models", "rates", "rounds", "hooks")
+    if loopback:
+        refuse_beside(context, "--loopback", "rates")
+    chosen = ("transformer",) if quick else parse_choices(models, JOBS, "--models")
+    names = advise_bench.QUICK_HOOKS if quick else parse_hooks(hooks, advise_bench.DEFAULT_HOOKS)
+    links = [parse_rate(name, "--rates") for name in (("1gbit",) if quick else parse_list(rates))]
+    links = [network.LOOPBACK] if loopback else links
+    records = _measure_over_network(
+        "advise",
+        loopback,
+        partial(advise_bench.measure, chosen, links, names, 1 if quick else rounds),
+        torch.device("cpu"),
+    )
+    report(records, advise_bench.tables, output)
 
 
 @bench.command("converge", epilog=_listed(converge.TRAINED_HOOKS))

@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook, display_name
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of
@@ -31,6 +30,7 @@ from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format
 from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook, display_name
 
 NO_FEEDBACK = "powersgd-r4-no-feedback"
 DEFAULT_HOOKS = ("none", "fp16", "int8", "int4", "int2", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)

@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.hook_registry import HOOKS, label
 from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of
@@ -39,6 +38,7 @@ from gradwire.bench.record import (
 )
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, median_of, pivot, relative, value
 from gradwire.comm.connections import connections_of
+from gradwire.planner.hook_registry import HOOKS, label
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0

@@ -19,7 +19,6 @@ from torch import Tensor
 from gradwire.bench.emulated import emulated_link
 from gradwire.bench.gpu_checks import require
 from gradwire.bench.gpu_kernel_bench import Row, buckets_of, calls_of, row
-from gradwire.bench.hook_registry import HOOKS, Registration
 from gradwire.bench.implementations import (
     FIRST_COMPRESSED,
     GRADWIRE,
@@ -54,6 +53,7 @@ from gradwire.kernels import (
     renew_bytes,
     unflatten_bytes,
 )
+from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
 MODELS = ("gpt2-124m", "bert-base", "resnet50", "llama-1b")

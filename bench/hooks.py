@@ -17,7 +17,6 @@ import torch.distributed as dist
 from rich.progress import track
 
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import STAR_NOTE, label
 from gradwire.bench.implementations import (
     BUCKETS_NOTE,
     FIRST_COMPRESSED,
@@ -45,6 +44,7 @@ from gradwire.bench.record import (
 )
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
 from gradwire.bench.timing import bench_device, driver_calls, in_turn, peak_memory, slowest
+from gradwire.planner.hook_registry import STAR_NOTE, label
 
 DEFAULT_HOOKS = (
     "noop",

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.hook_registry import HOOKS, Registration
 from gradwire.bench.timing import DriverCalls, synchronize
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.planner.hook_registry import HOOKS, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -191,7 +191,7 @@ def error_memory(state: object) -> dict[Any, Tensor]:
 
 
 def needs_one_bucket(hook: str, device: torch.device) -> bool:
-    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.bench.hook_registry.PyTorchHook`."""
+    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.planner.hook_registry.PyTorchHook`."""
     pytorch = HOOKS[hook].pytorch
     return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
 

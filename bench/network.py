@@ -19,7 +19,6 @@ from rich.progress import track
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.hook_registry import label
 from gradwire.bench.implementations import (
     BUCKETS_NOTE,
     FIRST_COMPRESSED,
@@ -55,6 +54,7 @@ from gradwire.bench.tables import (
     value,
 )
 from gradwire.bench.timing import in_turn, slowest, synchronize
+from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
 DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "int2", "powersgd-r1", "powersgd-r4", "powersgd-r16")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.bench import (
+    advise,
     choice,
     compiled,
     converge,
@@ -33,6 +34,7 @@ PAGES = (
     "docs/quantization.md",
     "docs/telemetry.md",
     "docs/compiled-kernels.md",
+    "docs/advise.md",
 )
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
@@ -51,6 +53,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "telemetry": (("telemetry",), telemetry.tables),
     "wires": (("converge_text", "rounding"), wires.tables),
     "compiled": (("compiled",), compiled.tables),
+    "advise": (("advise",), advise.tables),
 }
 
 

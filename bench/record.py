@@ -56,7 +56,8 @@ class Record:
     """One measured quantity.
 
     Attributes:
-        bench: the bench that measured it: kernels, compiled, rounding, hooks, reducer, network, converge or demo.
+        bench: the bench that measured it: kernels, compiled, rounding, hooks, reducer, network, advise,
+            converge or demo.
         case: the workload: hook, model, bucket size, link rate, seed, as far as the bench has them.
         implementation: gradwire, PyTorch, or a baseline.
         ranks: world size.

@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_d
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import label
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, unique
@@ -41,6 +40,7 @@ from gradwire.bench.tables import (
 )
 from gradwire.bench.timing import bench_device, in_turn, peak_memory, slowest, synchronize
 from gradwire.hooks import debugging_hooks, default_hooks
+from gradwire.planner.hook_registry import label
 
 WARM_UP = 5  # the first steps build and rebuild buckets
 MEMORY_MODEL = "mlp"  # the model of the memory measurement

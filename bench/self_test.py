@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import HOOKS
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, NARROW, Implementation, make_batch
 from gradwire.bench.record import STEP_MS, Record, percentiles_ms
+from gradwire.planner.hook_registry import HOOKS
 
 RANKS = 2
 TIMEOUT_S = 60

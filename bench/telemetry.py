@@ -14,11 +14,11 @@ import torch.distributed as dist
 from rich.progress import track
 
 from gradwire.bench import launch
-from gradwire.bench.hook_registry import label
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, make_batch
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device, in_turn, slowest
+from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
 MODULE = "gradwire.bench.telemetry"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import median
 
 from gradwire.bench.converge import target_of, to_target
-from gradwire.bench.hook_registry import display_name
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, SENT, STEPS, TARGET_S, Record
 from gradwire.bench.rounding import RING, STEPS_WORLD_SIZE, TWO_SHOT
 from gradwire.bench.tables import Table, count, find, format_bytes, format_number, format_rate
+from gradwire.planner.hook_registry import display_name
 
 # By the hook of `converge`, the wire format and the all-reduce of `rounding`.
 WIRES = {

@@ -85,6 +85,10 @@ class Connections:
                 self._executors[device] = WorkerExecutor(transport, self._duplicate_group("later"), device)
         return self._executors[device]
 
+    def replace_executor(self, executor: Executor, device: torch.device) -> None:
+        """Run the hooks' algorithms on a device in ``executor`` from now on, to measure a hook without a network."""
+        self._executors[device] = executor
+
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
         """The transport of collectives outside the executors, one per purpose.
 

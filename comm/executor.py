@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from gradwire.comm.transport import GroupTransport, Steps
+from gradwire.comm.transport import Steps, Transport
 from gradwire.comm.workspace import Workspace
 
 Task = Callable[[Workspace], Steps[Any]]
@@ -35,7 +35,7 @@ class Executor:
         workspaces: wire buffers, one for each task that may be in flight.
     """
 
-    def __init__(self, transport: GroupTransport, workspaces: list[Workspace]) -> None:
+    def __init__(self, transport: Transport, workspaces: list[Workspace]) -> None:
         self.transport = transport
         self.workspaces = workspaces
 

@@ -149,9 +149,7 @@ class GroupTransport(Transport):
 
         It depends on the backend, the size and the world size only, so it is the same on all ranks.
         """
-        if self.world_size == 1 or not _is_gloo(self.group):
-            return 1
-        return max(1, min(MAX_PIECES, nbytes // (self.world_size * MIN_CELL_BYTES)))
+        return pieces_on_gloo(nbytes, self.world_size) if _is_gloo(self.group) else 1
 
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its CUDA tensors."""
@@ -197,6 +195,11 @@ class GroupTransport(Transport):
         thread = threading.Thread(target=group.clear, name="gradwire closes a group", daemon=True)
         thread.start()
         thread.join(timeout)
+
+
+def pieces_on_gloo(nbytes: int, world_size: int) -> int:
+    """Number of pieces into which gloo's messages are cut; see `Transport.pieces`."""
+    return 1 if world_size == 1 else max(1, min(MAX_PIECES, nbytes // (world_size * MIN_CELL_BYTES)))
 
 
 def run_algorithm(steps: Steps[T], transport: Transport) -> T:

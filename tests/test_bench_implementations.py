@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gradwire.bench import implementations
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
 from gradwire.bench.hooks import DEFAULT_HOOKS
 from gradwire.bench.implementations import (
     GRADWIRE,
@@ -16,6 +15,7 @@ from gradwire.bench.implementations import (
     make_batch,
 )
 from gradwire.bench.network import DEFAULT_HOOKS as NETWORK_HOOKS
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
 CPU = torch.device("cpu")
 

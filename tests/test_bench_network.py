@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from gradwire.bench import emulated, implementations, namespaces, network, rehearsal
 from gradwire.bench.commands import app
 from gradwire.bench.emulated import LATENCY, wire_seconds
-from gradwire.bench.hook_registry import HOOKS, label
 from gradwire.bench.implementations import GRADWIRE, LAYERS, MODEL, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, summarize, tables
@@ -27,6 +26,7 @@ from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
 from gradwire.comm import GroupTransport
 from gradwire.kernels import WIRE_FORMATS
+from gradwire.planner.hook_registry import HOOKS, label
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600

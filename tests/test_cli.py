@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.bench import cli
 from gradwire.bench.commands import app
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
 

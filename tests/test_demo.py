@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.bench import commands, converge, namespaces, plots, tables
 from gradwire.bench import demo as demo_bench
-from gradwire.bench.hook_registry import DEMO_HOOKS, HOOKS
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, TRAINING_S, Measured, Record, load
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600

@@ -11,10 +11,10 @@ import torch
 
 import gradwire
 from gradwire.bench import cli, doctor, gpu_kernel_cases, gpu_quantization_cases, self_test
-from gradwire.bench.hook_registry import HOOKS
 from gradwire.bench.launch import LaunchError
 from gradwire.comm.torch_internals import TESTED_TORCH
 from gradwire.kernels.dispatch import is_interpreted
+from gradwire.planner.hook_registry import HOOKS
 
 ROOT = Path(__file__).parents[1]
 

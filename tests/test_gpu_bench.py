@@ -22,12 +22,12 @@ from gradwire.bench.gpu_hook_bench import (
 from gradwire.bench.gpu_kernel_bench import KERNEL_BENCHES, MAKERS, kernel
 from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
-from gradwire.bench.hook_registry import HOOKS
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, error_memory
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.shapes import SHAPES
+from gradwire.planner.hook_registry import HOOKS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = [[(192,), (192, 192)], [(256, 192), (3, 5)]]

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import converge, hooks, implementations, network, reducer
-from gradwire.bench.hook_registry import HOOKS, HookEntry, PyTorchHook
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.tasks import TASKS
+from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The hooks that the demo and the benches compare. A new hook needs an entry here and nothing else."""
+"""The hooks that `gradwire advise`, the demo and the benches compare. A new hook needs an entry here only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ class HookEntry:
         description: the payload, in a few words.
         make: takes the process group of the model and the first step to compress; returns the arguments of
             ``register_comm_hook``, or None to register no hook.
+        code: the lines of a program that register the hook on ``model``; empty to register no hook.
         wire: the wire dtype of hooks that only cast.
         error_feedback: whether the hook remembers what it did not send, and sends the first steps uncompressed.
         pytorch: PyTorch's hook, which the benches time beside it.
@@ -53,9 +54,17 @@ class HookEntry:
 
     description: str
     make: Make
+    code: str = ""
     wire: torch.dtype | None = None
     error_feedback: bool = False
     pytorch: PyTorchHook | None = None
+
+
+def _code(hook: CommHook, state: str = "None") -> str:
+    """The lines that register a hook; ``state`` is an expression that calls a class of the hook's module, or None."""
+    names = [state.partition("(")[0]] if state != "None" else []
+    imported = ", ".join([*names, hook.__name__])
+    return f"from {hook.__module__} import {imported}\n\nmodel.register_comm_hook({state}, {hook.__name__})"
 
 
 def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wire: torch.dtype | None) -> HookEntry:
@@ -64,13 +73,20 @@ def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wir
     def maker(hook: CommHook | None) -> Make:
         return lambda group, start: None if hook is None else (group, hook)
 
-    return HookEntry(description=description, make=maker(ours), wire=wire, pytorch=PyTorchHook(make=maker(theirs)))
+    return HookEntry(
+        description=description,
+        make=maker(ours),
+        code=_code(ours) if ours is not None else "",
+        wire=wire,
+        pytorch=PyTorchHook(make=maker(theirs)),
+    )
 
 
 def _low_rank(
     rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
 ) -> HookEntry:
     """A hook of the PowerSGD family, beside PyTorch's `powerSGD_hook` of the same rank."""
+    arguments = "".join(f", {name}={value}" for name, value in options.items())
 
     def make_pytorchs(group: dist.ProcessGroup, start: int) -> Registration:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd  # needs numpy
@@ -80,6 +96,7 @@ def _low_rank(
     return HookEntry(
         description=description,
         make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
+        code=_code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}{arguments})"),
         error_feedback=True,
         pytorch=PyTorchHook(
             make=make_pytorchs,
@@ -94,6 +111,7 @@ def _quantized(wire: str, description: str) -> HookEntry:
     return HookEntry(
         description=description,
         make=lambda group, start: (QuantizationState(group, wire, start_iter=start), quantization_hook),
+        code=_code(quantization_hook, f"QuantizationState(None, {wire!r})".replace("'", '"')),
         error_feedback=True,
         pytorch=PyTorchHook(
             make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
@@ -112,6 +130,7 @@ HOOKS: dict[str, HookEntry] = {
     "scaled-fp16": HookEntry(
         description="gradients in fp16, times a power of two per bucket",
         make=lambda group, start: (ScaledCastState(group), scaled_cast_hook),
+        code=_code(scaled_cast_hook, "ScaledCastState()"),
         wire=torch.float16,
         pytorch=PyTorchHook(
             make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
@@ -121,6 +140,7 @@ HOOKS: dict[str, HookEntry] = {
     "bf16-fp32-sum": HookEntry(
         description="gradients in bf16, summed in fp32",
         make=lambda group, start: (CastState(group, accumulate="fp32"), bf16_compress_hook),
+        code=_code(bf16_compress_hook, 'CastState(accumulate="fp32")'),
         wire=torch.bfloat16,
         pytorch=PyTorchHook(
             make=lambda group, start: (group, torch_default_hooks.bf16_compress_hook),

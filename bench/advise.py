@@ -1,0 +1,241 @@
+"""The predictions of `gradwire advise`, beside measured steps, on hosts joined by a link of a chosen rate.
+
+One rank on each host, one thread each. At each rate, the ranks measure and predict as the command does; then each hook
+trains for a few steps in a row, as in a training with one hook, which finds its memory in the caches. The hooks take
+turns, in another order in each round. `measure` starts the ranks; each runs `main`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import nn
+
+from gradwire import DistributedDataParallel
+from gradwire.bench import launch, namespaces
+from gradwire.bench.jobs import JOBS
+from gradwire.bench.namespaces import Rate
+from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, unique
+from gradwire.bench.tables import Table, count, find, format_number, format_rate, groups_of, median_of, pivot
+from gradwire.bench.timing import in_turn, slowest
+from gradwire.planner.advice import Advice, advise
+from gradwire.planner.hook_registry import HOOKS, display_name
+from gradwire.planner.jobs import Job
+from gradwire.planner.probe import PLAIN
+from gradwire.planner.probe import measure as measure_job
+
+DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
+DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
+DEFAULT_HOOKS = tuple(name for name in HOOKS if name != "noop")
+QUICK_HOOKS = ("none", "bf16", "int4", "powersgd-r4")
+PREDICTED, MEASURED = "predicted", "measured"
+SPEED_UP = "speed-up"  # of the recommended hook, over no hook
+ADVICE_S = "time of the measurement (s)"
+TOLERANCE = 20  # percent
+STEPS_IN_A_ROW = 3
+_WARM_UP = 5
+_MODULE = "gradwire.bench.advise"
+
+
+def measure(
+    models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
+) -> Measured:
+    """Predicted and measured step times.
+
+    Args:
+        models: names in `JOBS`.
+        rates: of the link; ``[LOOPBACK]`` for ranks that share this machine's loopback.
+        hooks: names in the registry.
+        rounds: turns of each hook at each rate, with `STEPS_IN_A_ROW` timed steps.
+        hosts: number of hosts.
+
+    Raises:
+        NamespaceError: the system refuses to make hosts.
+        LaunchError: a rank failed.
+    """
+    settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "rounds": rounds, "hosts": hosts}
+    records: list[Record] = []
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+        for model in models:
+            records += launch.run(_MODULE, settings | {"model": model, "threads": 1}, places)
+    return Measured(settings | {"models": list(models), "threads": 1}, records)
+
+
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """Predict and time steps of one model as one rank; returns the records."""
+    model, records = settings["model"], []
+    build = JOBS[model]
+    trainings = [_Training(build(device), hook) for hook in unique((PLAIN, *settings["hooks"]))]
+    for _ in range(_WARM_UP):  # on an unlimited link
+        for training in trainings:
+            training.step()
+    for name in settings["rates"]:
+        rate = link_named(name)
+        if rate != LOOPBACK:
+            namespaces.limit(rate)
+        started = time.monotonic()
+        advice = advise(measure_job(build, settings["hooks"], device))
+        seconds = time.monotonic() - started
+        for training in trainings:
+            training.seconds = []
+        rounds = range(settings["rounds"])
+        for turn in track(rounds, description=f"{model}, {name:<12}", disable=dist.get_rank() != 0):
+            for training in in_turn(trainings, turn):
+                training.step()  # warms the caches
+                training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+        for training in trainings:
+            training.seconds = slowest(training.seconds)
+        records += _records(model, name, settings["hosts"], advice, trainings, seconds)
+    return records
+
+
+class _Training:
+    """A model in gradwire's DDP, with a hook.
+
+    Attributes:
+        hook: its name.
+        seconds: of the timed steps.
+    """
+
+    def __init__(self, job: Job, hook: str) -> None:
+        self.hook = hook
+        self.seconds: list[float] = []
+        self._loss = job.loss
+        group = dist.new_group()  # hooks of one group share their wire memory
+        self._ddp: nn.Module = DistributedDataParallel(job.model, process_group=group)
+        registration = HOOKS[hook].make(group, 2)
+        if registration is not None:
+            self._ddp.register_comm_hook(*registration)
+
+    def step(self) -> float:
+        """Seconds of a forward and a backward, until every gradient is final; all ranks begin together."""
+        self._ddp.zero_grad(set_to_none=True)
+        dist.barrier()
+        start = time.perf_counter()
+        self._loss(self._ddp).backward()
+        return time.perf_counter() - start
+
+
+def _records(
+    model: str, rate: str, hosts: int, advice: Advice, trainings: Sequence[_Training], seconds: float
+) -> list[Record]:
+    predicted = {each.hook: each for each in advice.predictions}
+    records = []
+    for training in trainings:
+        case = {"model": model, "rate": rate, "hook": training.hook}
+        of_hook = partial(Record, bench="advise", case=case, ranks=hosts, metric=STEP_MS)
+        prediction = round(1e3 * predicted[training.hook].step_seconds, 4)
+        records.append(of_hook(implementation=MEASURED, **percentiles_ms(training.seconds)))
+        records.append(of_hook(implementation=PREDICTED, p50=prediction))
+    times = {training.hook: median(training.seconds) for training in trainings}
+    case = {"model": model, "rate": rate, "hook": advice.recommended}
+    of_advice = partial(Record, bench="advise", case=case, ranks=hosts, implementation="advice")
+    records.append(of_advice(metric=SPEED_UP, p50=round(times[PLAIN] / times[advice.recommended], 4)))
+    records.append(of_advice(metric=ADVICE_S, p50=round(seconds, 2)))
+    return records
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """For each model, measured times and errors of the predictions; then the advice."""
+    steps = [record for record in records if record.metric == STEP_MS]
+    rates = unique(record["rate"] for record in steps)
+    columns = [
+        (f"{header}{_link(rate)}", cell(rate))
+        for rate in rates
+        for header, cell in (("step (ms), ", _measured), ("error (%), ", _error))
+    ]
+    result = [
+        pivot(
+            f"Error of predicted step times, {model}",
+            group,
+            {"hook": lambda record: display_name(record["hook"])},
+            columns,
+        )
+        for (model,), group in groups_of(steps, "model")
+    ]
+    return [*result, _advice_table(records)]
+
+
+def _advice_table(records: Sequence[Record]) -> Table:
+    settings = records[0].provenance["settings"]
+    rows = []
+    for (model, rate), group in groups_of(records, "model", "rate"):
+        advice, seconds = find(group, SPEED_UP), median_of(group, ADVICE_S)
+        assert advice is not None and advice.p50 is not None and seconds is not None
+        errors = [abs(_percent(of_hook)) for _, of_hook in groups_of(_steps(group), "hook")]
+        plain = median_of(_steps(group, PLAIN), STEP_MS, MEASURED)
+        fastest = min((r for r in group if r.implementation == MEASURED), key=lambda r: r.p50 or 0)
+        assert plain is not None and fastest.p50 is not None
+        within = sum(error <= TOLERANCE for error in errors)
+        rows.append(
+            [
+                model,
+                _link(rate),
+                display_name(advice["hook"]),
+                f"{advice.p50:.2f}x",
+                f"{display_name(fastest['hook'])} ({plain / fastest.p50:.2f}x)",
+                f"{within} of {len(errors)}",
+                f"{median(errors):.0f}",
+                format_number(seconds),
+            ]
+        )
+    return Table(
+        title=f"Advice and its accuracy, {count(settings['hosts'], 'host')}",
+        headers=[
+            "model",
+            "link",
+            "advice",
+            "speed-up",
+            "fastest hook",
+            f"within {TOLERANCE} %",
+            "median error (%)",
+            "time (s)",
+        ],
+        rows=rows,
+        notes=[
+            f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",
+            "error: of the prediction, relative to the measured step",
+            "speed-up: of a measured step with the advised hook over one without; in parentheses, with the fastest",
+            f"within {TOLERANCE} %: predictions with a smaller error. Time: of the measurement for the advice",
+            f"{settings['hosts']} hosts on one machine, one thread each",
+        ],
+    )
+
+
+def _steps(group: Sequence[Record], hook: str | None = None) -> list[Record]:
+    return [record for record in group if record.metric == STEP_MS and hook in (None, record["hook"])]
+
+
+def _link(rate: str) -> str:
+    return format_rate(rate)
+
+
+def _of_rate(group: Sequence[Record], rate: str) -> list[Record]:
+    return [record for record in group if record["rate"] == rate]
+
+
+def _measured(rate: str) -> Any:
+    return lambda group: format_number(median_of(_of_rate(group, rate), STEP_MS, MEASURED) or 0)
+
+
+def _error(rate: str) -> Any:
+    return lambda group: f"{_percent(_of_rate(group, rate)):+.0f}"
+
+
+def _percent(group: Sequence[Record]) -> float:
+    """The error of a prediction in percent."""
+    predicted, measured = (median_of(group, STEP_MS, name) for name in (PREDICTED, MEASURED))
+    assert predicted is not None and measured is not None
+    return 100 * (predicted / measured - 1)
+
+
+if __name__ == "__main__":
+    launch.work(main)

@@ -1,0 +1,150 @@
+"""The command ``gradwire advise``: alone with a network given by hand, or as a rank under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import torch.distributed as dist
+import typer
+
+from gradwire.bench import jobs as bench_jobs
+from gradwire.bench.options import parse_hooks, parse_rate
+from gradwire.bench.timing import backend_of, bench_device
+from gradwire.planner import jobs
+from gradwire.planner.advice import advise
+from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.jobs import JobError
+from gradwire.planner.probe import GivenLink, measure, on_all_ranks
+
+CHOICES = [name for name in HOOKS if name != "noop"]
+_TIMEOUT = timedelta(minutes=2)
+
+
+def advise_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="The model: module:function, where function(device) returns (model, loss) and loss(model) runs one "
+            f"batch; or one of {', '.join(bench_jobs.JOBS)}."
+        ),
+    ],
+    hooks: Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")] = ", ".join(CHOICES),
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Without torchrun: bandwidth of the network to assume, such as 100mbit.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=2, help="Without torchrun: number of ranks to assume.")
+    ] = None,
+    latency: Annotated[
+        float, typer.Option(min=0, help="Without torchrun: microseconds from one rank to another.")
+    ] = 50.0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write measurement and predictions to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the step time against the bandwidth to this PNG file.")
+    ] = None,
+) -> None:
+    """Measure your model and your network; predict the step time with each hook; recommend a hook, or none.
+
+    Run it on the machines of the training, a few seconds before it:
+
+    torchrun --nproc-per-node=8 --no-python gradwire advise train:job
+
+    Or on one machine, for a network given by hand:
+
+    gradwire advise train:job --bandwidth 10gbit --world-size 16
+    """
+    names = parse_hooks(hooks, CHOICES)
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    given = None
+    if not is_rank:
+        if bandwidth is None or world_size is None:
+            raise typer.BadParameter(
+                "a single process measures no network. Start one process per rank with torchrun, or give the network: "
+                "--bandwidth 100mbit --world-size 8.",
+                param_hint="--bandwidth, --world-size",
+            )
+        rate = parse_rate(bandwidth, "--bandwidth").mbit
+        if rate is None:
+            raise typer.BadParameter("expected a number, such as 400gbit.", param_hint="--bandwidth")
+        given = GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
+    elif bandwidth is not None or world_size is not None:
+        raise typer.BadParameter(
+            "under torchrun the network is measured. Leave the option out, or run without torchrun.",
+            param_hint="--bandwidth, --world-size",
+        )
+    for path in (json, plot):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
+    device = bench_device()
+    try:
+        with _process_group(is_rank, device):
+            if is_rank and dist.get_world_size() == 1:
+                raise JobError(
+                    "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
+                    "and give --bandwidth and --world-size"
+                )
+            _run(model, names, device, given, json, plot)
+    except JobError as error:
+        _fail(str(error))
+
+
+def _run(
+    model: str,
+    names: tuple[str, ...],
+    device: torch.device,
+    given: GivenLink | None,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    is_first = dist.get_rank() == 0
+    started = time.monotonic()
+    build = on_all_ranks(lambda: bench_jobs.JOBS.get(model) or jobs.load(model))
+    shows_progress = is_first and sys.stderr.isatty()
+    measured = measure(build, names, device, given, _show if shows_progress else lambda _: None)
+    seconds = time.monotonic() - started
+    if shows_progress:
+        _show("")
+    if not is_first:
+        return
+    from gradwire.planner import report  # matplotlib takes a second to import
+
+    advice = advise(measured)
+    report.print_advice(measured, advice, seconds)
+    if json is not None:
+        json.write_text(report.to_json(measured, advice) + "\n")
+        typer.echo(f"\nJSON: {json}")
+    if plot is not None:
+        report.draw(measured, advice, plot)
+        typer.echo(f"\nPlot: {plot}")
+
+
+def _show(what: str) -> None:
+    sys.stderr.write(f"\r\033[K{f'Measuring: {what}' if what else ''}")
+    sys.stderr.flush()
+
+
+@contextmanager
+def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
+    """The ranks of torchrun, or a group of one rank."""
+    if is_rank:
+        dist.init_process_group(backend_of(device), timeout=_TIMEOUT)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"gradwire advise: {message.rstrip('.')}.", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""`gradwire advise`: measure a model and a network, predict the step time with each hook, recommend one."""

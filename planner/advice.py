@@ -1,0 +1,102 @@
+"""Advice from a measurement: a prediction for every hook, and a recommendation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.planner.hook_registry import display_name
+from gradwire.planner.model import break_even, step_seconds
+from gradwire.planner.probe import CAST, PLAIN, Measurement
+
+WORTHWHILE = 1.05  # least speed-up to recommend a hook for
+DO_NOT_COMPRESS = "Do not compress"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The prediction for one hook.
+
+    Attributes:
+        hook: its name.
+        step_seconds: forward, backward and exchange.
+        speed_up: of the step, over a step without a hook.
+        speed_up_over_bf16: over a step with the bf16 hook.
+        break_even: bandwidth in bits per second below which the hook makes a step shorter; None if it does nowhere,
+            infinity if everywhere.
+        payload_bytes: per step and rank.
+        memory_bytes: of states and wire buffers.
+    """
+
+    hook: str
+    step_seconds: float
+    speed_up: float
+    speed_up_over_bf16: float
+    break_even: float | None
+    payload_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        predictions: one for each hook.
+        recommended: name of a hook; `PLAIN` for none.
+        reason: in a sentence.
+    """
+
+    predictions: tuple[Prediction, ...]
+    recommended: str
+    reason: str
+
+    @property
+    def headline(self) -> str:
+        """The advice in a few words."""
+        return DO_NOT_COMPRESS if self.recommended == PLAIN else f"Use {self.recommended}"
+
+
+def advise(measured: Measurement) -> Advice:
+    """Predict a step with each hook, and recommend the mildest of the fastest.
+
+    A hook is worthwhile if its step is `WORTHWHILE` times as fast as one without a hook, and, unless it is the bf16
+    hook, as one with that. Among the worthwhile hooks, those within the same factor of the fastest are equally fast;
+    of these, the one that sends the most changes the gradients least.
+    """
+    by_name = {hook.name: hook for hook in measured.hooks}
+    seconds = {name: step_seconds(measured.model, hook, measured.link) for name, hook in by_name.items()}
+    plain = by_name[PLAIN]
+    predictions = tuple(
+        Prediction(
+            hook=name,
+            step_seconds=seconds[name],
+            speed_up=seconds[PLAIN] / seconds[name],
+            speed_up_over_bf16=seconds[CAST] / seconds[name],
+            break_even=None if name == PLAIN else break_even(measured.model, hook, plain, measured.link),
+            payload_bytes=hook.payload_bytes,
+            memory_bytes=hook.memory_bytes,
+        )
+        for name, hook in by_name.items()
+    )
+    recommended, reason = _recommend(predictions)
+    return Advice(predictions=predictions, recommended=recommended, reason=reason)
+
+
+def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
+    fastest = max(predictions, key=lambda each: each.speed_up)
+    if fastest.speed_up < WORTHWHILE:
+        return PLAIN, (
+            f"no hook makes a step {_percent(WORTHWHILE)} faster; the best is {display_name(fastest.hook)} with "
+            f"{fastest.speed_up:.2f}x"
+        )
+    bf16 = next(each for each in predictions if each.hook == CAST)
+    if fastest.speed_up_over_bf16 < WORTHWHILE:
+        return CAST, f"a step is {bf16.speed_up:.2f}x as fast, and no other hook is {_percent(WORTHWHILE)} faster"
+    near = [each for each in predictions if each.speed_up * WORTHWHILE >= fastest.speed_up]
+    chosen = max(near, key=lambda each: each.payload_bytes)
+    return chosen.hook, f"a step is {chosen.speed_up:.2f}x as fast, and {chosen.speed_up_over_bf16:.2f}x with bf16"
+
+
+def _percent(factor: float) -> str:
+    return f"{100 * (factor - 1):.0f} %"

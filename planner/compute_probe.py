@@ -1,0 +1,303 @@
+"""Measurements on one device: a step of the model without any exchange, and the computations of each hook.
+
+A hook runs as in training, but its executor is a `TimingExecutor`, which times the computations between collectives
+and replaces the collectives by those of equal ranks.
+"""
+
+import gc
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.comm import Executor, Transport, Workspace, connections_of
+from gradwire.comm.collectives import AllReduce, AllToAll, Collective
+from gradwire.comm.executor import Task
+from gradwire.comm.transport import pieces_on_gloo
+from gradwire.hooks._reduce_bucket import is_zero_copy, zero_copy
+from gradwire.hooks._types import GradBucket
+from gradwire.hooks.default_hooks import allreduce_hook
+from gradwire.planner.clock import Clock
+from gradwire.planner.hook_registry import HOOKS, Registration
+from gradwire.planner.jobs import Job
+from gradwire.planner.model import IN_FLIGHT, BucketCost, HookCost, Message, ModelCost, Overlap
+from gradwire.reducer import DistributedDataParallel
+from gradwire.reducer.bucket import BucketSpec, DenseBucket
+
+WARM_UP = 3  # steps: the first builds buckets, the second rebuilds them
+FIRST_COMPRESSED = 2
+LEAST_STEPS, MOST_STEPS = 3, 10
+
+
+class Buckets(NamedTuple):
+    """The buckets of a model, and its gradients.
+
+    Attributes:
+        specs: in the order of launch.
+        gradients: copies, in the order of the model's parameters.
+    """
+
+    specs: list[BucketSpec]
+    gradients: list[Tensor]
+
+
+def measure_model(
+    job: Job, group: dist.ProcessGroup, device: torch.device, overlap: Overlap, budget: float
+) -> tuple[ModelCost, Buckets]:
+    """The duration of a step without any exchange, and its buckets. A collective call.
+
+    Args:
+        job: model and loss.
+        group: the ranks. They start each step together.
+        device: of the model.
+        overlap: as in `ModelCost`.
+        budget: seconds after which no further step begins; at least `LEAST_STEPS` are timed.
+    """
+    clock, launches, specs = Clock(device), [], []
+    ddp = DistributedDataParallel(job.model, process_group=group)
+
+    @zero_copy  # annotations must not be strings, so this module does not import annotations from __future__
+    def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        launches.append(clock.mark())
+        specs.append(_spec(bucket))
+        return _done(bucket.parameters()[0], device)
+
+    ddp.register_comm_hook(None, note_launch)
+    samples: list[list[float]] = []
+    for step in range(WARM_UP + MOST_STEPS):
+        if step == WARM_UP:
+            started = time.monotonic()
+        ddp.zero_grad(set_to_none=True)
+        launches.clear()
+        specs.clear()
+        dist.barrier(group)
+        clock.synchronize()
+        begin = clock.mark()
+        loss = job.loss(ddp)
+        between = clock.mark()
+        loss.backward()
+        end = clock.mark()
+        clock.synchronize()
+        if step >= WARM_UP:
+            marks = [between, *launches, end]
+            samples.append([clock.seconds(begin, between), *(clock.seconds(between, mark) for mark in marks[1:])])
+            if _all_agree(len(samples) >= LEAST_STEPS and time.monotonic() - started > budget, group, device):
+                break
+    forward, *ready, backward = map(median, zip(*samples, strict=True))
+    parameters = [p for spec in specs for p in spec.parameters]
+    gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
+    cost = ModelCost(
+        forward=forward,
+        backward=backward,
+        ready=tuple(ready),
+        gradient_bytes=sum(gradient.nbytes for gradient in gradients),
+        overlap=overlap,
+    )
+    return cost, Buckets(list(specs), gradients)
+
+
+def _spec(bucket: Any) -> BucketSpec:
+    parameters = bucket.parameters()
+    return BucketSpec(
+        index=bucket.index(),
+        is_last=bucket.is_last(),
+        members=list(range(len(parameters))),
+        parameters=parameters,
+        names=bucket.parameter_names(),
+    )
+
+
+def _done(value: Any, device: torch.device) -> Future[Any]:
+    future: Future[Any] = Future(devices=[device] if device.type == "cuda" else None)
+    future.set_result(value)
+    return future
+
+
+def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    flag = torch.tensor(int(is_done), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag)
+
+
+class EqualRanks(Transport):
+    """Collectives of ``world_size`` ranks that all send the same, computed in one process.
+
+    Args:
+        world_size: number of ranks.
+        is_gloo: whether messages are cut as on gloo.
+    """
+
+    def __init__(self, world_size: int, is_gloo: bool) -> None:
+        super().__init__(world_size)
+        self._is_gloo = is_gloo
+
+    def pieces(self, nbytes: int) -> int:  # noqa: D102
+        return pieces_on_gloo(nbytes, self.world_size) if self._is_gloo else 1
+
+    def run(self, collective: Collective) -> None:  # noqa: D102
+        if isinstance(collective, AllToAll):
+            collective.target.copy_(collective.source[:, :1].expand_as(collective.target))
+            return
+        if isinstance(collective, AllReduce) and collective.op == dist.ReduceOp.SUM:
+            for tensor in collective.tensors:
+                tensor.mul_(self.world_size)
+        else:
+            collective.run_alone()
+
+
+class TimingExecutor(Executor):
+    """Runs each task at once, in the caller's thread and stream, and times its computations.
+
+    Args:
+        transport: replaces the collectives.
+        clock: of the device.
+        device: of the gradients.
+
+    Attributes:
+        marks: of the latest task: the begin and the end of each computation.
+        messages: of the latest task.
+    """
+
+    def __init__(self, transport: EqualRanks, clock: Clock, device: torch.device) -> None:
+        super().__init__(transport, [Workspace(device) for _ in range(IN_FLIGHT)])
+        self._clock, self._device = clock, device
+        self._turn = 0
+        self.marks: list[tuple[Any, Any]] = []
+        self.messages: list[Message] = []
+
+    @property
+    def has_failed(self) -> bool:  # noqa: D102
+        return False
+
+    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:  # noqa: D102
+        self.marks, self.messages = [], []
+        steps = task(self.workspaces[self._turn % IN_FLIGHT])
+        self._turn = 0 if is_last else self._turn + 1
+        while True:
+            begin = self._clock.mark()
+            try:
+                collective = steps.send(None)
+            except StopIteration as end:
+                self.marks.append((begin, self._clock.mark()))
+                return _done(end.value, self._device)
+            self.marks.append((begin, self._clock.mark()))
+            self.messages.append(message_of(collective))
+            self.transport.run(collective)
+
+    def abandon(self) -> None:  # noqa: D102
+        pass
+
+
+def message_of(collective: Collective) -> Message:
+    """The kind of a collective, by its operation and, for sums, its dtype; and its bytes."""
+    if isinstance(collective, AllReduce):
+        largest = max(collective.tensors, key=lambda tensor: tensor.nbytes)
+        dtype = str(largest.dtype).removeprefix("torch.")
+        return Message(f"all-reduce {dtype}", sum(tensor.nbytes for tensor in collective.tensors))
+    name = "all-to-all" if isinstance(collective, AllToAll) else "all-gather"
+    return Message(name, collective.target.nbytes)  # type: ignore[attr-defined]
+
+
+class HookProbe:
+    """Runs one hook on the buckets of a model, and times it.
+
+    Args:
+        name: of the hook.
+        buckets: of the model.
+        group: its executor on the device is replaced by a `TimingExecutor`.
+        world_size: number of ranks to assume.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self, name: str, buckets: Buckets, group: dist.ProcessGroup, world_size: int, device: torch.device
+    ) -> None:
+        self._name, self._gradients, self._device = name, buckets.gradients, device
+        self._clock = Clock(device)
+        transport = EqualRanks(world_size, is_gloo=dist.get_backend(group) == "gloo")
+        self._executor = TimingExecutor(transport, self._clock, device)
+        connections_of(group).replace_executor(self._executor, device)
+        self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]
+        self._registration = _registration(name, group, device)
+        self._samples: list[list[list[float]]] = [[] for _ in self._buckets]
+        self._messages: list[tuple[Message, ...]] = [() for _ in self._buckets]
+
+    def measure(self, budget: float) -> HookCost:
+        """The cost of the hook.
+
+        Args:
+            budget: seconds after which no further step begins; at least two are timed.
+        """
+        before = _tensor_bytes()
+        started = time.monotonic()
+        for step in range(FIRST_COMPRESSED + 1 + MOST_STEPS):
+            if step == FIRST_COMPRESSED + 1:
+                self._samples = [[] for _ in self._buckets]
+                started = time.monotonic()
+            self._step()
+            if step > FIRST_COMPRESSED + 1 and time.monotonic() - started > budget:
+                break
+        memory = _tensor_bytes() - before
+        medians = [list(map(median, zip(*samples, strict=True))) for samples in self._samples]
+        costs = [
+            BucketCost(launch, tuple(compute), messages, finish)
+            for (launch, *compute, finish), messages in zip(medians, self._messages, strict=True)
+        ]
+        return HookCost(name=self._name, buckets=tuple(costs), memory_bytes=max(memory, 0))
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        parameters = [p for bucket in self._buckets for p in bucket.parameters()]
+        torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], self._gradients)
+        reduce = self._reduce_plain if self._registration is None else self._reduce
+        marks = [reduce(bucket) for bucket in self._buckets]
+        self._clock.synchronize()
+        for samples, of_bucket in zip(self._samples, marks, strict=True):
+            samples.append([self._clock.seconds(begin, end) for begin, end in of_bucket])
+
+    def _reduce(self, bucket: DenseBucket) -> list[tuple[Any, Any]]:
+        """Run the hook on a bucket; returns begin and end of its launch, its computations, and its finish."""
+        assert self._registration is not None
+        state, hook = self._registration
+        bucket.collect(is_zero_copy(hook))
+        self._clock.spin()
+        begin = self._clock.mark()
+        future = hook(state, bucket)  # type: ignore[arg-type]
+        computations = list(self._executor.marks)
+        self._messages[bucket.index()] = tuple(self._executor.messages)
+        returned = self._clock.mark()
+        bucket.finish(None if is_zero_copy(hook) else future.wait(), 1.0, {})
+        return [(begin, computations[0][0]), *computations, (returned, self._clock.mark())]
+
+    def _reduce_plain(self, bucket: DenseBucket) -> list[tuple[Any, Any]]:
+        """Flatten and unflatten a bucket, as without a hook on a CPU: gloo's threads do the rest."""
+        bucket.collect(False)
+        begin = self._clock.mark()
+        flat = bucket.scale_into_buffer()
+        sent = self._clock.mark()
+        dtype = str(flat.dtype).removeprefix("torch.")
+        self._messages[bucket.index()] = (Message(f"all-reduce {dtype}", flat.nbytes),)
+        bucket.finish(flat, 1.0, {})
+        return [(begin, sent), (sent, sent), (sent, sent), (sent, self._clock.mark())]
+
+
+def _registration(name: str, group: dist.ProcessGroup, device: torch.device) -> Registration | None:
+    """What to register; on a GPU, the reduction without a hook is that of `allreduce_hook`."""
+    if name == "none" and device.type != "cpu":
+        return group, allreduce_hook
+    return HOOKS[name].make(group, FIRST_COMPRESSED)
+
+
+def _tensor_bytes() -> int:
+    """Bytes of all tensors that Python knows."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and not each.is_sparse:
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

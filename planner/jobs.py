@@ -1,0 +1,99 @@
+"""`Job`: a model and its loss, which users name as ``module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class JobError(Exception):
+    """A job cannot be loaded or measured; the message says why, and what to do."""
+
+
+class Job(NamedTuple):
+    """A model and its loss.
+
+    Attributes:
+        model: on the device, not wrapped in a DDP.
+        loss: called with the model, or with a DDP around it: runs a forward on a batch of the usual size, and returns
+            a loss of one element.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+
+
+Build = Callable[[torch.device], Job]
+
+CONTRACT = "a function that takes a torch.device and returns (model, loss), where loss(model) runs one batch"
+
+
+def load(name: str) -> Build:
+    """The function that ``module:function`` names. Modules are also searched for in the current folder.
+
+    Raises:
+        JobError: there is no such module or function, or the module fails to import.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise JobError(f"{name!r} names no job; expected module:function, {CONTRACT}.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise JobError(f"Module {module_name!r} cannot be imported: {error}.") from error
+        raise JobError(
+            f"There is no module {module_name!r} in {here} or among the installed packages. Run the command in the "
+            "folder of the module, or set PYTHONPATH."
+        ) from None
+    except Exception as error:
+        raise JobError(f"Module {module_name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise JobError(f"Module {module_name!r} has no function {function_name!r}; expected {CONTRACT}.")
+    return lambda device: _called(name, function, device)
+
+
+def _called(name: str, function: Callable[[torch.device], object], device: torch.device) -> Job:
+    try:
+        made = function(device)
+    except Exception as error:
+        raise JobError(f"{name} raised {type(error).__name__}: {error}. Expected {CONTRACT}.") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise JobError(f"{name} returned {type(made).__name__}; expected {CONTRACT}.")
+    return Job(*made)
+
+
+def check(job: Job, device: torch.device) -> None:
+    """Raise JobError unless the model has gradients to exchange, on ``device``, and its loss is one number."""
+    parameters = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise JobError("No parameter of the model requires a gradient, so there is nothing to exchange.")
+    elsewhere = {str(parameter.device) for parameter in parameters if parameter.device.type != device.type}
+    if elsewhere:
+        raise JobError(f"The model has parameters on {', '.join(sorted(elsewhere))}; move it to {device}.")
+    loss = job.loss(job.model)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise JobError(f"loss(model) returned {what}; expected a tensor of one element.")
+    if not loss.requires_grad:
+        raise JobError("loss(model) does not depend on a parameter that requires a gradient.")
+    loss.backward()
+    without = [name for name, p in job.model.named_parameters() if p.requires_grad and p.grad is None]
+    if without:
+        raise JobError(
+            f"The backward pass leaves {len(without)} parameters without a gradient, {without[0]} among them. "
+            "Use them, or set requires_grad = False."
+        )
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
+    job.model.zero_grad(set_to_none=True)

@@ -1,0 +1,152 @@
+"""Measurement of the network: the time of the messages that hooks send, by their size.
+
+Messages are sent as hooks send them, as tasks of the executor of the process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm.collectives import Collective
+from gradwire.comm.executor import Task
+from gradwire.planner.clock import Clock
+from gradwire.planner.model import Link, Message, MessageCost
+
+SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
+_LEAST_PER_BYTE = 1e-13  # seconds: 80 Tb/s
+_ENOUGH_SECONDS = 0.5  # no message is measured that would take longer
+_REPETITIONS = 15, 3  # of the smallest messages, and of all others
+
+
+class Sample(NamedTuple):
+    """The time of messages of one size.
+
+    Attributes:
+        nbytes: of the payload.
+        seconds: from launch to arrival, on the slowest rank.
+    """
+
+    nbytes: int
+    seconds: float
+
+
+def wire_factor(kind: str, world_size: int) -> float:
+    """Bytes that a rank sends for each byte of a message's payload; a ring all-reduce sends everything twice."""
+    share = (world_size - 1) / world_size
+    return 2 * share if kind.startswith("all-reduce") else share
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]) -> Link:
+    """The cost of messages of each kind. A collective call.
+
+    Args:
+        group: the ranks.
+        device: of the messages.
+        messages: of all hooks.
+    """
+    probe = _Probe(group, device)
+    probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
+    kinds = sorted({message.kind for message in messages})
+    costs = {kind: fit(probe.samples(kind)) for kind in kinds}
+    bandwidth = median(8 * wire_factor(kind, group.size()) / cost.per_byte for kind, cost in costs.items())
+    return Link(world_size=group.size(), bandwidth=bandwidth, costs=costs)
+
+
+class _Probe:
+    """Sends messages over a process group.
+
+    Args:
+        group: the ranks.
+        device: of the messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._executor = executor_for(group, device)
+        self._clock = Clock(device)
+
+    def samples(self, kind: str) -> list[Sample]:
+        """Times of messages of growing size, until one would take `_ENOUGH_SECONDS`; the same on all ranks."""
+        samples: list[Sample] = []
+        for nbytes in SIZES:
+            if len(samples) > 1 and nbytes / samples[-1].nbytes * samples[-1].seconds > _ENOUGH_SECONDS:
+                break
+            samples.append(self.measure(kind, nbytes, _REPETITIONS[bool(samples)]))
+        return samples
+
+    def measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
+        """The time of one message: medians on the slowest rank."""
+        task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
+        seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
+        return Sample(nbytes, float(seconds))
+
+    def _once(self, task: Task) -> float:
+        """The time of one message on this rank."""
+        dist.barrier(self._group)
+        self._clock.synchronize()
+        start = time.perf_counter()
+        self._executor.submit(task, is_last=True).wait()
+        self._clock.synchronize()
+        return time.perf_counter() - start
+
+
+def _task(make: Callable[[], Collective]) -> Task:
+    async def task(_: Workspace) -> None:
+        await make()
+
+    return task
+
+
+def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.device) -> Callable[[], Collective]:
+    """A function that returns a collective of a kind, on zeros; the inverse of `compute_probe.message_of`."""
+    if kind.startswith("all-reduce"):
+        dtype = getattr(torch, kind.removeprefix("all-reduce "))
+        tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)
+        return lambda: transport.all_reduce(tensor)
+    pieces, n = transport.pieces(nbytes), transport.world_size
+    cells = torch.zeros(pieces, n, max(1, nbytes // (pieces * n)), dtype=torch.uint8, device=device)
+    if kind == "all-gather":
+        own = cells[:, 0].clone()
+        return lambda: transport.all_gather(cells, own)
+    sent = cells.clone()
+    return lambda: transport.all_to_all(cells, sent)
+
+
+def fit(samples: Sequence[Sample]) -> MessageCost:
+    """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope to the largest."""
+    first, last = samples[0], samples[-1]
+    per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
+    return MessageCost(first.seconds, max(per_byte, _LEAST_PER_BYTE))
+
+
+def ideal_link(
+    world_size: int, bandwidth: float, latency: float, messages: Iterable[Message], overhead: float = 0.0
+) -> Link:
+    """A link of which only bandwidth and latency are known: ring all-reduces and direct exchanges at full rate.
+
+    Args:
+        world_size: number of ranks.
+        bandwidth: bits per second that each rank sends.
+        latency: seconds from one rank to another.
+        messages: of all hooks.
+        overhead: seconds per message that the software takes.
+    """
+    costs = {}
+    for kind in sorted({message.kind for message in messages}):
+        rounds = 2 * (world_size - 1) if kind.startswith("all-reduce") else 1
+        per_byte = 8 * wire_factor(kind, world_size) / bandwidth
+        costs[kind] = MessageCost(overhead + rounds * latency, per_byte)
+    return Link(world_size=world_size, bandwidth=bandwidth, costs=costs)
+
+
+def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of an empty message of the only rank of a group: what the executor takes."""
+    return _Probe(group, device).measure("all-reduce float32", SIZES[0], _REPETITIONS[0]).seconds

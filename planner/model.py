@@ -1,0 +1,243 @@
+"""The model of a training step: when it ends, given the costs of model, hook and link.
+
+A message of m bytes takes ``latency + m * per_byte`` (the alpha-beta model). The exchange of the early buckets overlaps
+the backward pass; that of the last bucket does not. Compression adds time before and after each message. So it pays
+only if it saves more time on the link than it takes. How much overlaps depends on the device: see `Overlap`.
+
+Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
+Systems", MLSys 2022 (arXiv:2103.00543).
+
+Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.WorkerExecutor`:
+
+    launch                  on the thread of the backward pass
+    encode, first message   encode on the worker, up to two buckets in flight
+    ... further computations and messages, of the oldest bucket only
+    decode                  on the worker
+    finish                  after the backward pass, on its thread
+
+Every end is a maximum of sums of durations, so no step gets shorter if a duration gets longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import accumulate
+from typing import NamedTuple
+
+IN_FLIGHT = 2  # buckets of an executor
+
+
+class Overlap(Enum):
+    """What overlaps the backward pass."""
+
+    EVERYTHING = "a CPU with cores to spare: computations of hooks, and messages"
+    MESSAGES = "a GPU: messages; computations of hooks share the GPU with the backward pass"
+    NOTHING = "a CPU without a core to spare: computations and the threads that send and receive take turns"
+
+
+class Message(NamedTuple):
+    """A collective that a hook awaits.
+
+    Attributes:
+        kind: of the collective: a key of `Link.costs`.
+        nbytes: of the payload.
+    """
+
+    kind: str
+    nbytes: int
+
+
+class BucketCost(NamedTuple):
+    """The exchange of one bucket with one hook: seconds of computation, and messages.
+
+    Attributes:
+        launch: seconds of the call of the hook, on the thread of the backward pass.
+        compute: seconds before the first message, between messages, and after the last one.
+        messages: in order; one less than ``compute``.
+        finish: seconds after the backward pass, on its thread.
+    """
+
+    launch: float
+    compute: tuple[float, ...]
+    messages: tuple[Message, ...]
+    finish: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookCost:
+    """What a hook costs on this device.
+
+    Attributes:
+        name: in the registry.
+        buckets: in the order of launch.
+        memory_bytes: of its states and wire buffers, or, without a hook, of DDP's flat buffers.
+    """
+
+    name: str
+    buckets: tuple[BucketCost, ...]
+    memory_bytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all messages."""
+        return sum(message.nbytes for bucket in self.buckets for message in bucket.messages)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of computation for all buckets."""
+        return sum(bucket.launch + sum(bucket.compute) + bucket.finish for bucket in self.buckets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCost:
+    """A step of the model on this device, without any exchange.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds.
+        ready: for each bucket, in the order of launch, the seconds from the start of the backward pass until all its
+            gradients are ready.
+        gradient_bytes: of all gradients.
+        overlap: what overlaps the backward pass on this device.
+    """
+
+    forward: float
+    backward: float
+    ready: tuple[float, ...]
+    gradient_bytes: int
+    overlap: Overlap
+
+
+class MessageCost(NamedTuple):
+    """The time of messages of one kind, by their payload of m bytes.
+
+    Attributes:
+        latency: seconds of an empty message.
+        per_byte: seconds per byte: a message takes ``latency + m * per_byte``, and keeps the link busy without latency.
+    """
+
+    latency: float
+    per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The network between the ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        bandwidth: bits per second that each rank sends in large messages.
+        costs: of messages, by kind.
+    """
+
+    world_size: int
+    bandwidth: float
+    costs: Mapping[str, MessageCost]
+
+    def at(self, bandwidth: float) -> Link:
+        """A link of the same latency and another bandwidth, in bits per second."""
+        factor = self.bandwidth / bandwidth
+        costs = {kind: cost._replace(per_byte=factor * cost.per_byte) for kind, cost in self.costs.items()}
+        return replace(self, bandwidth=bandwidth, costs=costs)
+
+    def latency(self, message: Message) -> float:
+        """Seconds that a message takes beyond those for which it keeps the link busy."""
+        return self.costs[message.kind].latency
+
+    def busy(self, message: Message) -> float:
+        """Seconds for which a message keeps the link busy."""
+        return message.nbytes * self.costs[message.kind].per_byte
+
+
+class _Pipeline:
+    """Messages of one process group, in order: each begins when the link is free of the one before."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._free = 0.0
+
+    def send(self, message: Message, at: float) -> float:
+        """The time at which a message arrives that is sent at a time."""
+        self._free = max(at, self._free) + self._link.busy(message)
+        return self._free + self._link.latency(message)
+
+
+def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
+    """The duration of a step: forward, backward, and the exchange of all gradients with a hook."""
+    launches = list(accumulate(bucket.launch for bucket in hook.buckets))
+    launched = [model.forward + ready + delay for ready, delay in zip(model.ready, launches, strict=True)]
+    backward_end = model.forward + model.backward + launches[-1]
+    first, later = _Pipeline(link), _Pipeline(link)
+    done: list[float] = []
+    started = finished = 0.0
+    for b, bucket in enumerate(hook.buckets):
+        slot = done[b - IN_FLIGHT] if b >= IN_FLIGHT else 0.0
+        started = max(launched[b], started, slot) + bucket.compute[0]
+        now = started
+        for i, (message, seconds) in enumerate(zip(bucket.messages, bucket.compute[1:], strict=True)):
+            arrived = (later if i else first).send(message, now)
+            now = finished = max(arrived, finished) + seconds
+        done.append(now)
+    end = backward_end
+    for bucket, exchanged in zip(hook.buckets, done, strict=True):
+        end = max(end, exchanged) + bucket.finish
+    return max(end, *_bounds(model, hook, link, launched))
+
+
+def _bounds(model: ModelCost, hook: HookCost, link: Link, launched: Sequence[float]) -> list[float]:
+    """Ends that a step cannot beat: its messages share the link, its computations the worker and the device."""
+    on_link = _suffix_sums([sum(map(link.busy, bucket.messages)) for bucket in hook.buckets])
+    on_worker = _suffix_sums([sum(bucket.compute) for bucket in hook.buckets])
+    bounds = [
+        *(
+            begin + bucket.compute[0] + rest
+            for begin, bucket, rest in zip(launched, hook.buckets, on_link, strict=True)
+        ),
+        *(begin + rest for begin, rest in zip(launched, on_worker, strict=True)),
+    ]
+    if model.overlap is not Overlap.EVERYTHING:
+        computed = model.forward + model.backward + hook.compute_seconds
+        exposed = hook.buckets if model.overlap is Overlap.NOTHING else hook.buckets[-1:]
+        messages = [message for bucket in exposed for message in bucket.messages]
+        bounds.append(computed + sum(link.latency(message) + link.busy(message) for message in messages))
+    return bounds
+
+
+def _suffix_sums(values: Sequence[float]) -> list[float]:
+    return list(accumulate(reversed(values)))[::-1]
+
+
+def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> float | None:
+    """The bandwidth in bits per second below which a step with ``hook`` is shorter than with ``plain``.
+
+    None if it is at no bandwidth in `SEARCHED`, infinity if it is at all of them. If the two curves cross several
+    times, the crossing at the largest bandwidth counts.
+    """
+
+    def gain(bandwidth: float) -> float:
+        at = link.at(bandwidth)
+        return step_seconds(model, plain, at) - step_seconds(model, hook, at)
+
+    return _largest_crossing(gain)
+
+
+SEARCHED = (1e6, 1e12)  # bits per second
+_POINTS_PER_DECADE = 20
+
+
+def _largest_crossing(gain: Callable[[float], float]) -> float | None:
+    least, most = SEARCHED
+    if gain(most) > 0:
+        return float("inf")
+    ratio = 10 ** (1 / _POINTS_PER_DECADE)
+    high = most
+    while gain(high) <= 0:
+        if high <= least:
+            return None
+        high, above = high / ratio, high
+    for _ in range(40):
+        middle = (high * above) ** 0.5
+        high, above = (middle, above) if gain(middle) > 0 else (high, middle)
+    return high

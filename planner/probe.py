@@ -1,0 +1,173 @@
+"""`measure`: everything that a prediction needs, measured on all ranks at the same time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.planner import jobs
+from gradwire.planner.compute_probe import HookProbe, measure_model
+from gradwire.planner.jobs import Build, JobError
+from gradwire.planner.link_probe import ideal_link, measure_link, overhead_per_message
+from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost, Overlap
+
+T = TypeVar("T")
+
+PLAIN, CAST = "none", "bf16"  # what every hook is compared with
+MODEL_BUDGET = 1.5  # seconds for steps of the model
+HOOK_BUDGET = 0.25  # seconds for steps of each hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLink:
+    """A network that is not here.
+
+    Attributes:
+        world_size: number of ranks.
+        bandwidth: bits per second that each rank sends.
+        latency: seconds from one rank to another.
+    """
+
+    world_size: int
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a prediction needs.
+
+    Attributes:
+        model: of a step without exchange.
+        hooks: one of them is `PLAIN`, one `CAST`.
+        link: between the ranks.
+        is_link_measured: whether the link was measured; else it was given.
+    """
+
+    model: ModelCost
+    hooks: tuple[HookCost, ...]
+    link: Link
+    is_link_measured: bool
+
+
+def measure(
+    build: Build,
+    hooks: Sequence[str],
+    device: torch.device,
+    given: GivenLink | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Measure a model, hooks and the network of the default process group. A collective call.
+
+    Every number is that of the slowest rank.
+
+    Args:
+        build: makes the model.
+        hooks: names in the registry; `PLAIN` and `CAST` are added.
+        device: of the model.
+        given: a network to assume instead of the process group's; then the group has one rank.
+        progress: called with what is measured next.
+
+    Raises:
+        JobError: the model cannot be measured, on this rank or another.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "no process group"
+    world_size = given.world_size if given is not None else group.size()
+    names = tuple(dict.fromkeys((PLAIN, CAST, *hooks)))
+
+    progress("model")
+    job = on_all_ranks(lambda: _checked(build, device))
+    model, buckets = measure_model(job, group, device, _overlap(device), MODEL_BUDGET)
+    own = dist.new_group()  # its executor is replaced
+    assert isinstance(own, dist.ProcessGroup)
+    costs = []
+    for name in names:
+        progress(f"hook {name}")
+        dist.barrier(group)
+        costs.append(HookProbe(name, buckets, own, world_size, device).measure(HOOK_BUDGET))
+    dist.destroy_process_group(own)
+    gathered = _gathered((model, costs))
+    model = _slowest_model([each for each, _ in gathered])
+    slowest = tuple(_slowest_hook(of_hook) for of_hook in zip(*(each for _, each in gathered), strict=True))
+
+    progress("network")
+    messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
+    if given is None:
+        link = measure_link(group, device, messages)
+    else:
+        overhead = overhead_per_message(group, device)
+        link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead)
+    return Measurement(model=model, hooks=slowest, link=link, is_link_measured=given is None)
+
+
+def on_all_ranks(work: Callable[[], T]) -> T:
+    """Call ``work`` on every rank. A collective call.
+
+    Raises:
+        JobError: it raised JobError on some rank. Every rank raises.
+    """
+    result, complaint = None, None
+    try:
+        result = work()
+    except JobError as error:
+        complaint = str(error)
+    complaints = _gathered(complaint)
+    if complaint is not None:
+        raise JobError(complaint)
+    for rank, other in enumerate(complaints):
+        if other is not None:
+            raise JobError(f"On rank {rank}: {other}")
+    return result  # type: ignore[return-value]
+
+
+def _checked(build: Build, device: torch.device) -> jobs.Job:
+    job = build(device)
+    jobs.check(job, device)
+    return job
+
+
+def _gathered(value: T) -> list[T]:
+    """The values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _overlap(device: torch.device) -> Overlap:
+    """What overlaps the backward pass: on a CPU, everything if each rank of this machine has a core to spare."""
+    if device.type != "cpu":
+        return Overlap.MESSAGES
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = socket.gethostname()
+    has_spare_core = cores / _gathered(here).count(here) >= torch.get_num_threads() + 1
+    return Overlap.EVERYTHING if all(_gathered(has_spare_core)) else Overlap.NOTHING
+
+
+def _slowest_model(ranks: Sequence[ModelCost]) -> ModelCost:
+    return replace(
+        ranks[0],
+        forward=max(rank.forward for rank in ranks),
+        backward=max(rank.backward for rank in ranks),
+        ready=tuple(map(max, zip(*(rank.ready for rank in ranks), strict=True))),
+    )
+
+
+def _slowest_hook(ranks: Sequence[HookCost]) -> HookCost:
+    buckets = [_slowest_bucket(of_bucket) for of_bucket in zip(*(rank.buckets for rank in ranks), strict=True)]
+    return replace(ranks[0], buckets=tuple(buckets), memory_bytes=max(rank.memory_bytes for rank in ranks))
+
+
+def _slowest_bucket(ranks: Sequence[BucketCost]) -> BucketCost:
+    return BucketCost(
+        launch=max(rank.launch for rank in ranks),
+        compute=tuple(map(max, zip(*(rank.compute for rank in ranks), strict=True))),
+        messages=ranks[0].messages,
+        finish=max(rank.finish for rank in ranks),
+    )

@@ -1,0 +1,111 @@
+"""The recommendation, from made-up costs; and the code that it hands out."""
+
+import io
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from gradwire.planner.advice import advise
+from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
+from gradwire.planner.probe import Measurement
+from gradwire.planner.report import draw, print_advice, to_json
+
+KIND = "all-reduce float32"
+
+
+def hook(name, nbytes, compute):
+    bucket = BucketCost(0.0, (compute, 0.0), (Message(KIND, nbytes),), 0.0)
+    return HookCost(name=name, buckets=(bucket,), memory_bytes=nbytes)
+
+
+def measured(bandwidth, *hooks):
+    model = ModelCost(forward=0.1, backward=0.2, ready=(0.2,), gradient_bytes=10**8, overlap=Overlap.EVERYTHING)
+    link = Link(world_size=2, bandwidth=bandwidth, costs={KIND: MessageCost(1e-4, 8 / bandwidth)})
+    return Measurement(model=model, hooks=hooks, link=link, is_link_measured=True)
+
+
+def all_hooks():
+    return (
+        hook("none", 10**8, 0.0),
+        hook("bf16", 5 * 10**7, 0.01),
+        hook("int4", 10**7, 0.1),
+        hook("int2", 5 * 10**6, 0.1),
+    )
+
+
+def test_fast_link_needs_no_compression():
+    advice = advise(measured(1e12, *all_hooks()))
+    assert advice.recommended == "none"
+    assert advice.headline == "Do not compress"
+
+
+def test_slow_link_needs_the_fastest_hook():
+    advice = advise(measured(1e7, *all_hooks()))
+    assert advice.recommended == "int2"
+    fastest = max(advice.predictions, key=lambda each: each.speed_up)
+    assert fastest.speed_up_over_bf16 > 1.05
+
+
+def test_among_equally_fast_hooks_the_mildest_is_recommended():
+    advice = advise(measured(2e9, *all_hooks(), hook("int8", 2 * 10**7, 0.0)))
+    assert advice.recommended == "int8"
+
+
+def test_bf16_is_recommended_if_no_hook_is_faster():
+    advice = advise(measured(5e9, *all_hooks()))
+    assert advice.recommended == "bf16"
+
+
+def test_table_fits_80_columns_and_ends_with_code():
+    console = Console(file=io.StringIO(), width=80)
+    case = measured(1e7, *all_hooks())
+    print_advice(case, advise(case), 3.0, console)
+    text = console.file.getvalue()
+    table = text.split("\n\n")[1].splitlines()
+    assert max(map(len, table)) <= 80
+    for name in ("no hook", "bf16", "int4", "int2"):
+        assert any(line.startswith(name) for line in table), name
+    assert text.rstrip().endswith(HOOKS["int2"].code)
+
+
+def test_json_holds_predictions_and_code():
+    case = measured(1e7, *all_hooks())
+    content = json.loads(to_json(case, advise(case)))
+    assert content["recommended"] == "int2"
+    assert content["code"] == HOOKS["int2"].code
+    assert [each["hook"] for each in content["predictions"]] == ["none", "bf16", "int4", "int2"]
+    assert content["measurement"]["link"]["world_size"] == 2
+
+
+def test_plot_is_a_png_file(tmp_path):
+    case = measured(1e9, *all_hooks())
+    draw(case, advise(case), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", [name for name, entry in HOOKS.items() if entry.code])
+def test_code_registers_the_hook_that_was_measured(name, world_of_one):
+    registered = []
+
+    class Model:
+        def register_comm_hook(self, state, hook):
+            registered.append((state, hook))
+
+    exec(HOOKS[name].code, {"model": Model(), "torch": torch})
+    state, function = HOOKS[name].make(dist.group.WORLD, 2)
+    ((given, given_function),) = registered
+    assert given_function is function
+    if given is not None:
+        assert type(given) is type(state)
+        ignored = {"start_powerSGD_iter", "start_iter", "iteration", "start_iteration"}
+        options = [
+            {key: value for key, value in each.settings().items() if key not in ignored}
+            if hasattr(each, "settings")
+            else repr(each)
+            for each in (given, state)
+        ]
+        assert options[0] == options[1]

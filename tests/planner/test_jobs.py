@@ -1,0 +1,95 @@
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.planner.jobs import Job, JobError, check, load
+
+CPU = torch.device("cpu")
+MODULE = """
+import torch
+from torch import nn
+
+def job(device):
+    model = nn.Linear(3, 2).to(device)
+    return model, lambda model: model(torch.ones(4, 3, device=device)).sum()
+
+def breaks(device):
+    raise RuntimeError("no data")
+
+def returns_a_model(device):
+    return nn.Linear(3, 2)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_training.py").write_text(MODULE)
+    (tmp_path / "broken_training.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("my_training", "broken_training"):
+        sys.modules.pop(name, None)
+
+
+def test_job_in_current_folder_is_loaded(folder):
+    job = load("my_training:job")(CPU)
+    check(job, CPU)
+    assert isinstance(job.model, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_training", "expected module:function"),
+        ("no_such_module:job", "There is no module 'no_such_module'"),
+        ("broken_training:job", "cannot be imported: No module named 'no_such_package'"),
+        ("my_training:absent", "has no function 'absent'"),
+        ("my_training:number", "has no function 'number'"),
+    ],
+)
+def test_unknown_job_is_refused(folder, name, message):
+    with pytest.raises(JobError, match=message):
+        load(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("breaks", "raised RuntimeError: no data"), ("returns_a_model", "returned Linear; expected")]
+)
+def test_function_that_is_no_job_is_refused(folder, name, message):
+    with pytest.raises(JobError, match=message):
+        load(f"my_training:{name}")(CPU)
+
+
+def frozen():
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        (frozen(), lambda model: model(torch.ones(1, 2)).sum(), "No parameter of the model requires a gradient"),
+        (nn.Linear(2, 2), lambda model: model(torch.ones(1, 2)), r"returned shape \(1, 2\); expected"),
+        (nn.Linear(2, 2), lambda model: 3.0, "returned float; expected"),
+        (nn.Linear(2, 2), lambda model: torch.ones(()), "does not depend on a parameter"),
+        (HalfUsed(), lambda model: model(torch.ones(1, 2)).sum(), "leaves 2 parameters without a gradient, unused"),
+        (nn.Embedding(3, 2, sparse=True), lambda model: model(torch.ones(1, dtype=torch.long)).sum(), "sparse"),
+        (nn.Linear(2, 2, device="meta"), lambda model: model(torch.ones(1, 2)).sum(), "parameters on meta"),
+    ],
+)
+def test_model_that_cannot_be_measured_is_refused(model, loss, message):
+    with pytest.raises(JobError, match=message):
+        check(Job(model, loss), CPU)

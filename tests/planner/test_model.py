@@ -1,0 +1,160 @@
+"""The model of a step, on drawn costs: no processes, no clocks."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.planner.model import (
+    BucketCost,
+    HookCost,
+    Link,
+    Message,
+    MessageCost,
+    ModelCost,
+    Overlap,
+    break_even,
+    step_seconds,
+)
+
+KINDS = ("all-reduce float32", "all-to-all")
+seconds = st.floats(0, 1, allow_subnormal=False)
+bandwidths = st.floats(1e6, 1e12)
+
+
+@st.composite
+def buckets(draw):
+    messages = draw(st.lists(st.builds(Message, st.sampled_from(KINDS), st.integers(1, 10**9)), min_size=1, max_size=3))
+    compute = tuple(draw(seconds) for _ in range(len(messages) + 1))
+    return BucketCost(draw(seconds), compute, tuple(messages), draw(seconds))
+
+
+@st.composite
+def links(draw):
+    costs = {kind: MessageCost(draw(seconds), draw(st.floats(1e-13, 1e-5))) for kind in KINDS}
+    return Link(world_size=draw(st.integers(2, 64)), bandwidth=draw(bandwidths), costs=costs)
+
+
+@st.composite
+def cases(draw, n_hooks=1):
+    n = draw(st.integers(1, 5))
+    ready = sorted(draw(seconds) for _ in range(n))
+    model = ModelCost(
+        forward=draw(seconds),
+        backward=ready[-1] + draw(seconds),
+        ready=tuple(ready),
+        gradient_bytes=1,
+        overlap=draw(st.sampled_from(Overlap)),
+    )
+    hooks = [
+        HookCost(name="a hook", buckets=tuple(draw(buckets()) for _ in range(n)), memory_bytes=0)
+        for _ in range(n_hooks)
+    ]
+    return model, *hooks, draw(links())
+
+
+def plain(model, nbytes, launch=0.0):
+    """A hook of one all-reduce for each bucket of the model."""
+    bucket = BucketCost(launch, (0.0, 0.0), (Message(KINDS[0], nbytes),), 0.0)
+    return HookCost(name="none", buckets=(bucket,) * len(model.ready), memory_bytes=0)
+
+
+def two_buckets(overlap=Overlap.EVERYTHING):
+    return ModelCost(forward=1.0, backward=4.0, ready=(2.0, 4.0), gradient_bytes=1, overlap=overlap)
+
+
+def fast_link(latency=0.0, per_byte=1e-12):
+    return Link(world_size=2, bandwidth=1e9, costs={kind: MessageCost(latency, per_byte) for kind in KINDS})
+
+
+@given(cases(), bandwidths, bandwidths)
+@settings(deadline=None)
+def test_step_on_faster_link_is_not_longer(case, one, other):
+    model, hook, link = case
+    slow, fast = sorted((one, other))
+    assert step_seconds(model, hook, link.at(fast)) <= step_seconds(model, hook, link.at(slow)) * (1 + 1e-9)
+
+
+@given(cases(), st.floats(0, 1), st.integers(0, 4))
+@settings(deadline=None)
+def test_step_with_more_computation_is_not_shorter(case, more, index):
+    model, hook, link = case
+    at = index % len(hook.buckets)
+    bucket = hook.buckets[at]
+    slower = bucket._replace(compute=(bucket.compute[0] + more, *bucket.compute[1:]))
+    changed = HookCost(name=hook.name, buckets=(*hook.buckets[:at], slower, *hook.buckets[at + 1 :]), memory_bytes=0)
+    assert step_seconds(model, changed, link) >= step_seconds(model, hook, link) * (1 - 1e-9)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_step_is_never_shorter_than_its_computation_and_its_messages(case):
+    model, hook, link = case
+    step = step_seconds(model, hook, link) * (1 + 1e-9)
+    assert step >= model.forward + model.backward
+    assert step >= sum(link.busy(message) for bucket in hook.buckets for message in bucket.messages)
+
+
+def test_plain_hook_on_unlimited_link_costs_computation_only():
+    model = two_buckets()
+    assert step_seconds(model, plain(model, 1), fast_link()) == pytest.approx(5.0)
+
+
+def test_only_last_bucket_is_exposed_while_link_keeps_up():
+    model = two_buckets()
+    link = fast_link(per_byte=1.0)
+    assert step_seconds(model, plain(model, 2), link) == pytest.approx(5.0 + 2.0)
+
+
+def test_slow_link_is_busy_from_first_launch_to_end():
+    model = two_buckets()
+    link = fast_link(per_byte=1.0)
+    assert step_seconds(model, plain(model, 100), link) == pytest.approx(1.0 + 2.0 + 200.0)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        (Overlap.EVERYTHING, 5.0 + 2.0 + 0.5),  # encode, message and decode of the last bucket
+        (Overlap.MESSAGES, 5.0 + 4.0 + 0.5),  # computations of both buckets, and the last message
+        (Overlap.NOTHING, 5.0 + 4.0 + 1.0),
+    ],
+)
+def test_what_does_not_overlap_adds_to_the_step(overlap, expected):
+    bucket = BucketCost(0.0, (1.0, 1.0), (Message(KINDS[0], 1),), 0.0)
+    hook = HookCost(name="a", buckets=(bucket,) * 2, memory_bytes=0)
+    assert step_seconds(two_buckets(overlap), hook, fast_link(latency=0.5)) == pytest.approx(expected)
+
+
+@given(cases(n_hooks=2))
+@settings(deadline=None, max_examples=50)
+def test_steps_at_break_even_bandwidth_are_equally_long(case):
+    model, hook, other, link = case
+    at = break_even(model, hook, other, link)
+    if at is not None and not math.isinf(at):
+        mine, others = (step_seconds(model, each, link.at(at)) for each in (hook, other))
+        assert mine == pytest.approx(others, rel=1e-6)
+
+
+def test_hook_that_sends_half_and_computes_pays_below_a_bandwidth():
+    model = two_buckets()
+    half = HookCost(
+        name="half", buckets=(BucketCost(0.0, (0.1, 0.1), (Message(KINDS[0], 50),), 0.0),) * 2, memory_bytes=0
+    )
+    link = fast_link(per_byte=1.0)
+    at = break_even(model, half, plain(model, 100), link)
+    assert at is not None and not math.isinf(at)
+    for factor, pays in ((0.5, True), (2.0, False)):
+        there = link.at(at * factor)
+        assert (step_seconds(model, half, there) < step_seconds(model, plain(model, 100), there)) is pays
+
+
+def test_hook_that_saves_nothing_never_pays():
+    model = two_buckets()
+    assert break_even(model, plain(model, 100, launch=0.1), plain(model, 100), fast_link(per_byte=1.0)) is None
+
+
+def test_hook_that_only_saves_computation_always_pays():
+    model = two_buckets()
+    assert break_even(model, plain(model, 100), plain(model, 100, launch=0.1), fast_link()) == math.inf
