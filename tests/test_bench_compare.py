@@ -17,7 +17,9 @@ from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
-RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in ("compiled", "demo", "rounding"))
+RESULTS = sorted(
+    path for path in KEPT.glob("*.jsonl") if path.stem not in ("compiled", "demo", "rounding", "telemetry")
+)
 
 
 def verdicts(before, after):

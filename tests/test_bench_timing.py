@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -65,7 +66,7 @@ def test_time_of_this_process_is_part_of_total_time():
 
 def test_peak_memory_on_macos_is_the_maximum_resident_size(monkeypatch):
     monkeypatch.setattr(timing.sys, "platform", "darwin")
-    monkeypatch.setattr(timing.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=50_000))
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=50_000))
     assert timing.peak_memory(torch.device("cpu")) == 50_000
 
 
