@@ -40,7 +40,7 @@ PREDICTED, MEASURED = "predicted", "measured"
 SPEED_UP = "speed-up"  # of the recommended hook, over no hook
 ADVICE_S = "time of the measurement (s)"
 TOLERANCE = 20  # percent
-STEPS_IN_A_ROW = 3
+STEPS_IN_A_ROW = 5
 _WARM_UP = 5
 _MODULE = "gradwire.bench.advise"
 
