@@ -336,13 +336,11 @@ def bench_advise(
     context: typer.Context,
     models: Annotated[str, typer.Option(help="Models, separated by commas.")] = _ADVISED_MODELS,
     rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, separated by commas.")] = _ADVISED_RATES,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each hook at each rate, with a few steps each.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each hook at each rate, with a few steps each.")] = 1,
     hooks: HooksOption = _ADVISED_HOOKS,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help=f"Only one round of the transformer with {', '.join(advise_bench.QUICK_HOOKS)}, at 1gbit."
-        ),
+        typer.Option("--quick", help=f"Only the transformer with {', '.join(advise_bench.QUICK_HOOKS)}, at 1gbit."),
     ] = False,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
@@ -353,7 +351,7 @@ def bench_advise(
     Takes ten minutes.
     """
     if quick:
-        refuse_beside(context, "--quick", "models", "rates", "rounds", "hooks")
+        refuse_beside(context, "--quick", "models", "rates", "hooks")
     if loopback:
         refuse_beside(context, "--loopback", "rates")
     chosen = ("transformer",) if quick else parse_choices(models, JOBS, "--models")
@@ -363,7 +361,7 @@ def bench_advise(
     records = _measure_over_network(
         "advise",
         loopback,
-        partial(advise_bench.measure, chosen, links, names, 1 if quick else rounds),
+        partial(advise_bench.measure, chosen, links, names, rounds),
         torch.device("cpu"),
     )
     report(records, advise_bench.tables, output)

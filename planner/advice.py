@@ -92,10 +92,15 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
         )
     bf16 = next(each for each in predictions if each.hook == CAST)
     if fastest.speed_up_over_bf16 < WORTHWHILE:
-        return CAST, f"a step is {bf16.speed_up:.2f}x as fast, and no other hook is {_percent(WORTHWHILE)} faster"
+        return (
+            CAST,
+            f"a step is {bf16.speed_up:.2f}x as fast as without, and no other hook is {_percent(WORTHWHILE)} faster",
+        )
     near = [each for each in predictions if each.speed_up * WORTHWHILE >= fastest.speed_up]
     chosen = max(near, key=lambda each: each.payload_bytes)
-    return chosen.hook, f"a step is {chosen.speed_up:.2f}x as fast, and {chosen.speed_up_over_bf16:.2f}x with bf16"
+    return chosen.hook, (
+        f"a step is {chosen.speed_up:.2f}x as fast as without a hook, {chosen.speed_up_over_bf16:.2f}x as with bf16"
+    )
 
 
 def _percent(factor: float) -> str:
