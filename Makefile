@@ -1,7 +1,7 @@
 # Every target installs first. An up-to-date install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels bench
+PACKAGES := api integrations reducer hooks compress comm kernels bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
