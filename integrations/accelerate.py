@@ -1,18 +1,51 @@
-"""gradwire's DistributedDataParallel under Accelerate.
+"""Hooks and gradwire's DistributedDataParallel under Accelerate.
 
-Needs the package ``accelerate``. To use a hook on PyTorch's class, which ``accelerator.prepare`` makes, call
-`gradwire.integrations.register_comm_hook`; that needs nothing from this module.
+Needs the package ``accelerate``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.integrations._comm_hook import find_ddp
+from gradwire.integrations import _comm_hook
 from gradwire.reducer import DistributedDataParallel
 
-__all__ = ["prepare_model"]
+__all__ = ["prepare_model", "register_comm_hook"]
+
+
+def register_comm_hook(
+    accelerator: Accelerator, model: nn.Module, state: object, hook: Callable[..., Any]
+) -> TorchDDP | None:
+    """Register a hook on a prepared model, and its state for ``save_state`` and ``load_state``.
+
+    Accelerate takes no hooks but those that it names: it ignores a function in
+    ``DistributedDataParallelKwargs(comm_hook=...)`` without a message.
+
+    Args:
+        accelerator: has prepared the model. Modified.
+        model: as returned by ``accelerator.prepare`` or `prepare_model`.
+        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's have, it is registered for
+            checkpointing.
+        hook: gradwire's, PyTorch's or your own.
+
+    Returns:
+        The DistributedDataParallel inside of ``model``. None, with a `HookNotUsedWarning`, if there is none.
+
+    Raises:
+        ValueError: the model contains several.
+        RuntimeError: a hook is registered already.
+    """
+    ddp = _comm_hook.register_comm_hook(model, state, hook)
+    if ddp is not None and isinstance(state, Stateful):
+        accelerator.register_for_checkpointing(state)
+        if (prepare := getattr(state, "prepare_checkpoint", None)) is not None:
+            # Before the main process writes the model, which may take longer than `state_dict` waits for it.
+            accelerator.register_save_state_pre_hook(lambda *_: prepare())
+    return ddp
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) -> nn.Module:
@@ -33,7 +66,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
         ValueError: the model is wrapped in DistributedDataParallel already, or Accelerate is configured for FSDP,
             DeepSpeed or another kind of training without DistributedDataParallel.
     """
-    if find_ddp(model) is not None:
+    if _comm_hook.find_ddp(model) is not None:
         raise ValueError("The model is wrapped in DistributedDataParallel already. Pass the unwrapped model.")
     kind = accelerator.distributed_type
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):

@@ -57,7 +57,10 @@ class GradwireCallback(TrainerCallback):
             self._ddp = register_comm_hook(model, self._state, self._hook)
 
     def _save(self, folder: str) -> None:
-        saved = collect_state(self._state) if self._ddp is not None else {}
+        if self._ddp is None:
+            return
+        self._trainer.accelerator.wait_for_everyone()  # one rank has written model and optimizer meanwhile
+        saved = collect_state(self._state)
         if saved and self._trainer.args.should_save:
             torch.save(saved, Path(folder) / CHECKPOINT_NAME)
 

@@ -24,9 +24,9 @@ from training import (
     weights,
 )
 
-from gradwire.integrations import HookNotUsedWarning, register_comm_hook
+from gradwire import integrations
 from gradwire.integrations._comm_hook import find_ddp
-from gradwire.integrations.accelerate import prepare_model
+from gradwire.integrations.accelerate import prepare_model, register_comm_hook
 
 
 class Run:
@@ -42,9 +42,10 @@ class Run:
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.state, function = HOOKS[hook]()
-        register_comm_hook(self.model, self.state, function)
         if saves_state:
-            self.accelerator.register_for_checkpointing(self.state)
+            register_comm_hook(self.accelerator, self.model, self.state, function)
+        else:
+            integrations.register_comm_hook(self.model, self.state, function)
 
     def train(self, epochs=EPOCHS):
         for _ in range(epochs):
@@ -107,7 +108,7 @@ def wrap_twice():
     twice = accelerator.prepare(wrapped)
     return isinstance(twice.module, nn.parallel.DistributedDataParallel), [
         with_gradwires,
-        error_of(register_comm_hook, twice, *HOOKS["powersgd"]()),
+        error_of(register_comm_hook, accelerator, twice, *HOOKS["powersgd"]()),
     ]
 
 
@@ -133,9 +134,10 @@ def test_mixed_precision_and_accumulation_of_accelerate_are_kept(run_on_two_rank
         assert distance(ours, with_fp32) > 0.01
 
 
-def test_one_process_warns_that_the_hook_is_not_used():
+def test_one_process_warns_and_saves_no_state_of_the_hook(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = prepare_model(accelerator, Net())
     assert find_ddp(model) is None
-    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains no"):
-        assert register_comm_hook(model, *HOOKS["powersgd"]()) is None
+    with pytest.warns(integrations.HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains no"):
+        assert register_comm_hook(accelerator, model, *HOOKS["powersgd"]()) is None
+    accelerator.save_state(str(tmp_path))  # without the state of the hook
