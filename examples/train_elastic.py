@@ -26,8 +26,13 @@ def main(folder: Path, failing_step: int) -> None:
     """Train up to `STEPS`; rank 0 prints the loss."""
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if use_cuda else "gloo")
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    # torchrun keeps its store when it restarts the ranks: without a prefix they may find addresses of the last attempt.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(
+        "nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     torch.manual_seed(0)  # the same model on every rank
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device))
     state = QuantizationState(None, wire="int4")
@@ -41,13 +46,13 @@ def main(folder: Path, failing_step: int) -> None:
         parts = {"model": weights, "optimizer": moments, "hook": state}
         dcp.load(parts, checkpoint_id=saved[-1].parent)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    if dist.get_rank() == 0:
+    if rank == 0:
         print(f"attempt {attempt}: {dist.get_world_size()} ranks, start at step {state.iter}", flush=True)
 
     while state.iter < STEPS:
-        if attempt == 0 and state.iter == failing_step and dist.get_rank() == 1:
+        if attempt == 0 and state.iter == failing_step and rank == 1:
             sys.exit("rank 1 fails, to show a restart")
-        torch.manual_seed(state.iter * dist.get_world_size() + dist.get_rank())  # different data on every rank
+        torch.manual_seed(state.iter * dist.get_world_size() + rank)  # different data on every rank
         inputs = torch.randn(16, 64, device=device)
         loss = nn.functional.mse_loss(model(inputs), torch.sin(inputs.flip(1)))
         optimizer.zero_grad()
@@ -57,7 +62,7 @@ def main(folder: Path, failing_step: int) -> None:
             weights, moments = get_state_dict(model, optimizer)
             parts = {"model": weights, "optimizer": moments, "hook": state}
             dcp.save(parts, checkpoint_id=folder / str(state.iter))  # a collective call
-            if dist.get_rank() == 0:
+            if rank == 0:
                 print(f"step {state.iter}: loss {loss.item():.3f}, saved", flush=True)
     dist.destroy_process_group()
 
