@@ -23,9 +23,8 @@ STEPS = 150
 
 def main(path: Path) -> None:
     """Take `STEPS` more steps; rank 0 prints the loss."""
-    fabric = Fabric(
-        strategy=GradwireStrategy(), accelerator="gpu" if torch.cuda.device_count() >= 2 else "cpu", devices=2
-    )
+    accelerator = "gpu" if torch.cuda.device_count() >= 2 else "cpu"
+    fabric = Fabric(strategy=GradwireStrategy(), accelerator=accelerator, devices=2)
     fabric.launch()
     torch.manual_seed(0)  # the same model on every rank
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))

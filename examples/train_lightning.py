@@ -49,8 +49,9 @@ def main(folder: Path, epochs: int) -> None:
     inputs = torch.randn(2048, 64)
     loader = DataLoader(TensorDataset(inputs, torch.sin(inputs.flip(1))), batch_size=16, shuffle=True)
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+    strategy = GradwireStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
     trainer = Trainer(
-        strategy=GradwireStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook),
+        strategy=strategy,
         accelerator="gpu" if torch.cuda.device_count() >= 2 else "cpu",
         devices=2,
         max_epochs=epochs,

@@ -70,6 +70,19 @@ def test_fabric_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_p
         assert_equals_plain_run_and_resumes(hook, *runs)
 
 
+def hook_methods():
+    launched_by_torchrun()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy())
+    fabric.launch()
+    model, _ = fabric.setup(model := new_net(), optimizer_of(model))
+    return hasattr(model, "register_comm_hook")
+
+
+def test_fabrics_wrapper_does_not_pass_register_comm_hook_on(run_on_two_ranks):
+    """The reason for `register_comm_hook`, stated in docs/trainers.md."""
+    assert run_on_two_ranks(hook_methods) == [False, False]
+
+
 def test_one_process_warns_that_the_hook_is_not_used():
     model = Fabric(accelerator="cpu", devices=1).setup(new_net())
     with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this _FabricModule contains no"):
