@@ -2,11 +2,11 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels planner bench
+PACKAGES := api reducer hooks compress comm kernels planner integrations bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format docs test test-slow test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -54,6 +54,12 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m slow
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
+
+# Tests and examples of the trainers, with the real packages, which this installs into .venv. `make test` skips those
+# of packages that are absent.
+test-integrations: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" --config-settings editable_mode=strict
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 # Kernel tests with the oldest supported Triton, a dependency of PyTorch 2.11's GPU builds.
 test-triton36: install

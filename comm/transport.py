@@ -9,6 +9,7 @@ notebook:
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
@@ -191,6 +192,12 @@ class GroupTransport(Transport):
         Args:
             timeout: longest wait in seconds for the connections to close.
         """
+        if not threading.main_thread().is_alive():
+            # The interpreter exits: a thread that returned from C++ later would abort it. Never drop the group; the end
+            # of the process closes its connections.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._group = None
+            return
         group, self._group = [self._group], None
         thread = threading.Thread(target=group.clear, name="gradwire closes a group", daemon=True)
         thread.start()

@@ -117,17 +117,20 @@ class ScaledCastState(NamedState):
     def state_dict(self) -> dict[str, Any]:
         """Scales and counters as plain tensors, for ``torch.load(weights_only=True)``.
 
-        Scales are equal on all ranks and fit any world size; element counts are this rank's.
+        Scales are equal on all ranks and fit any world size; element counts are this rank's. Parameters without a scale
+        have entries too, so that `torch.distributed.checkpoint` can load into the state of a new run.
 
         Raises:
             RuntimeError: the parameters' names are not known.
         """
+        self._names.search()
         self._names.require("A checkpoint of a ScaledCastState")
         return self._entries()
 
     def _entries(self) -> dict[str, Any]:
-        names = sorted(self._exponents)
-        exponents = [self._exponents[name].cpu() for name in names]
+        first = torch.zeros(2, dtype=torch.int32)  # as in `bucket_scale`
+        names = sorted({*self._names.known(), *self._exponents})
+        exponents = [self._exponents.get(name, first).cpu() for name in names]
         return {
             "names": names,
             "exponents": torch.stack(exponents) if exponents else torch.zeros(0, 2, dtype=torch.int32),

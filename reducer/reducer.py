@@ -120,6 +120,7 @@ class Reducer(Exchange):
 
     # Phase 1: a forward, and the preparation of its backward.
 
+    @torch_internals.not_compiled
     def prepare_for_forward(self) -> None:
         """Count an iteration: the forward of a synchronised backward begins.
 
@@ -136,6 +137,7 @@ class Reducer(Exchange):
         """The module's own forward of a synchronised backward begins; it ends with `prepare_for_backward`."""
         self._forward_is_running = True
 
+    @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets in rank 0's order of ready gradients; returns whether that was done.
 
@@ -158,6 +160,7 @@ class Reducer(Exchange):
         self.has_rebuilt_buckets = True
         return True
 
+    @torch_internals.not_compiled
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -48,12 +49,15 @@ __all__ = [
     "gradient_node",
     "is_debugging",
     "is_future",
+    "not_compiled",
     "optimizer_hooks",
     "queue_callback",
     "tensors_in",
     "uses_python_reducer",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
 # Whether DDP takes ``forward_sync_buffers``, since PyTorch 2.13.
 HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -94,6 +98,14 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
     handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
     return handles
+
+
+def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, which torch.compile does not trace when it compiles what calls it.
+
+    Unlike ``torch.compiler.disable``, this does not import the compiler together with gradwire.
+    """
+    return _disable_dynamo(function)
 
 
 def tensors_in(output: object) -> list[Tensor]:

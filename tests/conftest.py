@@ -19,7 +19,9 @@ from pairwise import mark_surplus_cases
 MISSING = [
     name for name in ("hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer") if find_spec(name) is None
 ]
-collect_ignore_glob = ["test_*.py", "conformance", "distributed", "kernels", "planner"] if MISSING else []
+collect_ignore_glob = (
+    ["test_*.py", "conformance", "distributed", "integrations", "kernels", "planner"] if MISSING else []
+)
 
 
 def pytest_configure(config):

@@ -180,3 +180,18 @@ def test_picture_of_the_packages_is_the_import_rule():
     expected = {pair for above, below in itertools.pairwise(levels) for pair in itertools.product(above, below)}
     picture = re.search(r"```mermaid\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[1]
     assert set(re.findall(r"^\s*(\w+) --> (\w+)$", picture, re.MULTILINE)) == expected
+
+
+def test_code_on_the_trainers_page_is_that_of_the_examples():
+    """Every line of a Python block, and every command, stands in a program of examples/ that the tests run."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    known = {line.strip() for program in programs for line in program.splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = [line for block in blocks for line in block.splitlines() if line]
+    assert len(code) > 20
+    assert [line for line in code if line not in known] == []
+    commands = [line.split("#")[0].strip() for line in re.findall(r"^.*examples/.*\.py.*$", page, re.MULTILINE)]
+    commands = [command for command in commands if command.startswith(("python", "torchrun", "accelerate", "ACC"))]
+    assert len(commands) > 8
+    assert [command for command in commands if not any(command in program for program in programs)] == []

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HANG_LIMIT = 600  # seconds; ends what hangs, also on a busy machine
 
@@ -50,3 +52,24 @@ def test_train_int4_resumes_on_three_ranks_what_two_ranks_saved(tmp_path):
     assert list(losses) == [("2", 50), ("2", 100), ("2", 150), ("3", 200), ("3", 250), ("3", 300)]
     assert losses["3", 200] < losses["2", 100]
     assert losses["3", 300] < 0.5 * losses["2", 50]
+
+
+def test_train_elastic_resumes_after_a_failure_of_one_rank(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+    output = output_of(*launcher, str(EXAMPLES / "train_elastic.py"), str(tmp_path), "70")
+    assert re.findall(r"^attempt (\d): 2 ranks, start at step (\d+)$", output, re.MULTILINE) == [
+        ("0", "0"),
+        ("1", "50"),
+    ]
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+),", output, re.MULTILINE)}
+    assert list(losses) == [50, 100, 150]
+    assert losses[150] < losses[50]
+
+
+@pytest.mark.slow
+def test_train_mixed_precision_learns_with_a_compiled_model():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = output_of(*launcher, str(EXAMPLES / "train_mixed_precision.py"))
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+),", output, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]

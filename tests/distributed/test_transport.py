@@ -1,5 +1,7 @@
 """`GroupTransport`: how many sparse all-reduces are in flight, and what it counts."""
 
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -90,3 +92,28 @@ def test_many_sparse_gradients_are_averaged_over_many_steps(worlds):
     for _, gradients in results:
         for gradient in gradients:
             assert_same_bits(gradient, mean[:, None].expand(50, 8))
+
+
+class Group:
+    """A process group whose end is noticed."""
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 0
+
+
+@pytest.mark.parametrize("interpreter_exits", [False, True])
+def test_closed_transport_drops_its_group_unless_the_interpreter_exits(monkeypatch, interpreter_exits):
+    """A thread that returned from the group's destructor while the interpreter shuts down would abort the process."""
+    group = Group()
+    is_alive = weakref.ref(group)
+    transport = GroupTransport(group)
+    del group
+    if interpreter_exits:
+        monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    transport.close(timeout=60)
+    assert (is_alive() is not None) == interpreter_exits
+    with pytest.raises(RuntimeError, match="This transport is closed"):
+        _ = transport.group

@@ -1,0 +1,71 @@
+"""Train with 4-bit gradients under elastic torchrun: after a failure, all ranks resume from the last checkpoint.
+
+    torchrun --nproc-per-node 2 --max-restarts 1 examples/train_elastic.py checkpoints 70
+
+Rank 1 fails at step 70 of the first attempt. torchrun restarts both ranks, which resume from step 50. The checkpoint is
+one of `torch.distributed.checkpoint`. It loads on another number of ranks, too: torchrun may lose or gain a node.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from gradwire import DistributedDataParallel
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+
+STEPS, SAVE_EVERY = 150, 50
+
+
+def main(folder: Path, failing_step: int) -> None:
+    """Train up to `STEPS`; rank 0 prints the loss."""
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    # torchrun keeps its store when it restarts the ranks: without a prefix they may find addresses of the last attempt.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(
+        "nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
+    torch.manual_seed(0)  # the same model on every rank
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device))
+    state = QuantizationState(None, wire="int4")
+    model.register_comm_hook(state, quantization_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    # A checkpoint is complete once it has metadata.
+    saved = sorted(folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))
+    if saved:
+        weights, moments = get_state_dict(model, optimizer)
+        parts = {"model": weights, "optimizer": moments, "hook": state}
+        dcp.load(parts, checkpoint_id=saved[-1].parent)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    if rank == 0:
+        print(f"attempt {attempt}: {dist.get_world_size()} ranks, start at step {state.iter}", flush=True)
+
+    while state.iter < STEPS:
+        if attempt == 0 and state.iter == failing_step and rank == 1:
+            sys.exit("rank 1 fails, to show a restart")
+        torch.manual_seed(state.iter * dist.get_world_size() + rank)  # different data on every rank
+        inputs = torch.randn(16, 64, device=device)
+        loss = nn.functional.mse_loss(model(inputs), torch.sin(inputs.flip(1)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if state.iter % SAVE_EVERY == 0:
+            weights, moments = get_state_dict(model, optimizer)
+            parts = {"model": weights, "optimizer": moments, "hook": state}
+            dcp.save(parts, checkpoint_id=folder / str(state.iter))  # a collective call
+            if rank == 0:
+                print(f"step {state.iter}: loss {loss.item():.3f}, saved", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

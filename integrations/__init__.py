@@ -1,0 +1,9 @@
+"""gradwire in trainers: Lightning, Fabric, Accelerate, Hugging Face's Trainer, Ray Train.
+
+`register_comm_hook` finds the DistributedDataParallel that a trainer has made. The modules `lightning`, `fabric`,
+`accelerate` and `transformers` need the package of that name, and are not imported here. See docs/trainers.md.
+"""
+
+from gradwire.integrations._comm_hook import HookNotUsedWarning, register_comm_hook
+
+__all__ = ["HookNotUsedWarning", "register_comm_hook"]

@@ -1,0 +1,143 @@
+"""Hooks under Accelerate, on PyTorch's DistributedDataParallel and on gradwire's."""
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs the extra 'accelerate': make test-integrations")
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from training import (
+    EPOCHS,
+    HOOKS,
+    RESUME_TOLERANCE,
+    WRAPPERS,
+    Net,
+    assert_equals_plain_run_and_resumes,
+    distance,
+    launched_by_torchrun,
+    loss_of,
+    new_net,
+    optimizer_of,
+    plain_run,
+    rank_loader,
+    weights,
+)
+
+from gradwire import integrations
+from gradwire.integrations._comm_hook import find_ddp
+from gradwire.integrations.accelerate import prepare_model, register_comm_hook
+
+
+class Run:
+    """Training under an Accelerator of its own, which can be saved and loaded."""
+
+    def __init__(self, hook, wrapper, saves_state=True, **options):
+        self.accelerator = Accelerator(cpu=True, **options)
+        model = new_net()
+        optimizer = optimizer_of(model)
+        if wrapper == "gradwire":
+            self.model = prepare_model(self.accelerator, model)
+            self.optimizer = self.accelerator.prepare(optimizer)
+        else:
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.state, function = HOOKS[hook]()
+        if saves_state:
+            register_comm_hook(self.accelerator, self.model, self.state, function)
+        else:
+            integrations.register_comm_hook(self.model, self.state, function)
+
+    def train(self, epochs=EPOCHS):
+        for _ in range(epochs):
+            for batch in rank_loader(self.accelerator.process_index):
+                with self.accelerator.accumulate(self.model):
+                    self.optimizer.zero_grad()
+                    self.accelerator.backward(loss_of(self.model, batch))
+                    self.optimizer.step()
+        return weights(self.model)
+
+
+def train_and_resume(hook, wrapper, folder):
+    """Weights of the plain run, the whole run, the resumed run, and the run resumed without the hook's state."""
+    launched_by_torchrun()
+    whole = Run(hook, wrapper).train()
+    rest = []
+    for saves_state in (True, False):
+        half = Run(hook, wrapper, saves_state)
+        half.train(epochs=1)
+        half.accelerator.save_state(f"{folder}/{saves_state}")
+        half.accelerator.wait_for_everyone()
+        resumed = Run(hook, wrapper, saves_state)
+        resumed.accelerator.load_state(f"{folder}/{saves_state}")
+        rest.append(resumed.train(epochs=1))
+    return plain_run(hook), whole, *rest
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+def test_accelerate_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook, wrapper):
+    for runs in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
+        assert_equals_plain_run_and_resumes(hook, *runs)
+
+
+def train_with_hook_in_kwargs():
+    launched_by_torchrun()
+    _, hook = HOOKS["powersgd"]()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+    return len(accelerator.prepare(new_net())._comm_hooks)
+
+
+def test_hook_in_accelerates_ddp_kwargs_is_not_registered(run_on_two_ranks):
+    """The reason for `register_comm_hook`, stated in docs/trainers.md."""
+    assert run_on_two_ranks(train_with_hook_in_kwargs) == [0, 0]
+
+
+def error_of(action, *arguments):
+    try:
+        action(*arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def wrap_twice():
+    launched_by_torchrun()
+    accelerator = Accelerator(cpu=True)
+    wrapped = nn.parallel.DistributedDataParallel(new_net())
+    with_gradwires = error_of(prepare_model, accelerator, wrapped)
+    twice = accelerator.prepare(wrapped)
+    return isinstance(twice.module, nn.parallel.DistributedDataParallel), [
+        with_gradwires,
+        error_of(register_comm_hook, accelerator, twice, *HOOKS["powersgd"]()),
+    ]
+
+
+def test_model_that_accelerate_wraps_a_second_time_is_refused(run_on_two_ranks):
+    for is_twice, (prepared, registered) in run_on_two_ranks(wrap_twice):
+        assert is_twice
+        assert "is wrapped in DistributedDataParallel already. Pass the unwrapped model" in prepared
+        assert "twice, so its gradients are averaged twice. Pass the unwrapped model" in registered
+
+
+def train_on_both_classes(options):
+    launched_by_torchrun()
+    return [Run("powersgd", wrapper, **options).train() for wrapper in ("gradwire", "pytorch")]
+
+
+def test_mixed_precision_and_accumulation_of_accelerate_are_kept(run_on_two_ranks):
+    default, changed = (
+        run_on_two_ranks(train_on_both_classes, options=options)
+        for options in ({}, {"mixed_precision": "bf16", "gradient_accumulation_steps": 2})
+    )
+    for (ours, pytorchs), (with_fp32, _) in zip(changed, default, strict=True):
+        assert distance(ours, pytorchs) == 0
+        assert distance(ours, with_fp32) > 0.01
+
+
+def test_one_process_warns_and_saves_no_state_of_the_hook(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = prepare_model(accelerator, Net())
+    assert find_ddp(model) is None
+    with pytest.warns(integrations.HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains no"):
+        assert register_comm_hook(accelerator, model, *HOOKS["powersgd"]()) is None
+    accelerator.save_state(str(tmp_path))  # without the state of the hook

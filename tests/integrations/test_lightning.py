@@ -1,0 +1,122 @@
+"""`GradwireStrategy` under Lightning's Trainer."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-integrations")
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from training import (
+    EPOCHS,
+    HOOKS,
+    RESUME_TOLERANCE,
+    STEPS_PER_EPOCH,
+    WRAPPERS,
+    Net,
+    assert_equals_plain_run_and_resumes,
+    launched_by_torchrun,
+    loss_of,
+    new_net,
+    optimizer_of,
+    plain_run,
+    rank_loader,
+    weights,
+)
+
+from gradwire.hooks.default_hooks import fp16_compress_wrapper
+from gradwire.integrations.lightning import GradwireStrategy
+
+
+class Regression(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net().net
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, _):
+        return loss_of(self, batch)
+
+    def configure_optimizers(self):
+        return optimizer_of(self)
+
+
+def fit(rank, strategy, epochs=EPOCHS, resume_from=None):
+    """Train a new model; returns the trainer and the weights."""
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = new_net(Regression)
+    trainer.fit(model, rank_loader(rank), ckpt_path=resume_from)
+    return trainer, weights(model)
+
+
+def strategy_of(hook, wrapper="gradwire"):
+    state, function = HOOKS[hook]()
+    return GradwireStrategy(ddp_class=WRAPPERS[wrapper], ddp_comm_state=state, ddp_comm_hook=function)
+
+
+def train_and_resume(hook, wrapper, folder):
+    """(plain run, whole run, resumed run, run resumed without the hook's state), and warnings of the last."""
+    rank = launched_by_torchrun()
+    path = f"{folder}/checkpoint.ckpt"
+    _, whole = fit(rank, strategy_of(hook, wrapper))
+    trainer, _ = fit(rank, strategy_of(hook, wrapper), epochs=1)
+    trainer.save_checkpoint(path)
+    _, resumed = fit(rank, strategy_of(hook, wrapper), resume_from=path)
+
+    trainer.strategy._ddp_comm_state = None  # as Lightning's own strategy
+    trainer.save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, forgetful = fit(rank, strategy_of(hook, wrapper), resume_from=path)
+    return plain_run(hook), whole, resumed, forgetful, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+def test_lightning_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook, wrapper):
+    for *runs, messages in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
+        assert_equals_plain_run_and_resumes(hook, *runs)
+        assert any("holds no state of a communication hook" in message for message in messages)
+
+
+def train_with_lightnings_strategy():
+    rank = launched_by_torchrun()
+    state, hook = HOOKS["powersgd"]()
+    fit(rank, DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook))
+    return state.iter
+
+
+def test_lightnings_own_strategy_registers_no_hook_on_cpu(run_on_two_ranks):
+    """The reason for `GradwireStrategy`, stated in docs/trainers.md."""
+    assert run_on_two_ranks(train_with_lightnings_strategy) == [0, 0]
+
+
+def train_with_wrapped_hook_and_options():
+    rank = launched_by_torchrun()
+    state, hook = HOOKS["powersgd"]()
+    strategy = GradwireStrategy(
+        ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=fp16_compress_wrapper, bucket_cap_mb=1
+    )
+    wrappers = []
+    setup = strategy._setup_model
+    strategy._setup_model = lambda model: wrappers.append(setup(model)) or wrappers[-1]
+    fit(rank, strategy, epochs=1)
+    (ddp,) = wrappers
+    return state.iter, ddp.bucket_bytes_cap, [hook.__name__ for hook, _ in ddp._comm_hooks]
+
+
+def test_options_of_ddp_and_wrapper_of_the_hook_arrive(run_on_two_ranks):
+    for steps, cap, hooks in run_on_two_ranks(train_with_wrapped_hook_and_options):
+        assert (steps, cap) == (STEPS_PER_EPOCH, 2**20)
+        assert hooks == ["fp16_compress_wrapper_hook"]
+
+
+def test_strategy_without_hook_needs_no_state():
+    strategy = GradwireStrategy(find_unused_parameters=True)
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}

@@ -1,0 +1,140 @@
+"""Hooks in PyTorch's own training tools: gradient scaler, torch.compile, distributed checkpoints, several DDPs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from training import (
+    EPOCHS,
+    HOOKS,
+    RESUME_TOLERANCE,
+    WRAPPERS,
+    assert_equals_plain_run_and_resumes,
+    distance,
+    loss_of,
+    new_net,
+    optimizer_of,
+    plain_run,
+    rank_loader,
+    weights,
+)
+from worker import join_group
+
+from gradwire.integrations import register_comm_hook
+
+
+class Run:
+    """Training without a trainer, which can be saved and loaded.
+
+    Args:
+        hook: of `HOOKS`.
+        wrapper: of `WRAPPERS`.
+        compiles: "inside" to compile the module that is wrapped, "around" to compile the wrapper.
+        scaler: scales the loss, if given.
+    """
+
+    def __init__(self, hook, wrapper, compiles="", scaler=None):
+        torch._dynamo.reset()
+        model = new_net()
+        inner = torch.compile(model, backend="aot_eager") if compiles == "inside" else model
+        self.ddp = WRAPPERS[wrapper](inner)
+        self.model = torch.compile(self.ddp, backend="aot_eager") if compiles == "around" else self.ddp
+        self.state, function = HOOKS[hook]()
+        assert register_comm_hook(self.model, self.state, function) is self.ddp
+        self.optimizer = optimizer_of(self.ddp)
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.skipped = 0
+
+    def train(self, epochs=EPOCHS, spoil=lambda batch, step: batch):
+        for step, batch in enumerate([*rank_loader(dist.get_rank())] * epochs):
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss_of(self.model, spoil(batch, step))).backward()
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.skipped += self.scaler.get_scale() < scale
+        return weights(self.ddp)
+
+    def save(self, folder):
+        model, optimizer = get_state_dict(self.ddp, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer, "hook": self.state}, checkpoint_id=folder)
+
+    def load(self, folder, with_state=True):
+        model, optimizer = get_state_dict(self.ddp, self.optimizer)
+        parts = {"model": model, "optimizer": optimizer} | ({"hook": self.state} if with_state else {})
+        dcp.load(parts, checkpoint_id=folder)
+        set_state_dict(self.ddp, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+def distributed_checkpoint(hook, wrapper, folder):
+    join_group()
+    whole = Run(hook, wrapper).train()
+    half = Run(hook, wrapper)
+    half.train(epochs=1)
+    half.save(folder)
+    resumed, forgetful = Run(hook, wrapper), Run(hook, wrapper)
+    resumed.load(folder)
+    forgetful.load(folder, with_state=False)
+    return plain_run(hook), whole, resumed.train(epochs=1), forgetful.train(epochs=1)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+def test_distributed_checkpoint_resumes_like_uninterrupted_run(run_on_two_ranks, tmp_path, hook, wrapper):
+    for runs in run_on_two_ranks(distributed_checkpoint, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
+        assert_equals_plain_run_and_resumes(hook, *runs)
+
+
+def compiled_runs(hook, wrapper, folder):
+    join_group()
+    around, inside, plain = (Run(hook, wrapper, compiles) for compiles in ("around", "inside", ""))
+    # The first of them finds no connections, and rebuilds the buckets in code that is being compiled.
+    compiled = [around.train(), inside.train()]
+    inside.save(folder)
+    around.load(folder)  # the state of the hook has the names of the model that was not compiled
+    return plain.train(), *compiled
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_compiled_model_trains_like_the_model_itself(run_on_two_ranks, tmp_path, wrapper):
+    for plain, *compiled in run_on_two_ranks(compiled_runs, hook="powersgd", wrapper=wrapper, folder=str(tmp_path)):
+        for run in compiled:
+            assert distance(run, plain) < 1e-6
+
+
+def overflow_on_rank_1(batch, step):
+    """inf in the gradients of one rank, in the fourth step."""
+    inputs, targets = batch
+    return inputs * (torch.inf if step == 3 and dist.get_rank() == 1 else 1), targets
+
+
+def scaled_runs(hook, wrapper):
+    join_group()
+    plain = Run(hook, wrapper).train()
+    scaled = Run(hook, wrapper, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10)).train()
+    run = Run(hook, wrapper, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    return plain, scaled, run.train(spoil=overflow_on_rank_1), run.skipped
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+def test_gradient_scaler_keeps_the_run_and_skips_a_step_on_all_ranks(run_on_two_ranks, hook, wrapper):
+    ranks = run_on_two_ranks(scaled_runs, hook=hook, wrapper=wrapper)
+    for plain, scaled, after_overflow, skipped in ranks:
+        assert distance(scaled, plain) < 1e-5
+        assert skipped == 1
+        assert all(weight.isfinite().all() for weight in after_overflow.values())
+        assert distance(after_overflow, ranks[0][2]) == 0
+
+
+def models_with_several_ddps():
+    join_group()
+    pair = nn.ModuleList(nn.parallel.DistributedDataParallel(new_net()) for _ in range(2))
+    with pytest.raises(ValueError, match="contains 2 DistributedDataParallel modules; expected one"):
+        register_comm_hook(pair, *HOOKS["powersgd"]())
+
+
+def test_model_with_several_ddps_is_refused(run_on_two_ranks):
+    run_on_two_ranks(models_with_several_ddps)
