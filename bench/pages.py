@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.bench import (
-    advise,
     choice,
     compiled,
     converge,
@@ -34,7 +33,6 @@ PAGES = (
     "docs/quantization.md",
     "docs/telemetry.md",
     "docs/compiled-kernels.md",
-    "docs/advise.md",
 )
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by the name of their file
@@ -53,7 +51,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "telemetry": (("telemetry",), telemetry.tables),
     "wires": (("converge_text", "rounding"), wires.tables),
     "compiled": (("compiled",), compiled.tables),
-    "advise": (("advise",), advise.tables),
 }
 
 
