@@ -10,16 +10,20 @@ import pytest
 import triton
 from ahead_of_time import TARGETS
 
+# Of all drivers: a kernel stays bound to the driver that it was compiled for.
+_launches = []
+
 
 class EmptyDriver:
     """Stands in for Triton's driver.
 
     Attributes:
-        launches: the grid, the compiled kernel and the arguments of every launch.
+        launches: the grid, the compiled kernel and the arguments of every launch since the driver was made.
     """
 
     def __init__(self):
-        self.launches = []
+        _launches.clear()
+        self.launches = _launches
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
             load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),
