@@ -81,6 +81,22 @@ def inspect(compiled: Compiled) -> Binary:
     )
 
 
+# Of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 8.0, 9.0 and 10.0;
+# Blackwell Tuning Guide, "Occupancy". Registers are allocated to a warp in units of 256, 8 for each thread.
+REGISTERS, REGISTER_UNIT, WARP = 65536, 8, 32
+RESIDENT_WARPS, RESIDENT_PROGRAMS = 64, 32
+SHARED_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
+RESERVED_BYTES = 1024  # of shared memory, by the system, for each program
+
+
+def resident_programs(binary: Binary, compiled: Compiled) -> int:
+    """How many programs of a kernel a multiprocessor of an NVIDIA GPU holds at once."""
+    warps = -(-compiled.threads // WARP)
+    registers = -(-binary.registers // REGISTER_UNIT) * REGISTER_UNIT * WARP * warps
+    shared = 1024 * SHARED_KIB[compiled.target] // (binary.shared + RESERVED_BYTES)
+    return min(REGISTERS // registers, RESIDENT_WARPS // warps, RESIDENT_PROGRAMS, shared)
+
+
 class _Line(NamedTuple):
     """An instruction.
 

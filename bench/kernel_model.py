@@ -4,15 +4,21 @@
 
 Bytes are those that the functions beside the kernels state. Launches are recorded from the public functions on buckets
 without memory. Instructions are those of the kernels compiled for the GPU, where the number of elements of a program is
-fixed: others count as none. The model knows neither latency, nor caches, nor partial waves of programs: a prediction to
-hold against a measurement.
+fixed: others count as none. The model knows neither latency nor caches: a prediction to hold against a measurement.
+
+A *wave* is as many programs as the GPU holds at once. The time above assumes that multiprocessors never wait for work.
+A second time is for programs that all begin and end together, so that a partial wave takes as long as a whole one:
+
+    time in whole waves = launches * LAUNCH_S + max(...) * (sum of the waves, rounded up) / (sum of the waves)
+
+A GPU begins a program when another ends, so the truth lies between the two.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,6 +41,8 @@ LAUNCH_S = 2e-6
 MODELLED_US = "modelled time (us)"
 BYTES_US = "modelled for bytes (us)"
 INSTRUCTIONS_US = "modelled for instructions (us)"
+WHOLE_WAVES_US = "modelled time in whole waves (us)"
+WAVES = "waves, modelled"
 LAUNCHES_US = "modelled for launches (us)"
 UNCOUNTED = "launches without a count of instructions"
 
@@ -68,11 +76,15 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    # NVIDIA A100 80GB SXM data sheet: 2,039 GB/s; NVIDIA A100 architecture white paper: 108 SMs, 1,410 MHz.
-    "a100": Gpu("A100 80GB", "sm_80", 2.0e12, "specified", 108, 1.41e9),
-    # 4.3 TB/s of a copy (the data sheet has 4.8). 132 SMs; 1.98 GHz, at which the copy is 16.5 B per clock and SM.
+    # NVIDIA A100 80GB SXM data sheet: 2,039 GB/s. NVIDIA A100 architecture white paper: 108 SMs, 1,410 MHz.
+    "a100": Gpu("A100 80GB", "sm_80", 2.039e12, "specified", 108, 1.41e9),
+    # NVIDIA H100 SXM data sheet: 3.35 TB/s. NVIDIA H100 architecture white paper: 132 SMs, up to 1.98 GHz.
+    "h100": Gpu("H100", "sm_90", 3.35e12, "specified", 132, 1.98e9),
+    # 4.3 TB/s of a copy (the data sheet has 4.8). The chip is the H100's: at 1.98 GHz,
+    # the copy is 16.5 B per clock and SM.
     "h200": Gpu("H200", "sm_90", 4.3e12, "measured for a copy", 132, 1.98e9),
-    # NVIDIA DGX B200 data sheet: 64 TB/s for 8 GPUs. 148 SMs and 1.965 GHz, as its driver reports them.
+    # NVIDIA DGX B200 data sheet: 64 TB/s for 8 GPUs. Two dies of 74 SMs: chipsandcheese.com, "Nvidia's B200: Keeping
+    # the CUDA Juggernaut Rolling". 1.965 GHz, as its driver reports.
     "b200": Gpu("B200", "sm_100", 8.0e12, "specified", 148, 1.965e9),
 }
 
@@ -85,7 +97,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measur
         sizes_mib: sizes at which a bucket is full.
         gpu: a name in `GPUS`.
     """
-    counter = InstructionCounter(GPUS[gpu].target)
+    counter = ProgramCounter(GPUS[gpu].target)
     records: list[Record] = []
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task(f"model of {gpu}", total=len(models) * len(sizes_mib) * len(MAKERS))
@@ -113,44 +125,70 @@ def recorded_case(make: object, shapes: Sequence[Sequence[tuple[int, ...]]]) -> 
     return case, [recorded_launches(lambda i=i: ours(i)) for i in range(len(case.nbytes))]  # type: ignore[misc]
 
 
-class InstructionCounter:
-    """Instructions of launches on one target. Compiles every variant of a kernel once."""
+class Programs(NamedTuple):
+    """The programs of a launch.
+
+    Attributes:
+        instructions: of all warps; None if the number of elements of a program is not fixed.
+        number: of programs.
+        resident: how many a multiprocessor holds at once.
+    """
+
+    instructions: float | None
+    number: int
+    resident: int
+
+
+class ProgramCounter:
+    """Counts programs of launches on one target, and their instructions. Compiles every variant of a kernel once."""
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._of_program: dict[object, float | None] = {}
+        self._of_program: dict[object, tuple[float | None, int]] = {}
 
-    def __call__(self, launch: Launch) -> float | None:
-        """Instructions of all warps; None if the number of elements of a program is not fixed."""
+    def __call__(self, launch: Launch) -> Programs:
+        """The programs of a launch."""
         from gradwire.bench.ahead_of_time import compile_launch, variant
-        from gradwire.bench.assembly import inspect
+        from gradwire.bench.assembly import inspect, resident_programs
 
         key = (launch.name, variant(launch, self.target))
         if key not in self._of_program:
-            binary = inspect(compile_launch(launch, self.target))
+            compiled = compile_launch(launch, self.target)
+            binary = inspect(compiled)
             per_element, elements = binary.instructions_per_element, binary.program_elements
             is_known = per_element is not None and elements is not None
-            self._of_program[key] = per_element * elements / WARP if is_known else None  # type: ignore[operator]
-        of_program = self._of_program[key]
-        return None if of_program is None else prod(launch.grid) * of_program
+            instructions = per_element * elements / WARP if is_known else None  # type: ignore[operator]
+            self._of_program[key] = instructions, resident_programs(binary, compiled)
+        of_program, resident = self._of_program[key]
+        number = math.prod(launch.grid)
+        return Programs(None if of_program is None else number * of_program, number, resident)
 
 
 def modelled(
-    nbytes: Sequence[int], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: InstructionCounter
+    nbytes: Sequence[int], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: ProgramCounter
 ) -> dict[str, float]:
     """The modelled times of a case and what they are made of, as means over its buckets."""
-    counts = [counter(launch) for of_bucket in launches for launch in of_bucket]
-    n_buckets = len(nbytes)
-    times = {
-        LAUNCHES_US: len(counts) * LAUNCH_S,
-        BYTES_US: sum(nbytes) / gpu.bandwidth,
-        INSTRUCTIONS_US: sum(count for count in counts if count is not None) / gpu.issue_rate,
-    }
-    times[MODELLED_US] = times[LAUNCHES_US] + max(times[BYTES_US], times[INSTRUCTIONS_US])
-    numbers = {metric: round(1e6 * seconds / n_buckets, 3) for metric, seconds in times.items()}
-    return numbers | {
-        LAUNCHES: round(len(counts) / n_buckets, 2),
-        UNCOUNTED: round(sum(count is None for count in counts) / n_buckets, 2),
+    of_buckets = [[counter(launch) for launch in of_bucket] for of_bucket in launches]
+    each = [_modelled_bucket(size, programs, gpu) for size, programs in zip(nbytes, of_buckets, strict=True)]
+    return {metric: round(sum(numbers[metric] for numbers in each) / len(each), 3) for metric in each[0]}
+
+
+def _modelled_bucket(nbytes: int, launches: Sequence[Programs], gpu: Gpu) -> dict[str, float]:
+    """`modelled` for one bucket."""
+    known = [each.instructions for each in launches if each.instructions is not None]
+    for_launches = 1e6 * len(launches) * LAUNCH_S
+    for_bytes, for_instructions = 1e6 * nbytes / gpu.bandwidth, 1e6 * sum(known) / gpu.issue_rate
+    waves = [each.number / (each.resident * gpu.multiprocessors) for each in launches]
+    busy = max(for_bytes, for_instructions)
+    return {
+        LAUNCHES_US: for_launches,
+        BYTES_US: for_bytes,
+        INSTRUCTIONS_US: for_instructions,
+        MODELLED_US: for_launches + busy,
+        WHOLE_WAVES_US: for_launches + busy * sum(map(math.ceil, waves)) / sum(waves),
+        WAVES: sum(waves),
+        LAUNCHES: len(launches),
+        UNCOUNTED: len(launches) - len(known),
     }
 
 
@@ -158,8 +196,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     """A table per kernel: the modelled time and its parts."""
     gpu = GPUS[records[0].provenance["settings"]["modelled_gpu"]]
     names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}
-    metrics = (LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELLED_US)
-    columns = [(metric.replace("modelled for", "for"), value(metric)) for metric in metrics]
+    metrics = (LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELLED_US, WAVES, WHOLE_WAVES_US)
+    columns = [(_column(metric), value(metric)) for metric in metrics]
     groups = groups_of(records, "kernel")
     return [
         pivot(
@@ -173,6 +211,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
     ]
 
 
+def _column(metric: str) -> str:
+    return metric.replace("modelled for", "for").replace("modelled time in", "in").replace(", modelled", "")
+
+
 def _notes(gpu: Gpu) -> list[str]:
     return [
         "modelled, not measured: time for launches plus the larger of the times for bytes and for instructions",
@@ -181,4 +223,6 @@ def _notes(gpu: Gpu) -> list[str]:
         f"{gpu.source}",
         f"instructions: of the kernels compiled for {gpu.target}, at {format_number(1e-12 * gpu.issue_rate)} Tinstr/s; "
         "kernels whose programs handle a varying number of elements count as none",
+        f"waves: of as many programs as {gpu.multiprocessors} multiprocessors hold, of all launches",
+        "in whole waves: the time if a partial wave took as long as a whole one",
     ]

@@ -138,7 +138,7 @@ class BlockTable:
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
         """The packed int64 table on the device, with the addresses of ``tensors``, which must fit."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = list(map(Tensor.data_ptr, tensors))
         if self._packed is None:
             rows = (addresses, self.lengths, self.first_blocks, self.keys, self.segments.chunks())
             self._packed = Upload([number for row in rows for number in row], self.device)

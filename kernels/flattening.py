@@ -33,7 +33,7 @@ from gradwire.kernels.dtypes import (
 )
 from gradwire.kernels.flattening_cpu import flatten_cpu, unflatten_cpu
 from gradwire.kernels.language import jit, kernel, tl
-from gradwire.kernels.segment_table import CHUNK_NUMEL, SegmentTable, load_chunk, memory_order
+from gradwire.kernels.segment_table import CHUNK_NUMEL, Fitting, SegmentTable, load_chunk, memory_order
 
 NUM_WARPS = 8
 
@@ -303,7 +303,9 @@ def flatten(
         ValueError: the tensors or ``out`` do not fit the table, or ``out`` has another dtype than those named.
     """
     _check_wire_dtype(out)
-    table = table or SegmentTable(tensors)
+    if table is None:
+        table = SegmentTable(tensors)
+        tensors = Fitting(tensors, table)
     table.check(tensors, out)
     if table.numel == 0:
         return out
@@ -340,7 +342,9 @@ def unflatten(
         ValueError: the tensors or ``wire`` do not fit the table, or ``wire`` has another dtype than those named.
     """
     _check_wire_dtype(wire)
-    table = table or SegmentTable(tensors)
+    if table is None:
+        table = SegmentTable(tensors)
+        tensors = Fitting(tensors, table)
     table.check(tensors, wire)
     if table.numel == 0:
         return

@@ -1,6 +1,7 @@
 """`gradwire bench kernels`: shape tables, arithmetic, checks, the model, tables, and runs of the command."""
 
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,13 +144,13 @@ def test_unknown_model_or_size_is_refused(option):
 
 
 class Counter:
-    """Stands in for `InstructionCounter`: counts of launches by their names."""
+    """Stands in for `ProgramCounter`: instructions of launches, by their names; each has 25 programs, 2 at a time."""
 
     def __init__(self, **counts):
         self.counts = counts
 
     def __call__(self, launch):
-        return self.counts[launch]
+        return kernel_model.Programs(self.counts[launch], 25, 2)
 
 
 GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multiprocessors=10, clock_hz=1e6)
@@ -170,6 +171,8 @@ def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instruction
         kernel_model.BYTES_US: 1000.0,
         kernel_model.INSTRUCTIONS_US: for_instructions,
         kernel_model.MODELLED_US: expected,
+        kernel_model.WAVES: 2 * 25 / 20,
+        kernel_model.WHOLE_WAVES_US: 4 + (expected - 4) * 4 / 2.5,
         LAUNCHES: 2,
         kernel_model.UNCOUNTED: list(counts.values()).count(None),
     }
@@ -178,6 +181,26 @@ def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instruction
 def test_modelled_time_is_mean_over_buckets():
     numbers = kernel_model.modelled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
     assert (numbers[LAUNCHES], numbers[kernel_model.MODELLED_US]) == (1.5, 3 + 2000)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "registers, threads, shared, target, expected",
+    [
+        (64, 256, 0, "sm_90", 4),  # by registers
+        (57, 128, 0, "sm_90", 8),  # a thread's registers are rounded up to a multiple of 8
+        (16, 256, 0, "sm_90", 8),  # by warps
+        (16, 32, 0, "sm_90", 32),  # by programs
+        (32, 128, 40 << 10, "sm_80", 4),  # by shared memory, of which each program takes 1 KiB more
+        (32, 128, 40 << 10, "sm_100", 5),
+    ],
+)
+def test_resident_programs_follow_from_the_scarcest_resource(registers, threads, shared, target, expected):
+    from gradwire.bench import assembly
+
+    binary = assembly.Binary(registers, 0, shared, 0, 0, 0)
+    compiled = SimpleNamespace(threads=threads, target=target)
+    assert assembly.resident_programs(binary, compiled) == expected
 
 
 @pytest.mark.parametrize("name", kernel_model.GPUS)
@@ -214,8 +237,10 @@ def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypa
     compiled, compile_launch = [], ahead_of_time.compile_launch
     monkeypatch.setattr(ahead_of_time, "compile_launch", lambda *of: compiled.append(of) or compile_launch(*of))
     _, ((launch,),) = kernel_model.recorded_case(MAKERS[0], [[(4096,), (8192,)]])
-    counter = kernel_model.InstructionCounter("sm_90")
-    assert counter(launch._replace(grid=(6,))) == 2 * counter(launch) > 3 * 4096 / kernel_model.WARP
+    counter = kernel_model.ProgramCounter("sm_90")
+    three, six = counter(launch), counter(launch._replace(grid=(6,)))
+    assert six == (2 * three.instructions, 6, three.resident)
+    assert three.instructions > 3 * 4096 / kernel_model.WARP
     assert len(compiled) == 1
 
 

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from itertools import product
 
 import pytest
@@ -147,11 +149,95 @@ MISFITS = {
 }
 
 
+def checked_table(tensors):
+    """A table that has checked a list before, and so compares later ones in C++ first."""
+    table = SegmentTable(tensors)
+    table.check_tensors(tensors)
+    return table
+
+
+@pytest.mark.parametrize("make", [SegmentTable, checked_table])
 @pytest.mark.parametrize("tensors, message", MISFITS.values(), ids=MISFITS)
-def test_misfitting_tensors_raise(tensors, message):
-    table = SegmentTable([other()])
+def test_misfitting_tensors_raise(tensors, message, make):
+    table = make([other()])
     with pytest.raises(ValueError, match=message):
         table.check(tensors, torch.empty(12))
+
+
+@pytest.mark.parametrize("make", [SegmentTable, checked_table])
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+def test_lazy_view_in_place_of_a_tensor_raises(lazy, make):
+    table = make([torch.ones(3, dtype=torch.complex64)])
+    with pytest.raises(ValueError, match=r"Tensor 0 is a lazy .* resolve_conj\(\)"):
+        table.check_tensors([lazy(torch.ones(3, dtype=torch.complex64))])
+
+
+# Tensors with the memory of ``tensor``. The first three fit wherever ``tensor`` does.
+REPLACEMENTS = {
+    "alias": lambda tensor: tensor.detach(),
+    "parameter": torch.nn.Parameter,
+    "gradient of a graph": lambda tensor: tensor.detach().requires_grad_(),
+    "reversed dimensions": lambda tensor: tensor.permute(*reversed(range(tensor.dim()))),
+    "one dimension": lambda tensor: tensor.as_strided((tensor.numel(),), (1,)),
+    "extra dimension": lambda tensor: tensor.unsqueeze(0),
+    "first half": lambda tensor: tensor.as_strided((tensor.numel() // 2,), (1,)),
+    "every second": lambda tensor: tensor.as_strided((tensor.numel() // 2,), (2,)),
+    "repeated": lambda tensor: tensor.as_strided(tensor.shape, [0] * tensor.dim()),
+    "other dtype": lambda tensor: tensor.view(torch.int32),
+    "half precision": lambda tensor: tensor.half(),
+    "other device": lambda tensor: tensor.to("meta"),
+}
+
+
+def refusal(table, tensors):
+    try:
+        table.check_tensors(tensors)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@PROPERTY
+@given(case=cases(), kind=st.sampled_from(sorted(REPLACEMENTS)), index=st.integers(0, 100))
+def test_table_that_has_checked_a_list_refuses_what_a_new_one_refuses(case, kind, index):
+    tensors = case.views(case.sources(torch.float32, "cpu"))
+    new, table = SegmentTable(tensors), checked_table(tensors)
+    assert refusal(table, tensors) is None
+    at = index % len(tensors)
+    replaced = [*tensors[:at], REPLACEMENTS[kind](tensors[at]), *tensors[at + 1 :]]
+    expected = refusal(new, replaced)
+    assert refusal(table, replaced) == expected
+    if kind in list(REPLACEMENTS)[:3]:
+        assert expected is None
+    if kind in list(REPLACEMENTS)[-3:]:
+        assert expected is not None
+
+
+CHANGES = {
+    "transposed": (lambda tensor: tensor.t_(), "shape|Tensor 0 is"),
+    "resized": (lambda tensor: tensor.resize_(2, 3), r"\(2, 3\)"),
+    "other data": (lambda tensor: setattr(tensor, "data", torch.zeros(5)), r"\(5,\)"),
+    "other strides": (lambda tensor: tensor.as_strided_((4, 3), (1, 4)), "strides"),
+    "other dtype": (lambda tensor: setattr(tensor, "data", tensor.data.half()), r"torch\.float16"),
+}
+
+
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+def test_tensor_that_changed_in_place_raises(change, message):
+    tensor = other()
+    table = checked_table([tensor])
+    change(tensor)
+    with pytest.raises(ValueError, match=message):
+        table.check_tensors([tensor])
+
+
+def test_checked_tensors_are_not_kept_alive():
+    tensor = other()
+    table, alive = checked_table([tensor]), weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert alive() is None
+    table.check_tensors([other()])
 
 
 def test_other_dtype_at_same_address_raises():
