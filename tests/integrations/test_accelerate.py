@@ -6,8 +6,7 @@ pytest.importorskip("accelerate", reason="needs the extra 'accelerate': make tes
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
-from training import (
+from regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,
@@ -23,6 +22,7 @@ from training import (
     rank_loader,
     weights,
 )
+from torch import nn
 
 from gradwire import integrations
 from gradwire.integrations._comm_hook import find_ddp

@@ -6,7 +6,7 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 
 from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from training import (
+from regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,

@@ -8,7 +8,7 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from training import (
+from regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,

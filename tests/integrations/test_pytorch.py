@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from training import (
+from regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,
@@ -20,6 +18,8 @@ from training import (
     rank_loader,
     weights,
 )
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from worker import join_group
 
 from gradwire.integrations import register_comm_hook

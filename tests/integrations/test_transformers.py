@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra 'transformers': make test-integrations")
 
-from torch import nn
-from training import (
+from regression_task import (
     BATCH_SIZE,
     EPOCHS,
     HOOKS,
@@ -25,6 +24,7 @@ from training import (
     plain_run,
     weights,
 )
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from gradwire.integrations import HookNotUsedWarning
