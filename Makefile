@@ -6,7 +6,7 @@ PACKAGES := api reducer hooks compress comm kernels planner integrations bench
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
-.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-auto bench-converge bench gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -112,6 +112,10 @@ bench-network: install
 bench-advise: install
 	$(BIN)/gradwire bench advise
 
+# The choice of auto_hook beside its candidates: needs root.
+bench-auto: install
+	$(BIN)/gradwire bench auto
+
 # Time to a target loss between two network namespaces: needs root.
 bench-converge: install
 	$(BIN)/gradwire bench converge
@@ -128,6 +132,7 @@ bench: install
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
 	$(BIN)/gradwire bench advise --output bench/results/advise.jsonl
+	$(BIN)/gradwire bench auto --output bench/results/auto.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
 	$(BIN)/gradwire bench report

@@ -8,7 +8,7 @@ turns, in another order in each round. `measure` starts the ranks; each runs `ma
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,11 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.progress import track
-from torch import nn
 
-from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.jobs import JOBS
+from gradwire.bench.jobs import JOBS, Training
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, unique
@@ -28,7 +26,6 @@ from gradwire.bench.tables import Table, count, find, format_number, format_rate
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.advice import Advice, advise
 from gradwire.planner.hook_registry import HOOKS, display_name
-from gradwire.planner.jobs import Job
 from gradwire.planner.probe import PLAIN
 from gradwire.planner.probe import measure as measure_job
 
@@ -73,9 +70,9 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """Predict and time steps of one model as one rank; returns the records."""
     model, records = settings["model"], []
     build = JOBS[model]
-    trainings = [_Training(build(device), hook) for hook in unique((PLAIN, *settings["hooks"]))]
+    trainings = {hook: Training(build(device), HOOKS[hook].make) for hook in unique((PLAIN, *settings["hooks"]))}
     for _ in range(_WARM_UP):  # on an unlimited link
-        for training in trainings:
+        for training in trainings.values():
             training.step()
     for name in settings["rates"]:
         rate = link_named(name)
@@ -84,61 +81,32 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         started = time.monotonic()
         advice = advise(measure_job(build, settings["hooks"], device))
         seconds = time.monotonic() - started
-        for training in trainings:
+        for training in trainings.values():
             training.seconds = []
         rounds = range(settings["rounds"])
         for turn in track(rounds, description=f"{model}, {name:<12}", disable=dist.get_rank() != 0):
-            for training in in_turn(trainings, turn):
+            for training in in_turn(list(trainings.values()), turn):
                 training.step()  # warms the caches
                 training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
-        for training in trainings:
-            training.seconds = slowest(training.seconds)
-        records += _records(model, name, settings["hosts"], advice, trainings, seconds)
+        times = {hook: slowest(training.seconds) for hook, training in trainings.items()}
+        records += _records(model, name, settings["hosts"], advice, times, seconds)
     return records
 
 
-class _Training:
-    """A model in gradwire's DDP, with a hook.
-
-    Attributes:
-        hook: its name.
-        seconds: of the timed steps.
-    """
-
-    def __init__(self, job: Job, hook: str) -> None:
-        self.hook = hook
-        self.seconds: list[float] = []
-        self._loss = job.loss
-        group = dist.new_group()  # hooks of one group share their wire memory
-        self._ddp: nn.Module = DistributedDataParallel(job.model, process_group=group)
-        registration = HOOKS[hook].make(group, 2)
-        if registration is not None:
-            self._ddp.register_comm_hook(*registration)
-
-    def step(self) -> float:
-        """Seconds of a forward and a backward, until every gradient is final; all ranks begin together."""
-        self._ddp.zero_grad(set_to_none=True)
-        dist.barrier()
-        start = time.perf_counter()
-        self._loss(self._ddp).backward()
-        return time.perf_counter() - start
-
-
 def _records(
-    model: str, rate: str, hosts: int, advice: Advice, trainings: Sequence[_Training], seconds: float
+    model: str, rate: str, hosts: int, advice: Advice, times: Mapping[str, Sequence[float]], seconds: float
 ) -> list[Record]:
     predicted = {each.hook: each for each in advice.predictions}
     records = []
-    for training in trainings:
-        case = {"model": model, "rate": rate, "hook": training.hook}
+    for hook, of_steps in times.items():
+        case = {"model": model, "rate": rate, "hook": hook}
         of_hook = partial(Record, bench="advise", case=case, ranks=hosts, metric=STEP_MS)
-        prediction = round(1e3 * predicted[training.hook].step_seconds, 4)
-        records.append(of_hook(implementation=MEASURED, **percentiles_ms(training.seconds)))
+        prediction = round(1e3 * predicted[hook].step_seconds, 4)
+        records.append(of_hook(implementation=MEASURED, **percentiles_ms(of_steps)))
         records.append(of_hook(implementation=PREDICTED, p50=prediction))
-    times = {training.hook: median(training.seconds) for training in trainings}
     case = {"model": model, "rate": rate, "hook": advice.recommended}
     of_advice = partial(Record, bench="advise", case=case, ranks=hosts, implementation="advice")
-    records.append(of_advice(metric=SPEED_UP, p50=round(times[PLAIN] / times[advice.recommended], 4)))
+    records.append(of_advice(metric=SPEED_UP, p50=round(median(times[PLAIN]) / median(times[advice.recommended]), 4)))
     records.append(of_advice(metric=ADVICE_S, p50=round(seconds, 2)))
     return records
 

@@ -11,6 +11,7 @@ import typer
 
 import gradwire
 from gradwire.bench import advise as advise_bench
+from gradwire.bench import auto as auto_bench
 from gradwire.bench import (
     compare,
     compiled,
@@ -365,6 +366,37 @@ def bench_advise(
         torch.device("cpu"),
     )
     report(records, advise_bench.tables, output)
+
+
+@bench.command("auto")
+def bench_auto(
+    context: typer.Context,
+    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ", ".join(auto_bench.DEFAULT_MODELS),
+    rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, separated by commas.")] = _ADVISED_RATES,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate at each rate, of a few steps each.")] = 4,
+    loopback: LoopbackOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Compare the choice of auto_hook with no hook and with each of its candidates, over a slow network.
+
+    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
+    Takes ten minutes.
+    """
+    if loopback:
+        refuse_beside(context, "--loopback", "rates")
+    links = [parse_rate(name, "--rates") for name in parse_list(rates)]
+    records = _measure_over_network(
+        "auto",
+        loopback,
+        partial(
+            auto_bench.measure,
+            parse_choices(models, JOBS, "--models"),
+            [network.LOOPBACK] if loopback else links,
+            rounds,
+        ),
+        torch.device("cpu"),
+    )
+    report(records, auto_bench.tables, output)
 
 
 @bench.command("converge", epilog=_listed(converge.TRAINED_HOOKS))

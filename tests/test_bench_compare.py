@@ -17,9 +17,8 @@ from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
-RESULTS = sorted(
-    path for path in KEPT.glob("*.jsonl") if path.stem not in ("compiled", "demo", "rounding", "telemetry")
-)
+WITHOUT_RATIOS = ("advise", "auto", "compiled", "demo", "rounding", "telemetry")
+RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in WITHOUT_RATIOS)
 
 
 def verdicts(before, after):

@@ -1,0 +1,130 @@
+"""`auto_hook` beside each of its candidates, on hosts joined by a link of a chosen rate: does it choose well?
+
+One rank on each host, one thread each. At each rate, a new `AutoState` measures and chooses; then the choice, no hook
+and every candidate train in turns, each for a few steps in a row, as in a training with one hook, which finds its
+memory in the caches. `measure` starts the ranks; each runs `main`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+
+from gradwire.bench import launch, namespaces
+from gradwire.bench.jobs import JOBS, Training
+from gradwire.bench.namespaces import Rate
+from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
+from gradwire.bench.tables import Group, Table, count, format_rate, median_of, pivot, value
+from gradwire.bench.timing import in_turn, slowest
+from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
+from gradwire.planner.hook_registry import HOOKS
+
+DEFAULT_MODELS = ("linear", "transformer", "densenet")
+DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
+NO_HOOK, AUTO = "no hook", "auto_hook"
+CANDIDATES = DEFAULT_CANDIDATES[1:]  # without "plain", which is no hook
+PARAMETERS = "parameters"  # chosen for a candidate
+STEPS_IN_A_ROW = 5
+WARM_UP = 5
+MODULE = "gradwire.bench.auto"
+
+
+def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
+    """Step times of each candidate, and the choices.
+
+    Args:
+        models: names in `JOBS`.
+        rates: of the link; ``[LOOPBACK]`` for ranks that share this machine's loopback.
+        rounds: turns of each candidate at each rate, with `STEPS_IN_A_ROW` timed steps.
+        hosts: number of hosts.
+
+    Raises:
+        NamespaceError: the system refuses to make hosts.
+        LaunchError: a rank failed.
+    """
+    settings = {"rates": [rate.name for rate in rates], "rounds": rounds, "hosts": hosts, "threads": 1}
+    records: list[Record] = []
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+        for model in models:
+            records += launch.run(MODULE, settings | {"model": model}, places)
+    return Measured(settings | {"models": list(models)}, records)
+
+
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """Choose and time steps of one model as one rank; returns the records."""
+    build, records = JOBS[settings["model"]], []
+    fixed = {name: Training(build(device), HOOKS[name].make) for name in ("none", *CANDIDATES)}
+    for _ in range(WARM_UP):  # on an unlimited link
+        for training in fixed.values():
+            training.step()
+    for name in settings["rates"]:
+        rate = link_named(name)
+        if rate != LOOPBACK:
+            namespaces.limit(rate)
+        chosen = Training(build(device), lambda group, start: (AutoState(group), auto_hook))
+        while not chosen.state.plan:
+            chosen.step()
+        for _ in range(WARM_UP):
+            chosen.step()
+        trainings = {AUTO: chosen, NO_HOOK: fixed["none"], **{each: fixed[each] for each in CANDIDATES}}
+        title = f"{settings['model']}, {name:<12}"
+        for turn in track(range(settings["rounds"]), description=title, disable=dist.get_rank() != 0):
+            for training in in_turn(list(trainings.values()), turn):
+                training.step()  # warms the caches
+                training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+        of_case = partial(
+            Record, bench="auto", case={"model": settings["model"], "rate": name}, ranks=settings["hosts"]
+        )
+        for each, training in trainings.items():
+            times = percentiles_ms(slowest(training.seconds))
+            records.append(of_case(implementation=each, metric=STEP_MS, **times))
+            training.seconds = []
+        for each, parameters in Counter(chosen.state.plan.values()).items():
+            records.append(of_case(implementation=each, metric=PARAMETERS, p50=parameters))
+    return records
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """The choices, their step times, and those of no hook and of every candidate."""
+    settings = records[0].provenance["settings"]
+    names: dict[str, Callable[[Record], str]] = {
+        "model": lambda record: str(record["model"]),
+        "link": lambda record: format_rate(record["rate"]),
+    }
+    columns = [
+        ("choice", _choice),
+        *((each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)),
+        ("speed-up", _speed_up),
+    ]
+    notes = [
+        f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
+        "steps, in turns",
+        "choice: of auto_hook, with its default candidates; parts of the parameters if it chose more than one",
+        "speed-up: of auto_hook over no hook",
+        f"{count(settings['hosts'], 'host')} on one machine, one thread each",
+    ]
+    return [pivot(f"Automatic choice: {STEP_MS}", records, names, columns, notes)]
+
+
+def _choice(group: Group) -> str:
+    parts = [(record.p50 or 0, record.implementation) for record in group if record.metric == PARAMETERS]
+    if len(parts) == 1:
+        return parts[0][1]
+    total = sum(parameters for parameters, _ in parts)
+    return ", ".join(f"{name} {parameters / total:.0%}" for parameters, name in sorted(parts, reverse=True))
+
+
+def _speed_up(group: Group) -> str:
+    plain, chosen = median_of(group, STEP_MS, NO_HOOK), median_of(group, STEP_MS, AUTO)
+    return "" if plain is None or chosen is None else f"{plain / chosen:.2f}x"
+
+
+if __name__ == "__main__":
+    launch.work(main)
