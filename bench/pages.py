@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.bench import (
+    advise,
+    auto,
     choice,
     compiled,
     converge,
@@ -31,6 +33,8 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/choosing-a-hook.md",
     "docs/quantization.md",
+    "docs/auto-hook.md",
+    "docs/advise.md",
     "docs/telemetry.md",
     "docs/compiled-kernels.md",
 )
@@ -49,6 +53,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "rounding": (("rounding",), rounding.tables),
     "choice": (("network", "converge_text"), choice.tables),
     "telemetry": (("telemetry",), telemetry.tables),
+    "advise": (("advise",), advise.tables),
+    "auto": (("auto",), auto.tables),
     "wires": (("converge_text", "rounding"), wires.tables),
     "compiled": (("compiled",), compiled.tables),
 }

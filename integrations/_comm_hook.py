@@ -43,7 +43,7 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]
         hook: gradwire's, PyTorch's or your own.
 
     Returns:
-        The DistributedDataParallel. None, with a `HookNotUsedWarning`, if the model has none: gradients are then
+        The DistributedDataParallel. None, with a `HookNotUsedWarning`, if the model has none; gradients are then
         exchanged in another way, or not at all, and never compressed.
 
     Raises:
