@@ -1,6 +1,6 @@
 """Train with PowerSGD under Accelerate, save, and resume.
 
-    pip install "gradwire[accelerate]"
+    pip install ".[accelerate]"    # from a checkout of gradwire
     accelerate launch --num-processes 2 examples/train_accelerate.py checkpoint                # 150 steps on two GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py checkpoint    # or on the CPU
 

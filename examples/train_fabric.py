@@ -1,6 +1,6 @@
 """Train with 4-bit gradients under Lightning Fabric, save, and resume.
 
-    pip install "gradwire[lightning]"
+    pip install ".[lightning]"    # from a checkout of gradwire
     python examples/train_fabric.py checkpoint.ckpt    # 150 steps
     python examples/train_fabric.py checkpoint.ckpt    # 150 more, from the checkpoint of the first run
 

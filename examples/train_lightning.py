@@ -1,6 +1,6 @@
 """Train with PowerSGD under Lightning's Trainer, save, and resume.
 
-    pip install "gradwire[lightning]"
+    pip install ".[lightning]"    # from a checkout of gradwire
     python examples/train_lightning.py checkpoints 2    # 2 epochs
     python examples/train_lightning.py checkpoints 4    # 2 more, from the checkpoint of the first run
 

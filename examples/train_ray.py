@@ -1,6 +1,6 @@
 """Train with PowerSGD under Ray Train, save, and resume.
 
-    pip install "gradwire[ray]"
+    pip install ".[ray]"    # from a checkout of gradwire
     python examples/train_ray.py results    # 150 steps on two workers
     python examples/train_ray.py results    # 150 more, from the last checkpoint
 

@@ -1,6 +1,6 @@
 """Train a small BERT with PowerSGD under Hugging Face's Trainer, save, and resume.
 
-    pip install "gradwire[transformers]"
+    pip install ".[transformers]"    # from a checkout of gradwire
     torchrun --nproc-per-node 2 examples/train_transformers.py checkpoints 20    # 20 steps
     torchrun --nproc-per-node 2 examples/train_transformers.py checkpoints 40    # 20 more, from the last checkpoint
 
