@@ -71,7 +71,7 @@ def advise_command(
                 "--bandwidth 100mbit --world-size 8.",
                 param_hint="--bandwidth, --world-size",
             )
-        rate = parse_rate(bandwidth, "--bandwidth").mbit
+        rate = parse_rate(bandwidth, "--bandwidth", is_modelled=True).mbit
         if rate is None:
             raise typer.BadParameter("expected a number, such as 400gbit.", param_hint="--bandwidth")
         given = GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)

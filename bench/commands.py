@@ -321,7 +321,8 @@ def bench_network(
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is real.", param_hint="--emulated")
     defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
-    links = [parse_rate(name, "--rates") for name in parse_list(rates if rates is not None else ",".join(defaults))]
+    given = parse_list(rates if rates is not None else ",".join(defaults))
+    links = [parse_rate(name, "--rates", is_modelled=emulated) for name in given]
     links = [network.LOOPBACK] if loopback else links
     records = _measure_over_network(
         "network",

@@ -32,7 +32,9 @@ _QUEUE_MS = 50
 # 1 Gb/s, gloo reaches half of the rate, because the system hands over 64 KiB at a time.
 _BURST_MS = 1
 _LEAST_BURST = 16_384
-_RATES_MBIT = (0.1, 30_000)  # below, a step takes hours; above, the count of bytes per second overflows
+_LEAST_MBIT = 0.1  # below, a step takes hours
+MOST_LIMITED_MBIT = 30_000  # above, the count of bytes per second of a token bucket overflows
+MOST_MODELLED_MBIT = 1_000_000  # of links that are computed, not limited
 
 
 class NamespaceError(Exception):
@@ -67,15 +69,14 @@ class Rate(NamedTuple):
     mbit: float | None
 
     @classmethod
-    def parse(cls, text: str) -> "Rate":
-        """The rate of that name. Raises ValueError for any other text."""
+    def parse(cls, text: str, most_mbit: int = MOST_MODELLED_MBIT) -> "Rate":
+        """The rate of that name, of at most ``most_mbit``. Raises ValueError for any other text."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
         mbit = None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1)
-        least, most = _RATES_MBIT
-        if text != "unlimited" and (mbit is None or not least <= mbit <= most):
+        if text != "unlimited" and (mbit is None or not _LEAST_MBIT <= mbit <= most_mbit):
             raise ValueError(
-                f"{text!r} is not a rate; expected one like 100mbit or 1gbit, from {least}mbit to {most}mbit, "
-                "or unlimited"
+                f"{text!r} is not a rate; expected one like 100mbit or 1gbit, from {_LEAST_MBIT}mbit to "
+                f"{most_mbit // 1000}gbit, or unlimited"
             )
         return cls(text, mbit)
 

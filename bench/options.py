@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from gradwire.bench.namespaces import Rate
+from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELLED_MBIT, Rate
 
 HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")]
 RanksOption = Annotated[
@@ -88,10 +88,10 @@ def parse_sizes(text: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def parse_rate(text: str, option: str) -> Rate:
-    """Parse the rate of a link."""
+def parse_rate(text: str, option: str, *, is_modelled: bool = False) -> Rate:
+    """Parse the rate of a link: of an interface, or, if ``is_modelled``, of a link that is only computed."""
     try:
-        return Rate.parse(text)
+        return Rate.parse(text, MOST_MODELLED_MBIT if is_modelled else MOST_LIMITED_MBIT)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.", param_hint=option) from None
 

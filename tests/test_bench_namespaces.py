@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from gradwire.bench import namespaces
+from gradwire.bench import gpu_hook_bench, namespaces
 from gradwire.bench.namespaces import NamespaceError, Rate
+from gradwire.bench.network import EMULATED_RATES
+from gradwire.bench.options import parse_rate
 
 OBSTACLE = namespaces.obstacle()
 needs_namespaces = pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
@@ -65,7 +68,7 @@ def dead_process():
 
 @pytest.mark.parametrize(
     ("text", "mbit"),
-    [("100mbit", 100), ("1gbit", 1000), ("2.5gbit", 2500), ("0.5mbit", 0.5), ("unlimited", None)],
+    [("100mbit", 100), ("1gbit", 1000), ("2.5gbit", 2500), ("0.5mbit", 0.5), ("400gbit", 400_000), ("unlimited", None)],
 )
 def test_rate_is_parsed_as_megabits(text, mbit):
     assert Rate.parse(text) == (text, mbit)
@@ -78,6 +81,17 @@ def test_rate_is_parsed_as_megabits(text, mbit):
 def test_invalid_rate_is_refused(text):
     with pytest.raises(ValueError, match="100mbit or 1gbit, from 0"):
         Rate.parse(text)
+
+
+def test_rate_beyond_the_token_bucket_is_refused_for_interfaces_only():
+    assert parse_rate("400gbit", "--bandwidth", is_modelled=True).mbit == 400_000
+    with pytest.raises(typer.BadParameter, match=r"'400gbit' is not a rate; .* to 30gbit"):
+        parse_rate("400gbit", "--rates")
+
+
+@pytest.mark.parametrize("rate", sorted({*EMULATED_RATES, *gpu_hook_bench.RATES}))
+def test_rates_of_emulated_links_are_valid(rate):
+    assert parse_rate(rate, "--rates", is_modelled=True).name == rate
 
 
 @pytest.mark.parametrize(
