@@ -169,6 +169,7 @@ class Telemetry:
         self._exact_every = exact_every
         self._report = report
         self._n_steps = 0
+        self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
         self._sample: Sample | None = None  # of the current step
         self._pending: deque[Sample] = deque()
 
@@ -176,16 +177,18 @@ class Telemetry:
         """What must be equal on all ranks: comparisons with the exact mean are collectives."""
         return {"exact_every of observe()": self._exact_every}
 
-    def replicated(self) -> dict[str, object]:
-        """Further values that must be equal when the ranks compare `settings`."""
-        return {"steps since observe()": self._n_steps if self._exact_every else "any"}
+    def agreed(self) -> None:
+        """Count the steps of ``exact_every`` from here: after a fault, ranks may have counted different steps."""
+        self._agreed_at = self._n_steps
 
     def recorder(self, bucket: GradBucket) -> Sample | None:
         """The measurements to which ``bucket`` adds; None in a step that is not measured."""
         if bucket.index() == 0:
             self.flush()
+            # All samples of earlier steps are complete, except those of steps that failed.
+            self._pending = deque(sample for sample in self._pending if sample.is_complete)
             step = self._n_steps + 1
-            is_exact = self._exact_every > 0 and step % self._exact_every == 0
+            is_exact = self._exact_every > 0 and (step - self._agreed_at) % self._exact_every == 0
             self._sample = Sample(step, is_exact, self._state) if is_exact or step % self._every == 0 else None
             if self._sample is not None:
                 self._pending.append(self._sample)
