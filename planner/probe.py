@@ -113,14 +113,14 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     Raises:
         JobError: it raised JobError on some rank. Every rank raises.
     """
-    result, complaint = None, None
+    result, failure = None, None
     try:
         result = work()
     except JobError as error:
-        complaint = str(error)
-    complaints = _gathered(complaint)
-    if complaint is not None:
-        raise JobError(complaint)
+        failure = error
+    complaints = _gathered(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
     for rank, other in enumerate(complaints):
         if other is not None:
             raise JobError(f"On rank {rank}: {other}")
