@@ -144,14 +144,19 @@ class AutoState(NamedState):
         """Step count, plan, and the `state_dict` of each exchange in use, for ``torch.load(weights_only=True)``.
 
         A collective call, unless `prepare_checkpoint` was called since the last step. Any world size can resume.
+        ``torch.distributed.checkpoint`` loads only entries that the state has already: give it the plan of the saved
+        run before you load.
 
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
         """
         self._names.search()
         self._names.require("A checkpoint of an AutoState")
-        states = {name: state.state_dict() for name, state in self._with_memory()}
-        return {"iter": self.iter, "plan": dict(self.plan), "states": states}
+        for name in set(self.plan.values()):
+            self.exchange(name)
+        members = self._members()
+        states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._with_memory()}
+        return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: with its plan, or by measuring if it has none.
@@ -212,7 +217,8 @@ class AutoState(NamedState):
 
     def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
         self.iter, self.plan, self._exchanges = iteration, dict(plan), dict(exchanges)
-        self._trials, self._first_trial = [], iteration + FIRST_STEPS
+        self._trials = []
+        self._first_trial = iteration + FIRST_STEPS
         self._checks_plan = True
         self.expect_handshake()
 
@@ -302,6 +308,15 @@ class AutoState(NamedState):
 def _least(samples: Sequence[Any]) -> Tensor:
     """The least of each element over samples of one shape, in fp64 on the CPU."""
     return torch.tensor(samples, dtype=torch.float64, device="cpu").amin(0)
+
+
+def _of_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
+    """A `state_dict` of an exchange without the empty memory of parameters that the plan exchanges in another way."""
+    kept = {name for name, error in saved["errors"].items() if name in members or error.any()}
+    return {
+        key: {name: each for name, each in value.items() if name in kept} if isinstance(value, dict) else value
+        for key, value in saved.items()
+    }
 
 
 async def _largest(times: Tensor, transport: Transport) -> None:

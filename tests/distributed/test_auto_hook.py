@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits, assert_same_on_all_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from training import SMALL, WRAPPERS, build, error_of, gradients, register, train
+from training import SMALL, SMALLEST, WRAPPERS, build, error_of, gradients, register, train
 from zoo import SparseTable
 
 import gradwire
@@ -301,6 +302,38 @@ def test_checkpoint_resumes_with_the_same_plan(world, wrapper, way):
                 assert after[name].shape == before[name].shape
 
 
+def distributed_checkpoint(folder):
+    """What was saved, what a state with the plan and one without it load, and the error of the latter."""
+    names = [name for name, _ in build("mlp").named_parameters()]
+    plan = {name: ("int8", "powersgd-r1", "plain")[i % 3] for i, name in enumerate(names)}
+
+    def new_training(plan):
+        state, ddp = AutoState(plan=plan), gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALLEST)
+        ddp.register_comm_hook(state, auto_hook)
+        return state, ddp
+
+    state, ddp = new_training(plan)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        ddp(*ddp.module.batch(generator)).backward()
+    dcp.save({"hook": state}, checkpoint_id=folder)
+    resumed, _ddp = new_training(plan)
+    dcp.load({"hook": resumed}, checkpoint_id=folder)
+    forgetful, _ddp = new_training(None)
+    error = error_of(lambda: dcp.load({"hook": forgetful}, checkpoint_id=folder))
+    return state.state_dict(), resumed.state_dict(), error, forgetful.iter
+
+
+def test_distributed_checkpoint_loads_into_a_state_with_the_plan_only(world, tmp_path):
+    for saved, loaded, (_, message), iteration in world.run(distributed_checkpoint, folder=str(tmp_path)):
+        assert set(saved["states"]) == {"int8", "powersgd-r1"}
+        assert all(state["errors"] for state in saved["states"].values())
+        assert loaded["plan"] == saved["plan"]
+        torch.testing.assert_close(loaded["states"], saved["states"])
+        assert "The plan has 0 parameters, but 8 were saved" in message
+        assert iteration == 0
+
+
 def unknown_plan(wrapper):
     state = AutoState(plan={"layers.0.weight": "int4", "layer.2.weight": "int4"})
     ddp = WRAPPERS[wrapper](build("mlp"), bucket_cap_mb=SMALL)
@@ -353,8 +386,9 @@ def test_bad_options_raise(options, message):
     ("changes", "message"),
     [
         ({"iter": -1}, "iter is -1"),
+        ({"chosen": 3}, "The plan has 0 parameters, but 3 were saved"),
         ({"plan": [1]}, "plan is"),
-        ({"plan": {"weight": "zip"}}, "no candidate 'zip'"),
+        ({"plan": {"weight": "zip"}, "chosen": 1}, "no candidate 'zip'"),
         ({"states": {"bf16": {}}}, "bf16 keeps nothing"),
         ({"states": {"int8": {}}}, "no 'iter'"),
     ],
@@ -362,7 +396,7 @@ def test_bad_options_raise(options, message):
 def test_bad_checkpoint_raises_and_changes_nothing(changes, message):
     state = AutoState()
     with pytest.raises(ValueError, match=message):
-        state.load_state_dict({"iter": 7, "plan": {}, "states": {}} | changes)
+        state.load_state_dict({"iter": 7, "plan": {}, "chosen": 0, "states": {}} | changes)
     assert (state.iter, state.plan) == (0, {})
 
 
