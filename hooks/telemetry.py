@@ -22,6 +22,7 @@ Every hook state measures itself once `Observed.observe` was called, on every ra
 """
 
 import json
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +54,16 @@ class Run(Protocol):
 
 
 def to_jsonl(path: str | Path) -> Report:
-    """A report that appends one line of JSON per measured step to a file.
+    """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
 
     Args:
         path: of the file, created if it does not exist.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with Path(path).open("a") as file:
-            file.write(json.dumps(dict(metrics)) + "\n")
+            file.write(json.dumps(numbers) + "\n")
 
     return report
 
@@ -121,7 +123,9 @@ class Observed:
         self._recorder = Telemetry(self, every, exact_every, report)
 
     def stop_observing(self) -> None:
-        """Measure no more steps. Call it on every rank, between the same two steps."""
+        """Report the steps measured so far, and measure no more. Call it on every rank, between the same two steps."""
+        if isinstance(self._recorder, Telemetry):
+            self._recorder.flush()
         self._recorder = None
 
     def metrics(self) -> dict[str, float]:
