@@ -282,8 +282,15 @@ class AutoState(NamedState):
         counted = [
             [trial for trial in self._trials if trial.candidate == candidate][WARM_UP:] for candidate in self.candidates
         ]
-        costs = torch.stack([_least([trial.costs() for trial in trials]) for trials in counted], 1)
-        ready = _least([trial.ready() for trials in counted for trial in trials])
+        # The least of the plain exchange's times and the median of the others': load on the machine favours plain.
+        costs = torch.stack(
+            [
+                _samples([trial.costs() for trial in trials]).quantile(0.0 if candidate == PLAIN else 0.5, 0)
+                for candidate, trials in zip(self.candidates, counted, strict=True)
+            ],
+            1,
+        )
+        ready = _samples([trial.ready() for trials in counted for trial in trials]).amin(0)
         executor = executor_for(process_group, device)
         times = torch.cat([costs.flatten(), ready]).to(device)
         executor.submit(lambda _: _largest(times, executor.transport), is_last=True).wait()
@@ -305,9 +312,9 @@ class AutoState(NamedState):
         return self.exchange(min(chosen, key=order.index))
 
 
-def _least(samples: Sequence[Any]) -> Tensor:
-    """The least of each element over samples of one shape, in fp64 on the CPU."""
-    return torch.tensor(samples, dtype=torch.float64, device="cpu").amin(0)
+def _samples(times: Sequence[Any]) -> Tensor:
+    """Samples of one shape, stacked, in fp64 on the CPU."""
+    return torch.tensor(times, dtype=torch.float64, device="cpu")
 
 
 def _of_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:

@@ -186,6 +186,25 @@ def test_capture_before_the_choice_raises(world_of_one, monkeypatch):
         ddp(*ddp.module.batch(torch.Generator())).backward()
 
 
+def chosen_under_load():
+    """Plain takes 3 ms at best and int4 1 ms, but 9 and 4 ms in two of three steps."""
+    measured = []
+
+    def faked(trial):
+        times = (3.0, 9.0, 9.0) if trial.candidate == "plain" else (1.0, 4.0, 4.0)
+        measured.append(trial)
+        return [[0.0, times[len(measured) % 3], 0.0] for _ in trial.buckets]
+
+    state = AutoState(candidates=("plain", "int4"), repeats=3)
+    with mock.patch.object(Trial, "costs", faked):
+        train("gradwire", "mlp", hook=(state, auto_hook), steps=11, bucket_cap_mb=SMALL)
+    return set(state.plan.values())
+
+
+def test_candidate_that_is_fastest_by_chance_is_not_chosen(world):
+    assert all(plan == {"plain"} for plan in world.run(chosen_under_load))
+
+
 def auto_and_direct():
     times = {"plain": 10.0, "int4": 1.0}
     auto, state = with_times(times, steps=12)
