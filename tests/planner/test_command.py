@@ -53,7 +53,12 @@ def test_two_ranks_measure_the_network_and_advise(folder):
     assert content["measurement"]["is_link_measured"]
     assert link["world_size"] == 2
     assert {"all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather"} <= link["costs"].keys()
-    assert all(cost["latency"] > 0 and cost["per_byte"] > 0 for cost in link["costs"].values())
+    samples = content["measurement"]["samples"]
+    assert samples.keys() == link["costs"].keys()
+    for kind, cost in link["costs"].items():
+        sizes = [sample["nbytes"] for sample in samples[kind]]
+        assert len(sizes) >= 2 and sizes == sorted(set(sizes))
+        assert cost["latency"] == samples[kind][0]["seconds"] > 0
     predictions = {each["hook"]: each for each in content["predictions"]}
     assert predictions.keys() == {"none", "bf16", "int4", "powersgd-r1"}
     numel = 64 * 256 + 256 + 256 * 8 + 8
