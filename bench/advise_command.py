@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -93,7 +94,7 @@ def advise_command(
                 )
             _run(model, names, device, given, json, plot)
     except JobError as error:
-        _fail(str(error))
+        _fail(error)
 
 
 def _run(
@@ -145,6 +146,8 @@ def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"gradwire advise: {message.rstrip('.')}.", err=True)
+def _fail(error: JobError) -> NoReturn:
+    if error.__cause__ is not None:
+        typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
+    typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
     raise typer.Exit(1)

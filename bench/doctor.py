@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 # Variables that change what gradwire, its collectives and its kernels do, by the start of their names.
 PREFIXES = ("GRADWIRE_", "GLOO_", "NCCL_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+DRIVER_TIMEOUT_S = 30
 _TEXT_COLUMN, _WIDTH = 22, 100
 
 
@@ -69,18 +69,23 @@ def versions() -> Iterator[Check]:
         yield Check("ROCm", torch.version.hip)
     yield Check("CUDA", torch.version.cuda or "torch is built without CUDA")
     if torch.version.cuda is not None:
-        yield Check("NVIDIA driver", _driver() or "nvidia-smi finds none")
+        yield _driver()
     if dist.is_nccl_available() and torch.cuda.is_available():
         yield Check("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
 
-def _driver() -> str | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
+def _driver() -> Check:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True)
+    except FileNotFoundError:
+        return Check("NVIDIA driver", "no nvidia-smi on this machine")
+    except subprocess.TimeoutExpired:
+        text = f"nvidia-smi does not answer within {DRIVER_TIMEOUT_S} s. Restart the driver or the machine"
+        return Check("NVIDIA driver", text, "warning")
+    except (OSError, subprocess.CalledProcessError) as error:
+        return Check("NVIDIA driver", f"nvidia-smi fails: {error}", "warning")
+    return Check("NVIDIA driver", next(iter(done.stdout.splitlines()), "nvidia-smi finds no GPU"))
 
 
 def devices() -> Iterator[Check]:
@@ -121,9 +126,6 @@ def kernels() -> Iterator[Check]:
 
 def backends() -> Iterator[Check]:
     """The backends of collectives that this build of torch has."""
-    if not dist.is_available():
-        yield Check("torch.distributed", "this build of torch lacks it; gradwire cannot run", "failed")
-        return
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
     yield Check("gloo", "available" if gloo else "not in this build of torch", "ok" if gloo else "warning")
     if _gpus():

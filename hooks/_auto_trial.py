@@ -51,6 +51,7 @@ def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int
     rank = name.removeprefix(LOW_RANK)
     if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
         state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
+        state._has_compressed = True  # no warning if it cannot: the measurement shows that it gains nothing
         return Exchange(state, powerSGD_hook)
     raise ValueError(
         f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
@@ -74,8 +75,8 @@ class Stopwatch:
     def settings(self) -> dict[str, object]:
         return {}
 
-    def replicated(self) -> dict[str, object]:
-        return {}
+    def agreed(self) -> None:
+        pass
 
     def observed(self, algorithm: Algorithm) -> Algorithm:
         def timed(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
@@ -95,14 +96,11 @@ class Stopwatch:
 
 
 class CopiedBucket:
-    """A flat copy of a bucket, on which an exchange is measured without consequences."""
+    """A copy of a bucket, flat or sparse, on which an exchange is measured without consequences."""
 
     def __init__(self, bucket: GradBucket) -> None:
-        source = bucket_work(bucket, {}).source
-        table = source.table
-        flat = torch.empty(table.numel, dtype=table.dtype, device=table.device)
-        self._buffer = flatten(source.tensors, flat, table=table)
         self._bucket = bucket
+        self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
         return self._bucket.index()
@@ -117,34 +115,47 @@ class CopiedBucket:
         return self._buffer
 
 
+def _flat_copy(bucket: GradBucket) -> Tensor:
+    source = bucket_work(bucket, {}).source
+    table = source.table
+    return flatten(source.tensors, torch.empty(table.numel, dtype=table.dtype, device=table.device), table=table)
+
+
 class Trial:
     """The measurement of one candidate in one step, bucket by bucket, each on its own.
 
     Args:
         candidate: its name.
-        exchange: runs on copies of the gradients; None for the plain exchange, which runs on the gradients.
+        exchange: runs on copies of the gradients. Candidates keep theirs from step to step.
 
     Attributes:
         buckets: the parameter names of each bucket.
     """
 
-    def __init__(self, candidate: str, exchange: Exchange | None) -> None:
+    def __init__(self, candidate: str, exchange: Exchange) -> None:
         self.candidate = candidate
         self.buckets: list[tuple[str, ...]] = []
-        self._exchange = exchange
+        self.exchange = exchange
         self._stopwatch = Stopwatch()
         self._marks: list[Mark] = []  # begin and end of each bucket
 
-    def run(self, bucket: GradBucket, names: tuple[str, ...], plain: Exchange, iteration: int) -> Future[Tensor]:
-        """Measure the candidate, then exchange the gradients plainly; waits for both."""
+    def run(
+        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Exchange, recorder: Recorder | None
+    ) -> Future[Tensor]:
+        """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``; wait for both.
+
+        Args:
+            bucket: the gradients.
+            names: of its parameters.
+            iteration: number of the step.
+            plain: gives the result of the step.
+            recorder: of the whole run.
+        """
         self.buckets.append(names)
         device = bucket_device(bucket)
         self._marks.append(mark(device))
-        if self._exchange is not None and not is_sparse(bucket):
-            self._exchange.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
-            result = plain.run(bucket, iteration, None)
-        else:
-            result = plain.run(bucket, iteration, self._stopwatch)
+        self.exchange.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
+        result = plain.run(bucket, iteration, recorder)
         result.wait()
         self._marks.append(mark(device))
         return result

@@ -101,7 +101,7 @@ class HookSettings:
             group: the ranks.
             bucket: the current bucket.
             layout: returns facts about the bucket that must be equal; called only in a handshake.
-            recorder: of the hook's state; its settings and values that must be equal; None if there are none.
+            recorder: of the hook's state, whose settings must be equal, too; None if there is none.
 
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
@@ -119,13 +119,14 @@ class HookSettings:
             **settings,
             "loaded since the last handshake": again and self._is_loaded_anew,
             **self.replicated(),
-            **(recorder.replicated() if recorder is not None else {}),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             **layout(),
         }
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
         self._agreed[group] = generation, settings
         self._is_loaded_anew = False
+        if recorder is not None:
+            recorder.agreed()
 
 
 def digest(value: object) -> str:

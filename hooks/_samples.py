@@ -135,8 +135,8 @@ class Recorder(Protocol):
     def settings(self) -> dict[str, object]:
         """Options that must be equal on all ranks, as plain values."""
 
-    def replicated(self) -> dict[str, object]:
-        """Further values that must be equal when the ranks compare `settings`."""
+    def agreed(self) -> None:
+        """Called on all ranks at the same bucket, once they have found their `settings` equal."""
 
 
 class Sample:
@@ -194,7 +194,8 @@ class Sample:
         self._add("residual", self._state.residuals())
         for name, value in self._state.device_counters().items():
             self._sum(name, value)
-        values = torch.stack([value.to(device) for value in self._sums.values()])
+        sums = [value.to(device) for value in self._sums.values()]
+        values = torch.stack(sums) if sums else torch.empty(0, device=device)  # a step of sparse buckets has none
         if device.type == "cuda":
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = pinned.copy_(values, non_blocking=True)
@@ -223,7 +224,7 @@ class Sample:
             "decode_ms": decode,
         }
         if "residual" in sums:
-            found["residual_ratio"] = _ratio(sums.pop("residual"), sums["result"]) ** 0.5
+            found["residual_ratio"] = _ratio(sums.pop("residual"), sums.get("result", 0.0)) ** 0.5
         if "exact" in sums:
             exact, result, difference = sums.pop("exact"), sums["result"], sums.pop("difference")
             found["cosine"] = _ratio(sums.pop("product"), (exact * result) ** 0.5)

@@ -98,8 +98,9 @@ def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) ->
 
 def check_auto_state(state: object) -> None:
     """Raise ValueError unless ``state`` is an `AutoState.state_dict`, except for its states of hooks."""
-    state = _entries(state, "AutoState", ("iter", "plan", "states"))
+    state = _entries(state, "AutoState", ("iter", "plan", "chosen", "states"))
     _check_count("iter", state["iter"])
+    _check_count("chosen", state["chosen"])
     for key, kind in (("plan", str), ("states", Mapping)):
         entries = state[key]
         expected = "a dictionary from parameter names to candidates" if key == "plan" else "a dictionary of states"
@@ -107,6 +108,12 @@ def check_auto_state(state: object) -> None:
             isinstance(name, str) and isinstance(value, kind) for name, value in entries.items()
         ):
             raise _wrong(key, entries, expected)
+    if len(state["plan"]) != state["chosen"]:
+        raise ValueError(
+            f"The plan has {len(state['plan'])} parameters, but {state['chosen']} were saved. "
+            "torch.distributed.checkpoint loads only entries that the state has before: create it with the plan of the "
+            "saved run, AutoState(plan=...)."
+        )
 
 
 def check_scaled_cast_state(state: object) -> None:

@@ -15,10 +15,11 @@ from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
 from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
 from gradwire.hooks._error_feedback_state import ErrorFeedbackState
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import NamedState, plain_name
+from gradwire.hooks._parameter_names import NamedState, parameter_names, plain_name
 from gradwire.hooks._reduce_bucket import agree, bucket_device, zero_copy
 from gradwire.hooks._state_validation import check_auto_state
 from gradwire.hooks._types import GradBucket
+from gradwire.kernels import is_capturing
 
 __all__ = ["AutoState", "auto_hook"]
 
@@ -50,7 +51,8 @@ class AutoState(NamedState):
         repeats: measured steps of each candidate.
         min_gain: compress only if the predicted time from the first gradient to the last result is this many times
             shorter.
-        plan: candidates by parameter name, such as the ``plan`` of another run: nothing is measured.
+        plan: candidates by parameter name, such as the ``plan`` of another run: nothing is measured. Parameters that
+            it does not name stay plain.
 
     Attributes:
         iter: number of steps so far.
@@ -80,9 +82,9 @@ class AutoState(NamedState):
         self.plan = dict(plan or {})
         self._check_options()
         self._exchanges: dict[str, Exchange] = {}
-        self._candidate: Exchange | None = None  # under measurement, on copies
         self._trials: list[Trial] = []
         self._first_trial = FIRST_STEPS  # the step of the first measurement
+        self._checks_plan = True  # whether the plan must be compared with the model
 
     def _check_options(self) -> None:
         expected = f"a list of different names that begins with {PLAIN!r}"
@@ -142,14 +144,19 @@ class AutoState(NamedState):
         """Step count, plan, and the `state_dict` of each exchange in use, for ``torch.load(weights_only=True)``.
 
         A collective call, unless `prepare_checkpoint` was called since the last step. Any world size can resume.
+        ``torch.distributed.checkpoint`` loads only entries that the state has already: give it the plan of the saved
+        run before you load.
 
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
         """
         self._names.search()
         self._names.require("A checkpoint of an AutoState")
-        states = {name: state.state_dict() for name, state in self._with_memory()}
-        return {"iter": self.iter, "plan": dict(self.plan), "states": states}
+        for name in set(self.plan.values()):
+            self.exchange(name)
+        members = self._members()
+        states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._with_memory()}
+        return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: with its plan, or by measuring if it has none.
@@ -210,7 +217,9 @@ class AutoState(NamedState):
 
     def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
         self.iter, self.plan, self._exchanges = iteration, dict(plan), dict(exchanges)
-        self._trials, self._first_trial = [], iteration + FIRST_STEPS
+        self._trials = []
+        self._first_trial = iteration + FIRST_STEPS
+        self._checks_plan = True
         self.expect_handshake()
 
     def _members(self) -> dict[str, list[str]]:
@@ -224,16 +233,40 @@ class AutoState(NamedState):
 
     def _begin_step(self, bucket: GradBucket) -> None:
         """Start the next trial, or choose once all are over."""
-        if self.plan or self.iter < self._first_trial or len(self.candidates) == 1:
+        if self.plan:
+            self._check_plan()
             return
-        index, step = divmod(self.iter - self._first_trial, WARM_UP + self.repeats)
+        if len(self.candidates) == 1:
+            return
+        steps_of_each = WARM_UP + self.repeats
+        if is_capturing(bucket_device(bucket)):
+            raise RuntimeError(
+                f"Step {self.iter} is captured in a CUDA graph, but auto_hook chooses in step "
+                f"{self._first_trial + steps_of_each * len(self.candidates)}. Take these steps before the capture, or "
+                "pass AutoState the plan of another run."
+            )
+        if self.iter < self._first_trial:
+            return
+        index, step = divmod(self.iter - self._first_trial, steps_of_each)
         if index == len(self.candidates):
             self._choose(bucket)
             return
         candidate = self.candidates[index]
-        if step == 0:
-            self._candidate = self._make(candidate) if candidate != PLAIN else None
-        self._trials.append(Trial(candidate, self._candidate))
+        self._trials.append(Trial(candidate, self._make(candidate) if step == 0 else self._trials[-1].exchange))
+
+    def _check_plan(self) -> None:
+        """Raise ValueError if the plan names a parameter that the model lacks."""
+        module = self._names.module
+        if self._checks_plan and module is not None:
+            known = parameter_names(module).values()
+            if unknown := sorted(self.plan.keys() - known):
+                raise ValueError(
+                    f"The plan chooses {self.plan[unknown[0]]} for {unknown[0]!r}, which is no parameter of this "
+                    f"{type(module).__name__}; {len(unknown)} of {len(self.plan)} names are unknown. The names are "
+                    f"those of model.named_parameters(), such as {min(known)!r}. Pass the plan of this model, or none "
+                    "to measure."
+                )
+            self._checks_plan = False
 
     def _end_step(self) -> None:
         self.iter += 1
@@ -249,8 +282,15 @@ class AutoState(NamedState):
         counted = [
             [trial for trial in self._trials if trial.candidate == candidate][WARM_UP:] for candidate in self.candidates
         ]
-        costs = torch.stack([torch.tensor([t.costs() for t in trials]).amin(0) for trials in counted], 1)
-        ready = torch.tensor([trial.ready() for trials in counted for trial in trials]).amin(0)
+        # The least of the plain exchange's times and the median of the others': load on the machine favours plain.
+        costs = torch.stack(
+            [
+                _samples([trial.costs() for trial in trials]).quantile(0.0 if candidate == PLAIN else 0.5, 0)
+                for candidate, trials in zip(self.candidates, counted, strict=True)
+            ],
+            1,
+        )
+        ready = _samples([trial.ready() for trials in counted for trial in trials]).amin(0)
         executor = executor_for(process_group, device)
         times = torch.cat([costs.flatten(), ready]).to(device)
         executor.submit(lambda _: _largest(times, executor.transport), is_last=True).wait()
@@ -263,13 +303,27 @@ class AutoState(NamedState):
             time = predicted_ms(ready_ms, [of[name] for of in of_buckets])
             logger.info("%s: %.1f ms from the first gradient to the last result (predicted)", name, time)
         logger.info("Chosen: %s", ", ".join(f"{name} for {len(of)} parameters" for name, of in self._members().items()))
-        self._trials, self._candidate = [], None
+        self._trials = []
 
     def _chosen(self, names: Sequence[str]) -> Exchange:
         """The exchange of a bucket: the most precise one that was chosen for any of its parameters."""
         chosen = {self.plan.get(name, PLAIN) for name in names}
         order = (*self.candidates, *sorted(chosen - set(self.candidates)))
         return self.exchange(min(chosen, key=order.index))
+
+
+def _samples(times: Sequence[Any]) -> Tensor:
+    """Samples of one shape, stacked, in fp64 on the CPU."""
+    return torch.tensor(times, dtype=torch.float64, device="cpu")
+
+
+def _of_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
+    """A `state_dict` of an exchange without the empty memory of parameters that the plan exchanges in another way."""
+    kept = {name for name, error in saved["errors"].items() if name in members or error.any()}
+    return {
+        key: {name: each for name, each in value.items() if name in kept} if isinstance(value, dict) else value
+        for key, value in saved.items()
+    }
 
 
 async def _largest(times: Tensor, transport: Transport) -> None:
@@ -286,14 +340,15 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         bucket: the gradients. Overwritten with their mean, approximate if a lossy exchange was chosen.
 
     Raises:
-        RuntimeError: the names of the parameters are not known.
+        RuntimeError: the names of the parameters are not known, or a CUDA graph is captured before the choice.
+        ValueError: the plan names a parameter that the model lacks.
     """
     agree(state, state.process_group, bucket, state)
     names = state.parameter_names(bucket)
     if bucket.index() == 0:
         state._begin_step(bucket)
     if state._trials:
-        result = state._trials[-1].run(bucket, names, state.exchange(PLAIN), state.iter)
+        result = state._trials[-1].run(bucket, names, state.iter, state.exchange(PLAIN), state._recorder)
     else:
         result = state._chosen(names).run(bucket, state.iter, state._recorder)
     if bucket.is_last():

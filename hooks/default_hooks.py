@@ -4,6 +4,8 @@ Every hook averages over the ranks. PyTorch's fp16 hook casts, then divides. The
 gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -32,7 +34,6 @@ __all__ = [
 ]
 
 _SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
-_FP32_SETTINGS = {name: HookSettings(f"{name}, accumulate fp32") for name in _SETTINGS}
 _BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks; formats of 16 bit have no scales
 
 
@@ -60,9 +61,24 @@ class CastState(Observed):
             raise ValueError(f"accumulate is {accumulate!r}; expected 'wire' or 'fp32'.")
         self.process_group = process_group
         self.accumulate = accumulate
+        self._settings: dict[str, HookSettings] = {}  # by hook
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulate={self.accumulate!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: the options, without the process group."""
+        return {"accumulate": self.accumulate}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None, **state)  # type: ignore[misc]
+
+    def settings_of(self, hook: str) -> HookSettings:
+        """The settings of a hook with this state, which must be equal on all ranks."""
+        if hook not in self._settings:
+            name = hook if self.accumulate == "wire" else f"{hook}, accumulate {self.accumulate}"
+            self._settings[hook] = HookSettings(name)
+        return self._settings[hook]
 
 
 def _needs_cast_state(hook_name: str, state: object) -> None:
@@ -75,6 +91,7 @@ def _cast_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     process_group = state.process_group if isinstance(state, CastState) else state
     observed = state if isinstance(state, CastState) else None
+    settings = state.settings_of(hook) if isinstance(state, CastState) else _SETTINGS[hook]
     if isinstance(state, CastState) and state.accumulate == "fp32":
         if dtype is None:
             raise ValueError(
@@ -82,12 +99,12 @@ def _cast_hook(
                 "fp16_compress_hook or bf16_compress_hook, or accumulate='wire'."
             )
         wire = "fp16" if dtype == torch.float16 else "bf16"
-        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, _FP32_SETTINGS[hook], observed)
+        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings, observed)
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    agree(_SETTINGS[hook], process_group, bucket, observed)
+    agree(settings, process_group, bucket, observed)
     return reduce_bucket(process_group, bucket, algorithm, hook, observed=observed)
 
 

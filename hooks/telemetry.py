@@ -22,6 +22,7 @@ Every hook state measures itself once `Observed.observe` was called, on every ra
 """
 
 import json
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +54,16 @@ class Run(Protocol):
 
 
 def to_jsonl(path: str | Path) -> Report:
-    """A report that appends one line of JSON per measured step to a file.
+    """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
 
     Args:
         path: of the file, created if it does not exist.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with Path(path).open("a") as file:
-            file.write(json.dumps(dict(metrics)) + "\n")
+            file.write(json.dumps(numbers) + "\n")
 
     return report
 
@@ -121,7 +123,9 @@ class Observed:
         self._recorder = Telemetry(self, every, exact_every, report)
 
     def stop_observing(self) -> None:
-        """Measure no more steps. Call it on every rank, between the same two steps."""
+        """Report the steps measured so far, and measure no more. Call it on every rank, between the same two steps."""
+        if isinstance(self._recorder, Telemetry):
+            self._recorder.flush()
         self._recorder = None
 
     def metrics(self) -> dict[str, float]:
@@ -169,6 +173,7 @@ class Telemetry:
         self._exact_every = exact_every
         self._report = report
         self._n_steps = 0
+        self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
         self._sample: Sample | None = None  # of the current step
         self._pending: deque[Sample] = deque()
 
@@ -176,16 +181,18 @@ class Telemetry:
         """What must be equal on all ranks: comparisons with the exact mean are collectives."""
         return {"exact_every of observe()": self._exact_every}
 
-    def replicated(self) -> dict[str, object]:
-        """Further values that must be equal when the ranks compare `settings`."""
-        return {"steps since observe()": self._n_steps if self._exact_every else "any"}
+    def agreed(self) -> None:
+        """Count the steps of ``exact_every`` from here: after a fault, ranks may have counted different steps."""
+        self._agreed_at = self._n_steps
 
     def recorder(self, bucket: GradBucket) -> Sample | None:
         """The measurements to which ``bucket`` adds; None in a step that is not measured."""
         if bucket.index() == 0:
             self.flush()
+            # All samples of earlier steps are complete, except those of steps that failed.
+            self._pending = deque(sample for sample in self._pending if sample.is_complete)
             step = self._n_steps + 1
-            is_exact = self._exact_every > 0 and step % self._exact_every == 0
+            is_exact = self._exact_every > 0 and (step - self._agreed_at) % self._exact_every == 0
             self._sample = Sample(step, is_exact, self._state) if is_exact or step % self._every == 0 else None
             if self._sample is not None:
                 self._pending.append(self._sample)

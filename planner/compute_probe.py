@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from gradwire.comm import Executor, Transport, Workspace, connections_of
@@ -293,11 +293,11 @@ def _registration(name: str, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def _tensor_bytes() -> int:
-    """Bytes of all tensors that Python knows."""
+    """Bytes of all dense tensors that Python knows, without those of subclasses, which may lack a storage."""
     gc.collect()
     storages = {}
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and not each.is_sparse:
+        if type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

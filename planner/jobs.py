@@ -6,14 +6,17 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
 class JobError(Exception):
-    """A job cannot be loaded or measured; the message says why, and what to do."""
+    """A job cannot be loaded or measured; the message says why, and what to do.
+
+    Its cause is the exception of the job's own code, if that raised one.
+    """
 
 
 class Job(NamedTuple):
@@ -81,13 +84,27 @@ def check(job: Job, device: torch.device) -> None:
     elsewhere = {str(parameter.device) for parameter in parameters if parameter.device.type != device.type}
     if elsewhere:
         raise JobError(f"The model has parameters on {', '.join(sorted(elsewhere))}; move it to {device}.")
-    loss = job.loss(job.model)
+    wrapped = _Wrapped(job.model)
+    try:
+        loss = job.loss(wrapped)
+    except Exception as error:
+        is_missing = isinstance(error, AttributeError)
+        remedy = " model is a DistributedDataParallel: find the attributes of yours in model.module." * is_missing
+        raise JobError(f"loss(model) raised {type(error).__name__}: {error}.{remedy}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise JobError(f"loss(model) returned {what}; expected a tensor of one element.")
     if not loss.requires_grad:
         raise JobError("loss(model) does not depend on a parameter that requires a gradient.")
-    loss.backward()
+    if not wrapped.is_called:
+        raise JobError(
+            "loss(model) does not call its argument. Call model(...) there: the argument is a DistributedDataParallel "
+            "around the model, and gradients of the model alone are not exchanged."
+        )
+    try:
+        loss.backward()
+    except Exception as error:
+        raise JobError(f"The backward pass of loss(model) raised {type(error).__name__}: {error}.") from error
     without = [name for name, p in job.model.named_parameters() if p.requires_grad and p.grad is None]
     if without:
         raise JobError(
@@ -97,3 +114,16 @@ def check(job: Job, device: torch.device) -> None:
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
     job.model.zero_grad(set_to_none=True)
+
+
+class _Wrapped(nn.Module):
+    """A model as a DistributedDataParallel wraps it; notes whether it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.is_called = False
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self.is_called = True
+        return self.module(*inputs, **named)

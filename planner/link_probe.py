@@ -43,8 +43,10 @@ def wire_factor(kind: str, world_size: int) -> float:
     return 2 * share if kind.startswith("all-reduce") else share
 
 
-def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]) -> Link:
-    """The cost of messages of each kind. A collective call.
+def measure_link(
+    group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]
+) -> tuple[Link, dict[str, list[Sample]]]:
+    """The cost of messages of each kind, and the samples that it was fitted to, by kind. A collective call.
 
     Args:
         group: the ranks.
@@ -54,9 +56,10 @@ def measure_link(group: dist.ProcessGroup, device: torch.device, messages: Itera
     probe = _Probe(group, device)
     probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
     kinds = sorted({message.kind for message in messages})
-    costs = {kind: fit(probe.samples(kind)) for kind in kinds}
+    samples = {kind: probe.samples(kind) for kind in kinds}
+    costs = {kind: fit(of_kind) for kind, of_kind in samples.items()}
     bandwidth = median(8 * wire_factor(kind, group.size()) / cost.per_byte for kind, cost in costs.items())
-    return Link(world_size=group.size(), bandwidth=bandwidth, costs=costs)
+    return Link(world_size=group.size(), bandwidth=bandwidth, costs=costs), samples
 
 
 class _Probe:

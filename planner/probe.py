@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradwire.planner import jobs
 from gradwire.planner.compute_probe import HookProbe, measure_model
 from gradwire.planner.jobs import Build, JobError
-from gradwire.planner.link_probe import ideal_link, measure_link, overhead_per_message
+from gradwire.planner.link_probe import Sample, ideal_link, measure_link, overhead_per_message
 from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost, Overlap
 
 T = TypeVar("T")
@@ -48,12 +48,14 @@ class Measurement:
         hooks: one of them is `PLAIN`, one `CAST`.
         link: between the ranks.
         is_link_measured: whether the link was measured; else it was given.
+        samples: times of messages by their kind, which the link's costs were fitted to; empty if the link was given.
     """
 
     model: ModelCost
     hooks: tuple[HookCost, ...]
     link: Link
     is_link_measured: bool
+    samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
 
 def measure(
@@ -100,11 +102,11 @@ def measure(
     progress("network")
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
     if given is None:
-        link = measure_link(group, device, messages)
-    else:
-        overhead = overhead_per_message(group, device)
-        link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead)
-    return Measurement(model=model, hooks=slowest, link=link, is_link_measured=given is None)
+        link, samples = measure_link(group, device, messages)
+        return Measurement(model=model, hooks=slowest, link=link, is_link_measured=True, samples=samples)
+    overhead = overhead_per_message(group, device)
+    link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead)
+    return Measurement(model=model, hooks=slowest, link=link, is_link_measured=False)
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
@@ -113,14 +115,14 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     Raises:
         JobError: it raised JobError on some rank. Every rank raises.
     """
-    result, complaint = None, None
+    result, failure = None, None
     try:
         result = work()
     except JobError as error:
-        complaint = str(error)
-    complaints = _gathered(complaint)
-    if complaint is not None:
-        raise JobError(complaint)
+        failure = error
+    complaints = _gathered(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
     for rank, other in enumerate(complaints):
         if other is not None:
             raise JobError(f"On rank {rank}: {other}")

@@ -57,7 +57,8 @@ def outcome_of(interpreter: Path, tests: tuple[str, ...], **variables: str) -> s
     environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, flush=True)
-    counts = re.findall(r"\d+ (?:passed|failed|errors?)", done.stdout.splitlines()[-1])
+    last_line = (done.stdout.splitlines() or [""])[-1]
+    counts = re.findall(r"\d+ (?:passed|failed|errors?)", last_line)
     return ", ".join(counts) or "no test ran"
 
 

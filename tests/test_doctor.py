@@ -119,6 +119,28 @@ def test_missing_triton_is_reported(monkeypatch):
     assert "not installed" in next(check.text for check in doctor.versions() if check.name == "triton")
 
 
+@pytest.mark.parametrize(
+    ("outcome", "status", "text"),
+    [
+        (FileNotFoundError(), "ok", "no nvidia-smi"),
+        (subprocess.TimeoutExpired("nvidia-smi", 30), "warning", "does not answer within 30 s. Restart the driver"),
+        (subprocess.CalledProcessError(9, "nvidia-smi"), "warning", "nvidia-smi fails"),
+        ("", "ok", "finds no GPU"),
+        ("580.95.05\n580.95.05\n", "ok", "580.95.05"),
+    ],
+)
+def test_driver_is_reported_whatever_nvidia_smi_does(monkeypatch, outcome, status, text):
+    def run(*_, **__):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return subprocess.CompletedProcess("nvidia-smi", 0, stdout=outcome)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(subprocess, "run", run)
+    driver = next(check for check in doctor.versions() if check.name == "NVIDIA driver")
+    assert driver.status == status and text in driver.text
+
+
 def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(sys, "argv", ["gradwire", "doctor"])

@@ -7,12 +7,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits, assert_same_on_all_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from training import SMALL, WRAPPERS, build, error_of, gradients, register, train
+from training import SMALL, SMALLEST, WRAPPERS, build, error_of, gradients, register, train
+from zoo import SparseTable
 
 import gradwire
+from gradwire.hooks import auto_hook as auto_module
 from gradwire.hooks._auto_plan import TOLERANCE, Cost, choose, predicted_ms
 from gradwire.hooks._auto_trial import Trial
 from gradwire.hooks.auto_hook import AutoState, auto_hook
@@ -121,10 +124,85 @@ def chosen(times):
 
 
 def test_ranks_agree_on_the_plan(world):
-    plans = world.run(chosen, times={"plain": 10.0, "int8": 3.0, "int4": 2.0})
+    names = [name for name, _ in build("mlp").named_parameters()]
+    for plan in world.run(chosen, times={"plain": 10.0, "int8": 3.0, "int4": 2.0}):
+        assert plan == dict.fromkeys(names, "int4")
+
+
+def with_own_times(wrapper, model):
+    """The plan that really measured times lead to."""
+    state = AutoState(candidates=("plain", "bf16", "int4", "powersgd-r1"), repeats=1)
+    train(wrapper, model, hook=(state, auto_hook), steps=11, bucket_cap_mb=SMALL)
+    return state.plan
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("model", ["mlp", "odd", "lstm"])
+def test_measured_times_lead_to_one_plan_for_every_parameter(world, wrapper, model):
+    plans = world.run(with_own_times, wrapper=wrapper, model=model)
+    names = {name for name, parameter in build(model).named_parameters() if parameter.requires_grad}
+    assert plans[0].keys() == names
     assert all(plan == plans[0] for plan in plans)
-    assert set(plans[0].values()) == {"int4"}
-    assert {"int4"} < set(plans[0]) | {"int4"}  # by parameter name
+
+
+def with_sparse_gradients():
+    seen = []
+    for hook in ((AutoState(candidates=("plain", "int4"), repeats=1, min_gain=1e9), auto_hook), "allreduce"):
+        torch.manual_seed(0)
+        ddp = gradwire.DistributedDataParallel(SparseTable(has_dense_layer=True))
+        register(ddp, hook)
+        for _ in range(8):
+            ddp.zero_grad()
+            ddp(*ddp.module.batch(dist.get_rank())).backward()
+            seen.append({name: grad.to_dense() for name, grad in gradients(ddp).items()})
+    return seen[:8], seen[8:]
+
+
+def test_measuring_leaves_sparse_gradients_as_they_are(world):
+    for auto, plain in world.run(with_sparse_gradients):
+        assert_same_bits(auto, plain)
+
+
+def observed_run():
+    reports = []
+    state = AutoState(candidates=("plain", "int4"), repeats=1)
+    state.observe(every=1, report=lambda metrics: reports.append(metrics["step"]))
+    train("gradwire", "mlp", hook=(state, auto_hook), steps=9, bucket_cap_mb=SMALL)
+    state.metrics()
+    return reports
+
+
+def test_telemetry_counts_measured_steps_too(world):
+    for reports in world.run(observed_run):
+        assert reports == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_capture_before_the_choice_raises(world_of_one, monkeypatch):
+    monkeypatch.setattr(auto_module, "is_capturing", lambda device: True)
+    state = AutoState(candidates=("plain", "int8"), repeats=2)
+    ddp = gradwire.DistributedDataParallel(build("mlp"))
+    ddp.register_comm_hook(state, auto_hook)
+    with pytest.raises(RuntimeError, match="Step 0 is captured in a CUDA graph, but auto_hook chooses in step 8"):
+        ddp(*ddp.module.batch(torch.Generator())).backward()
+
+
+def chosen_under_load():
+    """Plain takes 3 ms at best and int4 1 ms, but 9 and 4 ms in two of three steps."""
+    measured = []
+
+    def faked(trial):
+        times = (3.0, 9.0, 9.0) if trial.candidate == "plain" else (1.0, 4.0, 4.0)
+        measured.append(trial)
+        return [[0.0, times[len(measured) % 3], 0.0] for _ in trial.buckets]
+
+    state = AutoState(candidates=("plain", "int4"), repeats=3)
+    with mock.patch.object(Trial, "costs", faked):
+        train("gradwire", "mlp", hook=(state, auto_hook), steps=11, bucket_cap_mb=SMALL)
+    return set(state.plan.values())
+
+
+def test_candidate_that_is_fastest_by_chance_is_not_chosen(world):
+    assert all(plan == {"plain"} for plan in world.run(chosen_under_load))
 
 
 def auto_and_direct():
@@ -243,6 +321,52 @@ def test_checkpoint_resumes_with_the_same_plan(world, wrapper, way):
                 assert after[name].shape == before[name].shape
 
 
+def distributed_checkpoint(folder):
+    """What was saved, what a state with the plan and one without it load, and the error of the latter."""
+    names = [name for name, _ in build("mlp").named_parameters()]
+    plan = {name: ("int8", "powersgd-r1", "plain")[i % 3] for i, name in enumerate(names)}
+
+    def new_training(plan):
+        state, ddp = AutoState(plan=plan), gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALLEST)
+        ddp.register_comm_hook(state, auto_hook)
+        return state, ddp
+
+    state, ddp = new_training(plan)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        ddp(*ddp.module.batch(generator)).backward()
+    dcp.save({"hook": state}, checkpoint_id=folder)
+    resumed, _ddp = new_training(plan)
+    dcp.load({"hook": resumed}, checkpoint_id=folder)
+    forgetful, _ddp = new_training(None)
+    error = error_of(lambda: dcp.load({"hook": forgetful}, checkpoint_id=folder))
+    return state.state_dict(), resumed.state_dict(), error, forgetful.iter
+
+
+def test_distributed_checkpoint_loads_into_a_state_with_the_plan_only(world, tmp_path):
+    for saved, loaded, (_, message), iteration in world.run(distributed_checkpoint, folder=str(tmp_path)):
+        assert set(saved["states"]) == {"int8", "powersgd-r1"}
+        assert all(state["errors"] for state in saved["states"].values())
+        assert loaded["plan"] == saved["plan"]
+        torch.testing.assert_close(loaded["states"], saved["states"])
+        assert "The plan has 0 parameters, but 8 were saved" in message
+        assert iteration == 0
+
+
+def unknown_plan(wrapper):
+    state = AutoState(plan={"layers.0.weight": "int4", "layer.2.weight": "int4"})
+    ddp = WRAPPERS[wrapper](build("mlp"), bucket_cap_mb=SMALL)
+    register(ddp, (state, auto_hook))
+    return error_of(lambda: ddp(*ddp.module.batch(torch.Generator().manual_seed(0))).backward())
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_plan_of_another_model_raises(world, wrapper):
+    for kind, message in world.run(unknown_plan, wrapper=wrapper):
+        assert kind == "ValueError"
+        assert "chooses int4 for 'layer.2.weight', which is no parameter of this Mlp; 1 of 2 names" in message
+
+
 def direct_powersgd():
     names = [name for name, _ in build("mlp").named_parameters()]
     auto = train("gradwire", "mlp", hook=(AutoState(plan=dict.fromkeys(names, "powersgd-r1")), auto_hook), steps=6)
@@ -281,8 +405,9 @@ def test_bad_options_raise(options, message):
     ("changes", "message"),
     [
         ({"iter": -1}, "iter is -1"),
+        ({"chosen": 3}, "The plan has 0 parameters, but 3 were saved"),
         ({"plan": [1]}, "plan is"),
-        ({"plan": {"weight": "zip"}}, "no candidate 'zip'"),
+        ({"plan": {"weight": "zip"}, "chosen": 1}, "no candidate 'zip'"),
         ({"states": {"bf16": {}}}, "bf16 keeps nothing"),
         ({"states": {"int8": {}}}, "no 'iter'"),
     ],
@@ -290,7 +415,7 @@ def test_bad_options_raise(options, message):
 def test_bad_checkpoint_raises_and_changes_nothing(changes, message):
     state = AutoState()
     with pytest.raises(ValueError, match=message):
-        state.load_state_dict({"iter": 7, "plan": {}, "states": {}} | changes)
+        state.load_state_dict({"iter": 7, "plan": {}, "chosen": 0, "states": {}} | changes)
     assert (state.iter, state.plan) == (0, {})
 
 

@@ -116,7 +116,7 @@ def train_without_recovery(seeds, hook, model):
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd", "auto"])
 def test_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model):
     seeds = range(6)
     for ranks in zip(*worlds(3).run(train_without_recovery, seeds=seeds, hook=hook, model=model), strict=True):
@@ -131,7 +131,7 @@ def check_silent(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", *HOOKS])
+@pytest.mark.parametrize("hook", ["none", *HOOKS, "auto"])
 def test_many_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model):
     seeds = range(100, 160)
     results = worlds(3).run(train_without_recovery, limit=600, seeds=seeds, hook=hook, model=model)
@@ -186,7 +186,7 @@ def check_recovered(ranks):
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd", "auto"])
 def test_training_resynchronized_after_faults_continues_with_equal_ranks(worlds, hook, model):
     for ranks in zip(*worlds(3).run(train_with_recovery, seeds=range(6), hook=hook, model=model), strict=True):
         check_recovered(ranks)
@@ -198,7 +198,7 @@ REPLACEABLE = [hook for hook in HOOKS if hook != "fp16_of_pytorch"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", *REPLACEABLE])
+@pytest.mark.parametrize("hook", ["none", *REPLACEABLE, "auto"])
 def test_training_resynchronized_after_many_faults_continues_with_equal_ranks(worlds, hook, model):
     seeds = range(100, 160)
     for ranks in zip(*worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model), strict=True):

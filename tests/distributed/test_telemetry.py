@@ -2,6 +2,8 @@
 
 import json
 import math
+import pickle
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from torch.profiler import profile
-from training import HOOKS, SMALL, WRAPPERS, build, error_of, gradients, register, train
+from training import HOOKS, SMALL, WRAPPERS, FailsInBackward, build, error_of, gradients, register, train
+from zoo import SparseTable
 
 import gradwire
+from gradwire.hooks import _handshake
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -49,31 +53,22 @@ def test_measured_steps_have_the_same_bits(world, hook, wrapper):
             assert report["encode_ms"] > 0
 
 
-class WithSparseTable(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(64, 8, sparse=True)
-        self.linear = torch.nn.Linear(8, 8, bias=False)
-
-    def forward(self, indices):
-        return self.linear(self.table(indices)).square().sum()
-
-
-def sparse_and_dense():
+def with_sparse_gradients(has_dense_layer):
     state = QuantizationState(None, "int8")
-    ddp = gradwire.DistributedDataParallel(WithSparseTable())
+    ddp = gradwire.DistributedDataParallel(SparseTable(has_dense_layer))
     ddp.register_comm_hook(state, quantization_hook)
     state.observe(every=1, exact_every=1)
-    ddp(torch.arange(4) + dist.get_rank()).backward()
+    ddp(*ddp.module.batch(dist.get_rank())).backward()
     return state.metrics()
 
 
-def test_sparse_gradients_are_counted_as_uncompressed(world):
-    for metrics in world.run(sparse_and_dense):
+@pytest.mark.parametrize("has_dense_layer", [True, False])
+def test_sparse_gradients_are_counted_as_uncompressed(world, has_dense_layer):
+    for metrics in world.run(with_sparse_gradients, has_dense_layer=has_dense_layer):
         sparse = 4 * 8 * 4 + 4 * 8  # values and indices
-        assert metrics["gradient_bytes"] == metrics["sent_bytes"] == sparse + 8 * 8 * 4
-        assert metrics["uncompressed_buckets"] == 2
-        assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
+        assert metrics["gradient_bytes"] == metrics["sent_bytes"] == sparse + has_dense_layer * 8 * 8 * 4
+        assert metrics["uncompressed_buckets"] == 1 + has_dense_layer
+        assert metrics.get("cosine", 1) == pytest.approx(1, abs=1e-6)
 
 
 def one_matrix(state, hook, steps=1):
@@ -183,12 +178,12 @@ def steps_reported(every, exact_every, steps):
     state = CastState()
     state.observe(every=every, exact_every=exact_every, report=lambda metrics: reports.append(dict(metrics)))
     train("gradwire", "mlp", hook=(state, bf16_compress_hook), steps=steps)
-    state.metrics()
+    state.stop_observing()
     return [(report["step"], "cosine" in report) for report in reports]
 
 
 def test_only_every_kth_step_is_measured(world):
-    for reported in world.run(steps_reported, every=4, exact_every=6, steps=13):
+    for reported in world.run(steps_reported, every=4, exact_every=6, steps=12):
         assert reported == [(4, False), (6, True), (8, False), (12, True)]
 
 
@@ -234,6 +229,66 @@ def test_unequal_telemetry_raises_on_every_rank(world, how):
         assert "exact_every of observe()" in message
 
 
+def with_failed_step(hook):
+    """For each reported step whether it was compared with the exact mean; the fifth step fails on rank 0 only."""
+    state, function = HOOKS[hook](None)
+    reports = []
+    state.observe(every=1, exact_every=3, report=lambda metrics: reports.append("cosine" in metrics))
+    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    register(ddp, (state, function))
+    generator, failures = torch.Generator().manual_seed(dist.get_rank()), []
+    for step in range(9):
+        ddp.zero_grad()
+        with ExitStack() as stack:
+            if step == 4 and dist.get_rank() == 0:
+                hooked = ddp.module.layers[2].register_forward_hook(lambda _, __, output: FailsInBackward.apply(output))
+                stack.callback(hooked.remove)
+            failure = error_of(lambda: ddp(*ddp.module.batch(generator)).backward())
+        if failure is not None:
+            failures.append(step)
+            ddp.resynchronize()
+    state.metrics()
+    return reports, failures
+
+
+@pytest.mark.parametrize("hook", ["bf16_in_fp32", "int4"])
+def test_measuring_goes_on_after_a_failed_step(world, hook):
+    for reports, failures in world.run(with_failed_step, hook=hook):
+        assert failures == [4]
+        third = [False, False, True]
+        assert reports == [*third, False, *third, False], "all ranks count anew after the fault"
+
+
+def two_states_in_turn():
+    """The number of handshakes of two models whose states are observed differently."""
+    ddps = []
+    for exact_every in (0, 2):
+        state = CastState()
+        state.observe(exact_every=exact_every)
+        ddps.append(gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL))
+        ddps[-1].register_comm_hook(state, bf16_compress_hook)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with mock.patch.object(_handshake, "_compare", wraps=_handshake._compare) as compare:
+        for _ in range(3):
+            for ddp in ddps:
+                ddp.zero_grad()
+                ddp(*ddp.module.batch(generator)).backward()
+    return compare.call_count
+
+
+def test_states_observed_differently_compare_settings_once_each(world):
+    assert set(world.run(two_states_in_turn)) == {2}
+
+
+def test_observed_cast_state_pickles_without_its_measurements():
+    state = CastState(accumulate="fp32")
+    state.observe()
+    copy = pickle.loads(pickle.dumps(state))
+    assert copy.accumulate == "fp32"
+    with pytest.raises(RuntimeError, match="is not measured"):
+        copy.metrics()
+
+
 # --- where the numbers go
 
 
@@ -241,10 +296,10 @@ def test_jsonl_report_appends_one_line_per_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     report = to_jsonl(path)
     report({"step": 1, "wire_ms": 2.5})
-    report({"step": 11, "wire_ms": 3.5})
+    report({"step": 11, "wire_ms": math.inf})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "wire_ms": 2.5},
-        {"step": 11, "wire_ms": 3.5},
+        {"step": 11, "wire_ms": None},
     ]
 
 

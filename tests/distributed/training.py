@@ -10,7 +10,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from zoo import MODELS
 
 import gradwire
-from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
+from gradwire.hooks import (
+    auto_hook,
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+    scaled_cast_hooks,
+)
 
 WRAPPERS = {"pytorch": torch.nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
 
@@ -58,6 +65,10 @@ HOOKS = {
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
 }
 NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
+# Plain for two steps, measures for four, and chooses.
+AUTO = {
+    "auto": lambda group: (auto_hook.AutoState(group, candidates=("plain", "int4"), repeats=1), auto_hook.auto_hook)
+}
 
 
 def _gloo_of_one_thread(store, rank, size, timeout):
@@ -90,7 +101,7 @@ def plainly_named(hook):
 
 def register(model, hook, group=None):
     """Register the hook of that name in `HOOKS`, or a pair of state and hook; returns the state."""
-    state, function = (HOOKS | NOOP)[hook](group) if isinstance(hook, str) else hook
+    state, function = (HOOKS | NOOP | AUTO)[hook](group) if isinstance(hook, str) else hook
     if isinstance(model, gradwire.DistributedDataParallel):
         model.register_comm_hook(state, function)
     else:

@@ -201,6 +201,23 @@ class Probe(nn.Module):
         return sum((weight * x).sum() for weight, x in zip(self.weights, inputs, strict=True))
 
 
+class SparseTable(nn.Module):
+    """An embedding with sparse gradients, and a dense layer behind it or none. Not every hook's test can use it."""
+
+    def __init__(self, has_dense_layer):
+        super().__init__()
+        self.table = nn.Embedding(64, 8, sparse=True)
+        self.dense = nn.Linear(8, 8, bias=False) if has_dense_layer else nn.Identity()
+
+    def forward(self, indices):
+        return self.dense(self.table(indices)).square().sum()
+
+    @staticmethod
+    def batch(rank):
+        """Four indices, some of them those of the next rank."""
+        return (torch.arange(4) + rank,)
+
+
 MODELS = {
     "mlp": Mlp,
     "conv": ConvNet,

@@ -24,6 +24,10 @@ def job(device):
 
 def frozen(device):
     return nn.Linear(2, 2).requires_grad_(False), lambda model: model(torch.ones(1, 2)).sum()
+
+def fails_on_rank_1(device):
+    width = 3 if torch.distributed.get_rank() == 1 else 2
+    return nn.Linear(2, 2), lambda model: model(torch.ones(1, width)).sum()
 """
 
 
@@ -49,7 +53,12 @@ def test_two_ranks_measure_the_network_and_advise(folder):
     assert content["measurement"]["is_link_measured"]
     assert link["world_size"] == 2
     assert {"all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather"} <= link["costs"].keys()
-    assert all(cost["latency"] > 0 and cost["per_byte"] > 0 for cost in link["costs"].values())
+    samples = content["measurement"]["samples"]
+    assert samples.keys() == link["costs"].keys()
+    for kind, cost in link["costs"].items():
+        sizes = [sample["nbytes"] for sample in samples[kind]]
+        assert len(sizes) >= 2 and sizes == sorted(set(sizes))
+        assert cost["latency"] == samples[kind][0]["seconds"] > 0
     predictions = {each["hook"]: each for each in content["predictions"]}
     assert predictions.keys() == {"none", "bf16", "int4", "powersgd-r1"}
     numel = 64 * 256 + 256 + 256 * 8 + 8
@@ -65,6 +74,13 @@ def test_model_without_gradients_is_refused_on_every_rank(folder):
         launch("gradwire.bench", ["advise", "my_training:frozen"], [HERE] * 2)
     assert "No parameter of the model requires a gradient" in failure.value.log
     assert "Traceback" not in failure.value.log
+
+
+def test_loss_that_fails_on_one_rank_is_refused_on_every_rank_with_its_traceback(folder):
+    with pytest.raises(LaunchError) as failure:
+        launch("gradwire.bench", ["advise", "my_training:fails_on_rank_1"], [HERE] * 2)
+    assert "loss(model) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in failure.value.log
+    assert "my_training.py" in failure.value.log or "On rank 1: " in failure.value.log
 
 
 def test_world_of_one_under_torchrun_is_refused(folder):

@@ -78,6 +78,24 @@ class HalfUsed(nn.Module):
         return self.used(x)
 
 
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        raise ValueError("no gradients today")
+
+
+class FailsInBackward(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def forward(self, x):
+        return Refuses.apply(super().forward(x))
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "message"),
     [
@@ -88,8 +106,21 @@ class HalfUsed(nn.Module):
         (HalfUsed(), lambda model: model(torch.ones(1, 2)).sum(), "leaves 2 parameters without a gradient, unused"),
         (nn.Embedding(3, 2, sparse=True), lambda model: model(torch.ones(1, dtype=torch.long)).sum(), "sparse"),
         (nn.Linear(2, 2, device="meta"), lambda model: model(torch.ones(1, 2)).sum(), "parameters on meta"),
+        (nn.Linear(2, 2), lambda model: model(torch.ones(1, 3)).sum(), r"loss\(model\) raised RuntimeError: mat1"),
+        (nn.Linear(2, 2), lambda model: model.weight.sum(), "find the attributes of yours in model.module"),
+        (
+            FailsInBackward(),
+            lambda model: model(torch.ones(1, 2)).sum(),
+            "backward pass .* raised ValueError: no gradients today",
+        ),
     ],
 )
 def test_model_that_cannot_be_measured_is_refused(model, loss, message):
     with pytest.raises(JobError, match=message):
         check(Job(model, loss), CPU)
+
+
+def test_loss_that_does_not_call_its_argument_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(JobError, match="does not call its argument"):
+        check(Job(model, lambda _: model(torch.ones(1, 2)).sum()), CPU)
