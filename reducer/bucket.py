@@ -85,8 +85,9 @@ class DenseBucket(BucketBase):
     """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and two more methods.
 
     A hook written for PyTorch asks for `buffer` or `gradients`. The gradients are then flattened into one buffer, which
-    lives as long as the bucket. gradwire's own hooks ask for `source` and `target` instead, and no buffer is allocated.
-    With ``as_view`` the buffer always exists, and every ``.grad`` ends up as a view of it.
+    lives as long as the bucket, or with ``frees_buffer`` as the backward. gradwire's own hooks ask for `source` and
+    `target` instead, and no buffer is allocated. With ``as_view`` the buffer always exists, and every ``.grad`` ends up
+    as a view of it.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
@@ -98,7 +99,8 @@ class DenseBucket(BucketBase):
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
 
-    def __init__(self, spec: BucketSpec, as_view: bool) -> None:
+    def __init__(self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False) -> None:
+        self._frees_buffer = frees_buffer and not as_view
         super().__init__(spec)
         layouts = [gradient_layout(tensor) for tensor in self._like_gradients()]
         self._table = SegmentTable(layouts)
@@ -290,10 +292,12 @@ class DenseBucket(BucketBase):
                 take_back(name, result)
 
     def release(self) -> None:
-        """Drop all tensors of this backward; the buffer stays."""
+        """Drop all tensors of this backward, and the buffer if it is to be freed."""
         super().release()
         self._grads = ()
         self._kept = {}
+        if self._frees_buffer:
+            self._buffer, self._flat_table = None, None
         self._replaced = None
         self.zero_copy = False
 

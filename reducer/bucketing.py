@@ -41,6 +41,7 @@ class BucketOptions:
         rebuilt_limits: sizes in bytes of the rebuilt buckets; the last one repeats.
         hook_may_choose: whether the state of a hook may choose other sizes of the rebuilt buckets: the user has not.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
+        frees_buffers: whether other flat buffers are freed after every backward.
     """
 
     parameters: Sequence[Tensor]
@@ -50,6 +51,7 @@ class BucketOptions:
     rebuilt_limits: Sequence[int]
     hook_may_choose: bool
     gradient_as_bucket_view: bool
+    frees_buffers: bool
 
 
 def assign_first_buckets(options: BucketOptions) -> Assignment:
@@ -118,16 +120,16 @@ def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: 
             parameters=[options.parameters[i] for i in members],
             names=[options.names[i] for i in members],
         )
-        buckets.append(_make_bucket(spec, options.sparse[members[0]], options.gradient_as_bucket_view, upcast_stream))
+        buckets.append(_make_bucket(spec, options, upcast_stream))
     return buckets
 
 
-def _make_bucket(spec: BucketSpec, is_sparse: bool, as_view: bool, upcast_stream: torch.Stream | None) -> Bucket:
-    if is_sparse:
+def _make_bucket(spec: BucketSpec, options: BucketOptions, upcast_stream: torch.Stream | None) -> Bucket:
+    if options.sparse[spec.members[0]]:
         return SparseBucket(spec)
     if upcast_stream is not None:
         return LowPrecisionBucket(spec, upcast_stream)
-    bucket = DenseBucket(spec, as_view)
-    if as_view:
+    bucket = DenseBucket(spec, options.gradient_as_bucket_view, options.frees_buffers)
+    if bucket.as_view:
         bucket.adopt_gradients()
     return bucket

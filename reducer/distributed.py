@@ -68,6 +68,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
         bucket_cap_mb_list: the size of each bucket in MiB; the last one repeats.
         batched_grad_copy: accepted; the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronised forward.
+        lazy_bucket_allocation: whether flat buffers are freed after every backward. They are allocated when a bucket is
+            complete in any case, and never with gradwire's hooks. No effect with ``gradient_as_bucket_view``.
 
     Raises:
         NotImplementedError: an argument or setting is not supported.
@@ -101,6 +103,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         refuse_wrappers_inside(module)
         if mixed_precision is not None:
@@ -133,6 +136,9 @@ class DistributedDataParallel(MixedPrecisionDDP):
             "mixed_precision": str(mixed_precision),
         }
         self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+        if lazy_bucket_allocation and torch_internals.HAS_LAZY_BUCKET_ALLOCATION:
+            options["lazy_bucket_allocation"] = True  # sets the attribute anew
         # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
         super().__init__(
             module,
@@ -177,6 +183,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
             rebuilt_limits=rebuilt_limits,
             hook_may_choose=self._has_default_bucket_size,
             gradient_as_bucket_view=self.gradient_as_bucket_view and self.mixed_precision is None,
+            frees_buffers=self.lazy_bucket_allocation,
         )
         self.reducer = DDPReducer(
             options, self.process_group, self.find_unused_parameters, self.skip_all_reduce_unused_params

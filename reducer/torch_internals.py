@@ -44,6 +44,7 @@ __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "GLOO_THREADS",
     "HAS_FORWARD_SYNC_BUFFERS",
+    "HAS_LAZY_BUCKET_ALLOCATION",
     "BuiltinCommHookType",
     "assign_buckets",
     "gradient_node",
@@ -59,8 +60,10 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
-# Whether DDP takes ``forward_sync_buffers``, since PyTorch 2.13.
-HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+# Arguments of DDP since PyTorch 2.13 and 2.15.
+HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in _ARGUMENTS
+HAS_LAZY_BUCKET_ALLOCATION = "lazy_bucket_allocation" in _ARGUMENTS
 GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 

@@ -367,3 +367,29 @@ def test_updated_process_group_averages_over_its_ranks(worlds, feature, view):
         for pairs in steps:
             for actual, expected in pairs:
                 assert_same_bits(actual, expected)
+
+
+def free_buffers(hook, view):
+    """Gradients with and without `lazy_bucket_allocation`, and the bytes of flat buffers between steps."""
+    seen, held = [], []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        ddp = wrap("gradwire", module, hook, view, lazy_bucket_allocation=lazy)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        seen.append([])
+        for _ in range(3):
+            zero_grad(ddp, "to-none")
+            ddp(torch.randn(3, 4, generator=generator)).square().sum().backward()
+            seen[-1] += gradients(ddp)
+        buffers = [bucket._buffer for bucket in ddp.reducer.buckets]
+        held.append(sum(buffer.nbytes for buffer in buffers if buffer is not None))
+    return seen, held
+
+
+@ways
+def test_lazy_buckets_hold_no_memory_between_steps_and_change_no_bits(world, hook, view):
+    for (eager, lazy), (held, held_lazy) in world.run(free_buffers, hook=hook, view=view):
+        assert_same_bits(lazy, eager)
+        assert (held > 0) == (view or hook != "powersgd"), "zero-copy hooks have no flat buffers"
+        assert held_lazy == (held if view else 0)
