@@ -242,9 +242,9 @@ class NamedState(Observed, HookSettings):
     def bind(self, module: torch.nn.Module) -> None:
         """Take parameter names from ``module``.
 
-        Rarely needed: gradwire's DDP binds the state at registration, and the model of PyTorch's
-        DDP is found at the first step or checkpoint. It is not found in two cases: models share
-        parameters and your own hook passes the state on, or ``gc.freeze()`` has hidden the DDP.
+        Rarely needed: gradwire's DDP binds the state when the hook is registered, and the model in
+        PyTorch's DDP is found at the first step or checkpoint. It is not found if several models share
+        parameters and your own hook passes the state on, or if ``gc.freeze()`` has hidden the DDP.
         Parameters are numbered then. Training works, with random columns that depend on the
         numbers; options by name and checkpoints raise.
 

@@ -175,7 +175,7 @@ def _check_tensor(
         or value.layout != torch.strided
         or value.is_nested
         or value.is_meta
-        or value.dtype not in dtypes  # excludes quantised tensors
+        or value.dtype not in dtypes  # excludes quantized tensors
         or type(value.detach()) is not Tensor  # excludes subclasses such as DTensor; a Parameter passes
         or (shape is not None and value.shape != shape)
     ):
