@@ -168,7 +168,7 @@ def to_markdown(tables: Sequence[Table], titles: bool = True) -> str:
         rule = ["---", *("---:" for _ in table.headers[1:])]
         lines = "".join(f"| {' | '.join(row)} |\n" for row in (table.headers, rule, *table.rows))
         parts.append(f"**{table.title}**\n\n{lines}" if titles else lines)
-    notes = [f"- {note[0].upper()}{note[1:]}.\n" for table in tables for note in table.notes]
+    notes = [f"- {note[0].upper()}{note[1:]}.\n" for note in dict.fromkeys(n for table in tables for n in table.notes)]
     return "\n".join([*parts, "".join(notes)] if notes else parts)
 
 

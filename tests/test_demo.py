@@ -282,7 +282,7 @@ def test_notes_mention_uncompressed_steps_of_low_rank_hooks_only(table_of):
 
 
 def test_notes_name_the_link(table_of):
-    assert "link: memory of this machine:" in " ".join(table_of("none").notes)
+    assert "link: memory of this machine;" in " ".join(table_of("none").notes)
     assert "link: 1 Gb/s between hosts" in " ".join(table_of("none", rate="1gbit").notes)
     assert "NVLink" in " ".join(table_of("none", backend="nccl").notes)
 
