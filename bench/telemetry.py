@@ -88,7 +88,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     notes = (
         f"model: {settings['model']}",
         f"median of {settings['steps']} steps of each kind, in turns, forward and backward on the slowest rank",
-        "overhead: extra time of a measured step, divided by the steps from one to the next, relative to a step",
+        "overhead: extra time of a measured step, averaged over all steps, relative to a step without telemetry",
     )
     return [
         pivot(f"Telemetry, {count(ranks, 'rank')}", group, names, columns, notes)

@@ -145,7 +145,7 @@ class ErrorFeedbackState(NamedState):
         self._names.require(f"A checkpoint of a {type(self).__name__}")
         if self._names.module is None and self.iter == 0 and not self._is_loaded:
             raise RuntimeError(
-                f"This {type(self).__name__} belongs to no model yet, so the entries of its checkpoint are not known. "
+                f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
                 f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
                 "before it is saved or loaded."
             )
@@ -187,6 +187,6 @@ def check_loaded_names(loaded: Mapping[str, object], names: Sequence[str]) -> No
         numbered = [all(is_number(name) for name in some) for some in (loaded, names)]
         if numbered[0] != numbered[1]:
             raise ValueError(
-                f"The loaded state remembers {min(loaded)!r}, this bucket has {names[0]!r}: the names of parameters "
-                "were known in one of the runs only. Call state.bind(model) before the first step, in both."
+                f"The loaded state has an entry {min(loaded)!r}, this bucket has {names[0]!r}: parameter names were "
+                "known in only one of the two runs. Call state.bind(model) before the first step in both."
             )
