@@ -1,4 +1,4 @@
-"""Train with PowerSGD under Accelerate, save, and resume.
+"""Train with PowerSGD with Accelerate, save, and resume.
 
     pip install "gradwire[accelerate]"
     accelerate launch --num-processes 2 examples/train_accelerate.py checkpoint                # 150 steps on two GPUs

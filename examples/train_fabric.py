@@ -1,4 +1,4 @@
-"""Train with 4-bit gradients under Lightning Fabric, save, and resume.
+"""Train with 4-bit gradients with Lightning Fabric, save, and resume.
 
     pip install "gradwire[lightning]"
     python examples/train_fabric.py checkpoint.ckpt    # 150 steps
