@@ -1,4 +1,4 @@
-"""Train with PowerSGD with Accelerate, save, and resume.
+"""Accelerate: train with PowerSGD, save, and resume.
 
     pip install "gradwire[accelerate]"
     accelerate launch --num-processes 2 examples/train_accelerate.py checkpoint                # 150 steps on two GPUs

@@ -1,4 +1,4 @@
-"""Train with PowerSGD with Lightning, save, and resume.
+"""Lightning: train with PowerSGD, save, and resume.
 
     pip install "gradwire[lightning]"
     python examples/train_lightning.py checkpoints 2    # 2 epochs

@@ -1,4 +1,4 @@
-"""Train with PowerSGD with Ray Train, save, and resume.
+"""Ray Train: train with PowerSGD, save, and resume.
 
     pip install "gradwire[ray]"
     python examples/train_ray.py results    # 150 steps on two workers
