@@ -33,32 +33,34 @@ def advise_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="The model: module:function, where function(device) returns (model, loss) and loss(model) runs one "
-            f"batch; or one of {', '.join(bench_jobs.JOBS)}."
+            help="The job: module:function, where function(device) returns (model, loss) and loss(model) runs one "
+            f"batch. Or a benchmark model: {', '.join(bench_jobs.JOBS)}."
         ),
     ],
-    hooks: Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")] = ", ".join(CHOICES),
+    hooks: Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")] = ", ".join(CHOICES),
     bandwidth: Annotated[
-        str | None, typer.Option(help="Without torchrun: bandwidth of the network to assume, such as 100mbit.")
+        str | None, typer.Option(help="Without torchrun: bandwidth to assume, such as 100mbit.")
     ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=2, help="Without torchrun: number of ranks to assume.")
     ] = None,
     latency: Annotated[
-        float, typer.Option(min=0, help="Without torchrun: microseconds from one rank to another.")
+        float, typer.Option(min=0, help="Without torchrun: latency between two ranks to assume, in microseconds.")
     ] = 50.0,
-    json: Annotated[Path | None, typer.Option("--json", help="Write measurement and predictions to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the step time against the bandwidth to this PNG file.")
+        Path | None, typer.Option("--plot", help="Plot the step time against the bandwidth to this PNG file.")
     ] = None,
 ) -> None:
-    """Measure your model and your network; predict the step time with each hook; recommend a hook, or none.
+    """Measure your model and network, predict the step time with each hook, and recommend a hook or none.
 
-    Run it on the machines of the training, a few seconds before it:
+    Run it on the machines you train on; it takes a few seconds:
 
     torchrun --nproc-per-node=8 --no-python gradwire advise train:job
 
-    Or on one machine, for a network given by hand:
+    Or on one machine, for a network that you describe:
 
     gradwire advise train:job --bandwidth 10gbit --world-size 16
     """

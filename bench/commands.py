@@ -1,4 +1,4 @@
-"""The commands of ``gradwire``: parse options, measure, print and save."""
+"""The commands of ``gradwire``: parse options, run, print and save."""
 
 import os
 from collections.abc import Callable
@@ -57,20 +57,20 @@ from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
 
 
 def _listed(hooks: dict[str, HookEntry]) -> str:
-    return f"Hooks and what they send: {', '.join(f'{name} ({entry.description})' for name, entry in hooks.items())}."
+    return f"Available hooks: {', '.join(f'{name} ({entry.description})' for name, entry in hooks.items())}."
 
 
 _DEMO_CHOICES = {name: entry for name, entry in HOOKS.items() if name != "noop"}  # with noop, ranks drift apart
 
 app = typer.Typer(
-    help="Gradient compression for PyTorch data-parallel training: demo and benchmarks.",
+    help="Gradient compression for PyTorch data-parallel training: check, predict, demo and benchmark.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 bench = typer.Typer(
-    help="Benchmark gradwire beside PyTorch, compare results, generate tables and plots.", no_args_is_help=True
+    help="Benchmark gradwire against PyTorch, compare results, and generate tables and plots.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
 
@@ -99,7 +99,7 @@ def _root(
         bool,
         typer.Option(
             "--version",
-            help="Print the versions and exit.",
+            help="Print the versions of gradwire and torch, and exit.",
             callback=_print_version,
             is_eager=True,
         ),
@@ -115,16 +115,16 @@ def demo(
         Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
     ] = Path("demo"),
     processes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes (ranks) on this machine.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the data.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs to train with each hook.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for initial weights and data order.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
     loopback: LoopbackOption = False,
 ) -> None:
-    """Train a small network on handwritten digits with each hook over a slow link; compare loss, accuracy and time.
+    """Train a small network with each hook over a slow link; compare loss, accuracy and time.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Without root the demo trains
-    over this machine's loopback, where nothing is gained by sending less. Takes a minute.
+    The hosts are network namespaces of this machine, joined by rate-limited links. This needs root on Linux; otherwise
+    the demo trains over loopback, where sending less saves no time. Takes a minute.
     """
     if loopback:
         refuse_beside(context, "--loopback", "rate")
@@ -132,12 +132,12 @@ def demo(
     obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
     _make_folder(output)
     if obstacle is None:
-        typer.echo(f"{processes} processes train over a link of {format_rate(link.name)}, once with each hook.\n")
+        typer.echo(f"Training with {processes} processes over a {format_rate(link.name)} link, once with each hook.\n")
     else:
         typer.echo(
-            f"{processes} processes train over loopback ({obstacle}), where nothing is gained by sending less.\n"
-            f"As root on Linux, gradwire demo trains over a link of {format_rate(link.name)}. There the time of a step "
-            "is mostly\nthat of sending, and hooks that send less train faster.\n"
+            f"Training with {processes} processes over loopback ({obstacle}), where sending less saves no time.\n"
+            f"As root on Linux, gradwire demo trains over a {format_rate(link.name)} link. Most of a step is then\n"
+            "communication, so hooks that send less train faster.\n"
         )
         link = network.LOOPBACK
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
@@ -160,9 +160,9 @@ def demo(
 
 @app.command("doctor")
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
-    """Check this installation: versions, devices, kernels, backends, environment, and a self-test of a few seconds.
+    """Check this installation: versions, devices, kernels, backends and environment; run a self-test of all hooks.
 
-    The exit status is 1 if a check failed.
+    Takes a few seconds on a CPU. The exit status is 1 if a check failed.
     """
     raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
 
@@ -173,20 +173,20 @@ app.command("advise")(advise_command)
 @bench.command("kernels")
 def bench_kernels(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models whose parameter lists are used, separated by commas.")] = _MODELS,
-    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, separated by commas.")] = _SIZES,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each implementation over the buckets.")] = 5,
+    models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = _MODELS,
+    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = _SIZES,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over the buckets, per implementation.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Only resnet50 and gpt2-124m, at 25 MiB.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(help=f"Measure nothing: model the times on a GPU ({', '.join(kernel_model.GPUS)}) from counts."),
+        typer.Option(help=f"Measure nothing; predict the times on a GPU ({', '.join(kernel_model.GPUS)})."),
     ] = None,
     output: OutputOption = None,
 ) -> None:
-    """Time every kernel on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
+    """Time every kernel on the parameter shapes of real models, against plain PyTorch and a copy.
 
-    On a GPU this times the Triton kernels; without one, gradwire's CPU code, in 15 minutes.
+    Times the Triton kernels on a GPU, and gradwire's CPU code elsewhere. Takes 15 minutes on a CPU.
     """
     if quick:
         refuse_beside(context, "--quick", "models", "sizes", "rounds")
@@ -208,12 +208,12 @@ def bench_kernels(
 
 @bench.command("compiled")
 def bench_compiled(
-    targets: Annotated[str, typer.Option(help="Kinds of GPUs, separated by commas.")] = _TARGETS,
+    targets: Annotated[str, typer.Option(help="GPU architectures, comma-separated.")] = _TARGETS,
     output: OutputOption = None,
 ) -> None:
     """Compile every kernel ahead of time; count registers, spills, wide accesses, instructions and bank conflicts.
 
-    Needs Triton, and no GPU. Takes a few minutes.
+    Needs Triton, but no GPU. Takes a few minutes.
     """
     names = parse_choices(targets, compiled.TARGET_NAMES, "--targets")
     _refuse_without_compiler("compiled")
@@ -225,7 +225,7 @@ def bench_compiled(
 def bench_rounding(output: OutputOption = None) -> None:
     """Measure the rounding error of the mean gradient, for each wire format and for sums in 16 bits and in fp32.
 
-    The ranks are simulated in one process. Takes half a minute.
+    Simulates the ranks in one process. Takes half a minute.
     """
     report(measured("gradwire bench rounding", rounding.measure, torch.device("cpu")), rounding.tables, output)
 
@@ -233,13 +233,13 @@ def bench_rounding(output: OutputOption = None) -> None:
 @bench.command("reducer")
 def bench_reducer(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=2, help="Timed backwards of each reducer on each model.")] = 40,
-    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ", ".join(MODELS),
+    steps: Annotated[int, typer.Option(min=2, help="Timed backward passes per reducer and model.")] = 40,
+    models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ", ".join(MODELS),
     ranks: RanksOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only 20 steps of the transformer, on one rank.")] = False,
     output: OutputOption = None,
 ) -> None:
-    """Time a backward with gradwire's reducer, with PyTorch's, and without one; measure peak memory."""
+    """Time backward passes with gradwire's reducer, with PyTorch's and with none; measure peak memory."""
     if quick:
         refuse_beside(context, "--quick", "steps", "models", "ranks")
     names = ("transformer",) if quick else parse_choices(models, MODELS, "--models")
@@ -252,7 +252,7 @@ def bench_reducer(
 @bench.command("hooks", epilog=_listed(HOOKS))
 def bench_hooks(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook on each DDP.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per hook and DDP.")] = 30,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads per rank.")] = 1,
     hooks: HooksOption = _COST_HOOKS,
     ranks: RanksOption = None,
@@ -261,9 +261,9 @@ def bench_hooks(
     ] = False,
     output: OutputOption = None,
 ) -> None:
-    """Time gradwire's hooks on both DDPs, and PyTorch's hooks, without a network; measure host time and memory.
+    """Time gradwire's and PyTorch's hooks without a network; measure host time and memory.
 
-    The own cost of a hook is its step time minus that of noop_hook on the same DDP.
+    gradwire's hooks run on both DDPs. The own cost of a hook is its step time minus that of noop_hook on the same DDP.
     """
     if quick:
         refuse_beside(context, "--quick", "steps", "hooks", "ranks")
@@ -276,11 +276,11 @@ def bench_hooks(
 
 @bench.command("telemetry")
 def bench_telemetry(
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each kind, for each hook.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each kind, per hook.")] = 60,
     ranks: RanksOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Time steps that measure themselves with state.observe(), beside steps that do not. Takes two minutes."""
+    """Measure the overhead of telemetry (state.observe()) in a training step. Takes two minutes."""
     device = bench_device()
     measure = partial(telemetry.measure, parse_ranks(ranks, device), steps)
     report(measured("gradwire bench telemetry", measure, device), telemetry.tables, output)
@@ -291,15 +291,15 @@ def bench_network(
     context: typer.Context,
     hosts: HostsOption = 2,
     rates: Annotated[
-        str | None, typer.Option(help=f"Link rates such as 2.5gbit, separated by commas. Default: {_NETWORK_RATES}.")
+        str | None, typer.Option(help=f"Link rates such as 2.5gbit, comma-separated. Default: {_NETWORK_RATES}.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each hook at each rate.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per hook and rate.")] = 15,
     hooks: HooksOption = _NETWORK_HOOKS,
     emulated: Annotated[
         bool,
         typer.Option(
             "--emulated",
-            help=f"Emulate the link; one GPU stands for all hosts. Default rates: {', '.join(network.EMULATED_RATES)}.",
+            help=f"Emulate the link on one GPU. Default rates: {', '.join(network.EMULATED_RATES)}.",
         ),
     ] = False,
     quick: Annotated[
@@ -308,10 +308,10 @@ def bench_network(
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Time training steps over a slow network: gradwire's hooks and DDP beside PyTorch's.
+    """Time training steps over a slow network: gradwire's hooks and DDP against PyTorch's.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
-    Takes a few minutes, most of them at 100mbit.
+    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
+    Takes a few minutes, mostly at 100mbit.
     """
     if quick:
         refuse_beside(context, "--quick", "steps", "hooks")
@@ -336,9 +336,9 @@ def bench_network(
 @bench.command("advise")
 def bench_advise(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = _ADVISED_MODELS,
-    rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, separated by commas.")] = _ADVISED_RATES,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each hook at each rate, with a few steps each.")] = 1,
+    models: Annotated[str, typer.Option(help="Models, comma-separated.")] = _ADVISED_MODELS,
+    rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, comma-separated.")] = _ADVISED_RATES,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of a few steps, per hook and rate.")] = 1,
     hooks: HooksOption = _ADVISED_HOOKS,
     quick: Annotated[
         bool,
@@ -347,9 +347,9 @@ def bench_advise(
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Compare the step times that `gradwire advise` predicts with measured ones, over a slow network.
+    """Compare step times predicted by `gradwire advise` with measured ones, over a slow network.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
+    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     Takes ten minutes.
     """
     if quick:
@@ -406,17 +406,16 @@ def bench_converge(
     hosts: HostsOption = 2,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit.")] = "100mbit",
     task: Annotated[str, typer.Option(help=f"Training task: {' or '.join(TASKS)}.")] = "text",
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; each hook trains once with each.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds. Each hook trains once per seed.")] = 3,
     hooks: HooksOption = _TRAINED_HOOKS,
-    quick: Annotated[bool, typer.Option("--quick", help="Only one seed of none and powersgd-r4, on digits.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only none and powersgd-r4, one seed of digits.")] = False,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Train to a target loss or accuracy over a slow network: gradwire's hooks and DDP beside PyTorch's.
+    """Measure the time to a target loss or accuracy over a slow network: gradwire's hooks and DDP against PyTorch's.
 
-    The hosts are network namespaces of this machine, joined by links with a rate limit.
-    Needs Linux and root.
-    At 100mbit, the task digits takes a few minutes, the task text 45 minutes.
+    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
+    At 100mbit, the task digits takes a few minutes, and the task text 45 minutes.
     """
     if quick:
         refuse_beside(context, "--quick", "task", "seeds", "hooks")
@@ -437,16 +436,16 @@ def bench_converge(
 @bench.command("compare")
 def bench_compare(
     before: Annotated[
-        list[Path], typer.Option("--before", help="Results before a change; repeat the option for repeated runs.")
+        list[Path], typer.Option("--before", help="Results before the change. Repeat the option for repeated runs.")
     ],
     after: Annotated[
-        list[Path], typer.Option("--after", help="Results after the change; repeat the option for repeated runs.")
+        list[Path], typer.Option("--after", help="Results after the change. Repeat the option for repeated runs.")
     ],
 ) -> None:
     """Compare results before and after a change; fail if gradwire got slower relative to PyTorch.
 
-    Differences within the noise of repeated runs do not count.
-    Also fails if a result is missing after the change, such as that of a missed target.
+    Ignores differences within the noise of repeated runs. Also fails if a result is missing after the change, for
+    example because a training missed its target.
     """
     try:
         states = [[compare.load_ratios(path) for path in paths] for paths in (before, after)]
@@ -465,11 +464,9 @@ def bench_compare(
 
 @bench.command("report")
 def bench_report(
-    root: Annotated[
-        Path, typer.Argument(help="Checkout to read bench/results from, and to write README.md and docs/ to.")
-    ] = Path(),
+    root: Annotated[Path, typer.Argument(help="Checkout with bench/results, README.md and docs/.")] = Path(),
 ) -> None:
-    """Generate the tables and plots of README and docs from bench/results."""
+    """Generate the tables and plots in README.md and docs/ from bench/results."""
     try:
         for path in write_pages(root):
             typer.echo(path)

@@ -318,7 +318,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
         link = f"{format_rate(settings['rate'])} between hosts, which are network namespaces of this machine"
     else:
         memory = "memory" if facts["backend"] == "gloo" else "NVLink, PCIe or memory"
-        link = f"{memory} of this machine: a network gives other times"
+        link = f"{memory} of this machine; times over a network differ"
     return [
         f"training loss: mean of the last epoch. Test accuracy: on {settings['test_images']} images",
         f"sent per step: payload that a rank passes to collectives, mean of all steps{plain}",

@@ -10,15 +10,15 @@ import typer
 
 from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELLED_MBIT, Rate
 
-HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, separated by commas.")]
+HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, comma-separated.")]
 RanksOption = Annotated[
     str | None,
-    typer.Option("--ranks", help="World sizes, separated by commas. Default: 1,2; on a machine with one GPU, 1."),
+    typer.Option("--ranks", help="World sizes, comma-separated. Default: 1,2, or 1 on a machine with one GPU."),
 ]
 LoopbackOption = Annotated[
-    bool, typer.Option("--loopback", help="Use this machine's loopback, without a rate limit. Needs no root.")
+    bool, typer.Option("--loopback", help="Use loopback instead of a rate-limited link. Needs no root.")
 ]
-HostsOption = Annotated[int, typer.Option(min=2, max=16, help="Number of hosts, with one rank each.")]
+HostsOption = Annotated[int, typer.Option(min=2, max=16, help="Number of hosts, one rank each.")]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -35,7 +35,7 @@ def _in_a_folder(path: Path | None) -> Path | None:
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        "--output", help="Write the results to this file, as JSON lines.", dir_okay=False, callback=_in_a_folder
+        "--output", help="Write the results to this file as JSON lines.", dir_okay=False, callback=_in_a_folder
     ),
 ]
 

@@ -88,7 +88,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     notes = (
         f"model: {settings['model']}",
         f"median of {settings['steps']} steps of each kind, in turns, forward and backward on the slowest rank",
-        "overhead: what a measured step takes longer, spread over the steps between two of them",
+        "overhead: extra time of a measured step, averaged over all steps, relative to a step without telemetry",
     )
     return [
         pivot(f"Telemetry, {count(ranks, 'rank')}", group, names, columns, notes)

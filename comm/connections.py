@@ -30,11 +30,11 @@ from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
 T = TypeVar("T")
 DESTROYED = (
-    "The process group was destroyed. Initialise a new one, and wrap the model anew or give the hook's state the new "
-    "group."
+    "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
+    "hook state's process_group."
 )
 ADVICE = (
-    "The ranks exchange no more gradients until all of them agree to go on. Do not apply the gradients of this step. "
+    "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
     "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."
 )
 

@@ -2,7 +2,8 @@
 
     python examples/compress_tensors.py
 
-In a notebook, change the rank and see what is sent, how far one result is off, and how error feedback makes up for it.
+Change the rank to see how the payload and the error of a single step change, and how error feedback corrects the error
+over several steps.
 """
 
 import torch

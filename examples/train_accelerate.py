@@ -1,4 +1,4 @@
-"""Train with PowerSGD under Accelerate, save, and resume.
+"""Accelerate: train with PowerSGD, save, and resume.
 
     pip install ".[accelerate]"    # from a checkout of gradwire
     accelerate launch --num-processes 2 examples/train_accelerate.py checkpoint                # 150 steps on two GPUs

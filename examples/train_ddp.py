@@ -1,4 +1,4 @@
-"""Train a small network with PowerSGD: the README's migration as a program.
+"""Train a small network with PowerSGD: the complete program for the README's diff.
 
     torchrun --nproc-per-node 2 examples/train_ddp.py
 

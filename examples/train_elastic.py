@@ -1,9 +1,9 @@
-"""Train with 4-bit gradients under elastic torchrun: after a failure, all ranks resume from the last checkpoint.
+"""Train with 4-bit gradients and elastic torchrun: after a failure, all ranks resume from the last checkpoint.
 
     torchrun --nproc-per-node 2 --max-restarts 1 examples/train_elastic.py checkpoints 70
 
-Rank 1 fails at step 70 of the first attempt. torchrun restarts both ranks, which resume from step 50. The checkpoint is
-one of `torch.distributed.checkpoint`. It loads on another number of ranks, too: torchrun may lose or gain a node.
+Rank 1 fails at step 70 of the first attempt. torchrun restarts both ranks, which resume from step 50. Checkpoints
+are saved with `torch.distributed.checkpoint` and load on any number of ranks, so torchrun may lose or gain a node.
 """
 
 import os
@@ -27,7 +27,7 @@ def main(folder: Path, failing_step: int) -> None:
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    # torchrun keeps its store when it restarts the ranks: without a prefix they may find addresses of the last attempt.
+    # torchrun keeps its store after a restart: without a prefix, ranks may find addresses of the previous attempt.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(

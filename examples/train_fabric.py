@@ -1,4 +1,4 @@
-"""Train with 4-bit gradients under Lightning Fabric, save, and resume.
+"""Lightning Fabric: train with 4-bit gradients, save, and resume.
 
     pip install ".[lightning]"    # from a checkout of gradwire
     python examples/train_fabric.py checkpoint.ckpt    # 150 steps

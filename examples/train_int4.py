@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_int4.py checkpoint.pt
     torchrun --nproc-per-node 3 examples/train_int4.py checkpoint.pt
 
-The second run continues from the checkpoint of the first: model, optimizer, and the errors that quantisation left.
+The second run continues from the checkpoint of the first: model, optimizer, and error memory.
 """
 
 import os
@@ -33,7 +33,7 @@ def main(path: Path) -> None:
     state = QuantizationState(None, wire="int4")
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    dist.barrier()  # no rank saves while another looks for the checkpoint
+    dist.barrier()  # so that no rank saves while another still looks for the checkpoint
     if path.exists():
         saved = torch.load(path, weights_only=True)
         model.module.load_state_dict(saved["model"])

@@ -1,4 +1,4 @@
-"""Train with PowerSGD under Lightning's Trainer, save, and resume.
+"""Lightning: train with PowerSGD, save, and resume.
 
     pip install ".[lightning]"    # from a checkout of gradwire
     python examples/train_lightning.py checkpoints 2    # 2 epochs

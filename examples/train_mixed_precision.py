@@ -25,7 +25,7 @@ def main() -> None:
     model = DistributedDataParallel(model)
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=20)
     model.register_comm_hook(state, powerSGD_hook)
-    compiled = torch.compile(model)  # around DistributedDataParallel, so that the graph is split at its buckets
+    compiled = torch.compile(model)  # after wrapping, so that the graph is split at DDP's buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**20)
 

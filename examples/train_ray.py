@@ -1,4 +1,4 @@
-"""Train with PowerSGD under Ray Train, save, and resume.
+"""Ray Train: train with PowerSGD, save, and resume.
 
     pip install ".[ray]"    # from a checkout of gradwire
     python examples/train_ray.py results    # 150 steps on two workers

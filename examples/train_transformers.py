@@ -1,4 +1,4 @@
-"""Train a small BERT with PowerSGD under Hugging Face's Trainer, save, and resume.
+"""Hugging Face Trainer: train a small BERT with PowerSGD, save, and resume.
 
     pip install ".[transformers]"    # from a checkout of gradwire
     torchrun --nproc-per-node 2 examples/train_transformers.py checkpoints 20    # 20 steps

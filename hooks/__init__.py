@@ -1,6 +1,6 @@
-"""DDP communication hooks: modules, names and signatures as in ``torch.distributed.algorithms.ddp_comm_hooks``.
+"""DDP communication hooks with the modules, names and signatures of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Each hook is a function for ``model.register_comm_hook(state, hook)``, on PyTorch's DDP and on gradwire's.
+Register a hook with ``model.register_comm_hook(state, hook)``, on PyTorch's DDP or gradwire's.
 """
 
 from gradwire.hooks import (

@@ -46,16 +46,17 @@ class ErrorFeedbackState(NamedState):
 
     @property
     def policy(self) -> Policy:
-        """How each parameter is compressed, as the options say now."""
+        """How each parameter is compressed, under the current options."""
         raise NotImplementedError
 
     def bind(self, module: torch.nn.Module) -> None:
         """Take parameter names from ``module``.
 
-        Rarely needed: gradwire's DDP binds the state at registration, and the model behind PyTorch's
-        DDP is found at the first step or checkpoint. It is not found if models share parameters and
-        your own hook passes the state on, or if ``gc.freeze()`` has hidden the DDP. Then training
-        works, but options by name and checkpoints raise until `bind` was called.
+        Rarely needed: gradwire's DDP binds the state when the hook is registered, and the model in
+        PyTorch's DDP is found at the first step or checkpoint. It is not found if several models share
+        parameters and your own hook passes the state on, or if ``gc.freeze()`` has hidden the DDP.
+        Training works then, but options by name and checkpoints raise. To prevent that, call `bind`
+        before the first step, on every rank.
 
         Args:
             module: the model, wrapped or not.
@@ -90,9 +91,8 @@ class ErrorFeedbackState(NamedState):
     def prepare_checkpoint(self) -> None:
         """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
 
-        A collective call: every rank must make it, between two steps. Afterwards any rank may call
-        `state_dict` alone, for trainers that save on rank 0. On every rank the copy takes CPU memory of
-        the size of `state_dict`.
+        A collective call: every rank must make it, between two steps. Afterwards, any rank may call
+        `state_dict` alone, for trainers that save on rank 0. The copy takes CPU memory on every rank.
 
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within two
@@ -111,9 +111,9 @@ class ErrorFeedbackState(NamedState):
     def state_dict(self) -> dict[str, Any]:
         """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
 
-        A collective call, equal on all ranks: every rank must make it, between two steps. Between
-        `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
-        other ranks; two such calls share tensors.
+        A collective call: every rank must make it, between two steps. The result is equal on all
+        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
+        returns the prepared copy, and two such calls share tensors.
 
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within ten
@@ -145,7 +145,7 @@ class ErrorFeedbackState(NamedState):
         self._names.require(f"A checkpoint of a {type(self).__name__}")
         if self._names.module is None and self.iter == 0 and not self._is_loaded:
             raise RuntimeError(
-                f"This {type(self).__name__} belongs to no model yet, so the entries of its checkpoint are not known. "
+                f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
                 f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
                 "before it is saved or loaded."
             )
@@ -187,6 +187,6 @@ def check_loaded_names(loaded: Mapping[str, object], names: Sequence[str]) -> No
         numbered = [all(is_number(name) for name in some) for some in (loaded, names)]
         if numbered[0] != numbered[1]:
             raise ValueError(
-                f"The loaded state remembers {min(loaded)!r}, this bucket has {names[0]!r}: the names of parameters "
-                "were known in one of the runs only. Call state.bind(model) before the first step, in both."
+                f"The loaded state has an entry {min(loaded)!r}, this bucket has {names[0]!r}: parameter names were "
+                "known in only one of the two runs. Call state.bind(model) before the first step in both."
             )

@@ -158,7 +158,7 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
         problem = (
             f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
             if again
-            else f"This rank runs {facts['hook']}, but no hook of gradwire's has begun on"
+            else f"This rank runs {facts['hook']}, but no gradwire hook has started on"
         )
         raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
     if len(set(digests)) == 1:

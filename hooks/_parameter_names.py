@@ -133,12 +133,12 @@ class ParameterNames:
         bound = self.module
         if bound is not None and bound is not module:
             raise ValueError(
-                f"This state belongs to another model, a {type(bound).__name__}; a state remembers one model's "
-                f"gradients. Make a new state for this {type(module).__name__}."
+                f"This state belongs to another model, a {type(bound).__name__}; a state serves one model only. "
+                f"Create a new state for this {type(module).__name__}."
             )
         if self.are_numbers:
             raise ValueError(
-                "This state has trained without names, and remembers gradients by their place in the first backward. "
+                "This state has trained without parameter names, and identifies parameters by their order. "
                 "Call state.bind(model) before the first step, on every rank."
             )
         names = parameter_names(module)
@@ -197,9 +197,9 @@ class ParameterNames:
             unnamed = [parameter for parameter in unnamed if parameter not in self._names]
         if unnamed and (self._is_closed or self.module is not None):
             raise ValueError(
-                f"A parameter of shape {tuple(unnamed[0].shape)} belongs to another model than those before; a state "
-                "remembers one model's gradients. Make a new state for each model, or bind(module) it to the one whose "
-                "parameters change."
+                f"A parameter of shape {tuple(unnamed[0].shape)} belongs to another model than earlier ones; a "
+                "state serves one model only. Create a new state for each model. If a model's parameters change, call "
+                "state.bind(module) with that model."
             )
         if needed_by is not None and (unnamed or self.are_numbers):
             raise self._unknown(needed_by)
@@ -242,9 +242,9 @@ class NamedState(Observed, HookSettings):
     def bind(self, module: torch.nn.Module) -> None:
         """Take parameter names from ``module``.
 
-        Rarely needed: gradwire's DDP binds the state at registration, and the model of PyTorch's
-        DDP is found at the first step or checkpoint. It is not found in two cases: models share
-        parameters and your own hook passes the state on, or ``gc.freeze()`` has hidden the DDP.
+        Rarely needed: gradwire's DDP binds the state when the hook is registered, and the model in
+        PyTorch's DDP is found at the first step or checkpoint. It is not found if several models share
+        parameters and your own hook passes the state on, or if ``gc.freeze()`` has hidden the DDP.
         Parameters are numbered then. Training works, with random columns that depend on the
         numbers; options by name and checkpoints raise.
 

@@ -52,12 +52,12 @@ class PowerSGDOptions:
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
-                f"because the buckets of the first steps are not the later ones; got {self.start_powerSGD_iter}."
+                f"because buckets are rebuilt after the first step; got {self.start_powerSGD_iter}."
             )
         if self.factor_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(
                 f"factor_dtype is {self.factor_dtype}; expected None, torch.float32 or torch.bfloat16. Factors have "
-                "the range of gradients, which fp16 has not."
+                "the range of the gradients, which fp16 does not cover."
             )
         if self.precision not in ("tf32", "fp32"):
             raise ValueError(f"precision is {self.precision!r}; expected 'tf32' or 'fp32'.")

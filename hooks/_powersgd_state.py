@@ -25,61 +25,62 @@ LOW_RANK_BUCKET_CAP_MB = 100
 
 
 class PowerSGDState(OptionAttributes, ErrorFeedbackState):
-    """Options and memory of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
+    """Options, error memory and factors of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
 
     The arguments up to ``batch_tensors_with_same_shape`` are PyTorch's, with PyTorch's defaults.
-    Every option is an attribute too. It may be assigned between steps, equally on all ranks.
+    Every option is also an attribute, which you may assign between steps, equally on all ranks.
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        matrix_approximation_rank: low-rank r. A matrix of n x m sends r (n + m) elements, and
-            compute time grows with r too. Start with 1 to 4 and double it until the loss follows
-            uncompressed training. The paper used 2 for an image model and 4 for a language model.
-        start_powerSGD_iter: steps of plain all-reduce before the first compressed step. Early
-            gradients change fast and are harmed most by compression. Use at least the warm-up of
-            the learning rate; PyTorch suggests 10 % of all steps as a first try.
-        min_compression_rate: a matrix of n x m is compressed if min_compression_rate r (n + m) <
-            n m, and never if it would not shrink. Finite. A higher rate exempts matrices that gain
+        matrix_approximation_rank: rank r of the approximation. For an n x m matrix, r (n + m)
+            elements are sent, and compute time grows with r. Start with 1 to 4 and double it until
+            the loss matches uncompressed training. The paper used 2 for an image model and 4 for a
+            language model.
+        start_powerSGD_iter: steps of plain all-reduce before the first compressed step. Compression
+            does most harm early in training, when gradients change fast. Use at least the warm-up
+            of the learning rate; PyTorch suggests 10 % of all steps as a first try.
+        min_compression_rate: an n x m matrix is compressed if min_compression_rate r (n + m) < n m,
+            and never if it would not shrink. Finite. A higher value excludes matrices that gain
             little.
         use_error_feedback: whether to add the residual of compression to the next gradient. Keep it
-            on: without it, the gradient's part outside the factors is lost and accuracy drops. The
-            residuals take memory of the size of the compressed gradients in fp32.
-        warm_start: whether to start from Q of the last step. Keep it on: successive gradients are
-            similar, so one power iteration per step suffices. Off, each step starts from a random
-            Q, and the same accuracy takes a higher rank.
-        orthogonalization_epsilon: no effect: the orthogonaliser never divides by a number near
+            on: otherwise the part of the gradient outside the factors is lost, and accuracy drops.
+            The residuals take one fp32 value per element of the compressed gradients.
+        warm_start: whether to start from the Q of the previous step. Keep it on: successive
+            gradients are similar, so one power iteration per step suffices. Otherwise each step
+            starts from a random Q, and needs a higher rank for the same accuracy.
+        orthogonalization_epsilon: no effect; the orthogonalization never divides by a number near
             zero.
         random_seed: seed of the random columns, equal on all ranks.
         compression_stats_logging_frequency: steps between two log messages with
             `compression_stats`.
-        batch_tensors_with_same_shape: no effect: all matrices of a bucket are always batched.
-        ranks: rank r by parameter name, as `fnmatch` patterns, in place of
-            ``matrix_approximation_rank``. The first match counts; 0 sends a parameter uncompressed. For
+        batch_tensors_with_same_shape: no effect; all matrices of a bucket are always batched.
+        ranks: rank r by parameter name, as `fnmatch` patterns, instead of
+            ``matrix_approximation_rank``. The first match wins; 0 sends a parameter uncompressed. For
             layers that need more accuracy than others, such as ``{"*.embedding.weight": 0, "head.*": 8}``.
         stacks: number of matrices along the first dimension, by name pattern: 3 for a fused
-            query-key-value weight, the number of experts for experts x n x m.
-        factor_dtype: wire dtype of the factors: None for the gradients' own (bf16 for fp16
+            query-key-value weight, the number of experts for a weight of experts x n x m.
+        factor_dtype: wire dtype of the factors: None for the dtype of the gradients (bf16 for fp16
             gradients), torch.float32, or torch.bfloat16, which halves the bytes. Arithmetic is in
             fp32; error feedback makes up for the rounding.
-        alternating: whether to send P on even steps and Q on odd steps (ACP-SGD): one all-reduce
-            and about half the bytes per step, and slightly worse approximations. Worth trying if
-            latency or bandwidth still limits the step.
-        precision: arithmetic of the products that give the factors, on GPUs and at ranks above 8:
-            "tf32", on tensor cores where the GPU has them, or "fp32", which is slower. Error feedback makes up for
-            TF32's rounding. Lower ranks and CPUs always use fp32.
+        alternating: whether to send P on even steps and Q on odd steps (ACP-SGD). A bucket then
+            takes one all-reduce and about half the bytes; the approximation is slightly worse. Worth
+            trying if latency or bandwidth still limits the step.
+        precision: arithmetic of the products that compute the factors, on GPUs and at ranks above 8:
+            "tf32", on tensor cores if the GPU has them, or "fp32", which is slower. Error feedback makes up for
+            the rounding of TF32. Lower ranks and CPUs always use fp32.
         cuda_graphs: whether to capture each bucket's kernels between two collectives in CUDA graphs,
-            after a warm-up, and to replay them in later steps. Saves host time; results are bitwise
-            equal, so ranks may differ. Without effect where the kernels are not Triton's: on CPUs,
-            with fp64 gradients and at ranks above 64. The state warns there.
+            after a warm-up, and to replay them in later steps. Saves host time. Results are bitwise
+            equal, so this option may differ between ranks. Without effect, and with a warning, where
+            Triton kernels do not run: on CPUs, with fp64 gradients, and at ranks above 64.
 
     Attributes:
         iter: number of steps so far.
         options: all options.
-        total_numel_before_compression: elements of all compressed steps.
+        total_numel_before_compression: gradient elements of all compressed steps.
         total_numel_after_compression: elements sent in these steps.
 
     Raises:
-        ValueError: an option is of another type or out of range, or two options exclude each other.
+        ValueError: an option has the wrong type or is out of range, or two options exclude each other.
 
     Examples:
         >>> state = PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=100)
@@ -130,7 +131,7 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
 
     @property
     def policy(self) -> LowRankPolicy:
-        """Which parameters are compressed, as the options say now."""
+        """Which parameters are compressed, under the current options."""
         return self.options.policy
 
     def settings(self) -> dict[str, object]:
@@ -158,9 +159,9 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
 
     @property
     def preferred_bucket_cap_mb(self) -> int | None:
-        """Bucket size in MiB that gradwire's DistributedDataParallel uses unless a size is passed to it: 100.
+        """Bucket size in MiB that gradwire's DistributedDataParallel uses by default: 100.
 
-        None with `batched_powerSGD_hook`, whose results depend on the size of the bucket.
+        None with `batched_powerSGD_hook`, whose results depend on the bucket size.
         """
         return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
 
@@ -199,16 +200,16 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     def state_dict(self) -> dict[str, Any]:
         """Step count, errors and factors as plain CPU tensors, for ``torch.load(weights_only=True)``.
 
-        A collective call, equal on all ranks: every rank must make it, between two steps. Between
-        `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
-        other ranks; two such calls share tensors.
+        A collective call: every rank must make it, between two steps. The result is equal on all
+        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
+        returns the prepared copy, and two such calls share tensors.
 
-        Errors are averaged over the ranks. PowerSGD depends only on their mean, so any world size
-        can resume from it, like the uninterrupted run up to rounding.
+        Errors are averaged over the ranks. PowerSGD depends only on their mean, so a run resumed on
+        any world size equals the uninterrupted one up to rounding.
 
         Every compressed parameter has an entry even before the first step, so that
         ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
-        load. With `batched_powerSGD_hook` factors belong to buckets; they have entries only after a
+        load. With `batched_powerSGD_hook`, factors belong to buckets and have entries only after a
         compressed step.
 
         Raises:
@@ -231,14 +232,14 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         return {"iter": self.iter, **entries, "numel": numel}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, with any buckets and any world size.
+        """Continue from a `state_dict`, with any buckets and on any world size.
 
-        Entries are compared with the parameters; with those not known yet, before the first compressed step. Factors
-        of another rank r start anew, as when r changes in training.
+        Entries are checked against the parameters; if those are not known yet, before the first compressed step.
+        Factors of a different rank r start from scratch, as when r changes during training.
 
         Raises:
-            ValueError: an entry is missing, of another type, dtype or shape, not finite, or out of range. The message
-                names it, and the state is not modified.
+            ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
+                message names the entry. The state is not modified.
         """
         check_powersgd_state(state_dict, checkpoint.expected_of(self._names, self.policy))
         self._memory = checkpoint.memory_of(state_dict)

@@ -88,30 +88,29 @@ class QuantizationState(ErrorFeedbackState):
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        wire: format of the gradients on the wire. Start with "int4": 7.5 times fewer bytes than
-            fp32. "int8" is the careful choice; "int2" and "sign" send half and a quarter of int4's
-            bytes, and take more steps. "fp8_e4m3" has the bytes of int8 and keeps small elements
-            of a block more precisely, large ones less. "bf16" and "fp16" halve the bytes and sum in
+        wire: wire format of the gradients. Start with "int4": 7.5 times fewer bytes than fp32. "int8"
+            affects accuracy least. "int2" and "sign" send about a half and a third of int4's bytes,
+            but take more steps. "fp8_e4m3" has the size of int8; it represents small elements of a
+            block more precisely, and large ones less. "bf16" and "fp16" halve the bytes and sum in
             fp32.
-        block_size: elements that share a scale, a power of two from 32 to 1024. A smaller block
-            follows the gradient more closely and sends more scales, of 2 bytes each: 64 adds 0.25
-            bit per element. 256 is enough for int8; int2 gains from 32.
+        block_size: elements that share a scale, a power of two from 32 to 1024. Smaller blocks are
+            more accurate but send more scales of 2 bytes each: 64 adds 0.25 bits per element. 256 is
+            enough for int8; int2 benefits from 32.
         use_error_feedback: whether to add the rounding error to the next gradient. Keep it on below
-            8 bit. The residuals take memory: 1 + 1 / world size times the elements, in
-            ``error_dtype``.
-        start_iter: steps of plain all-reduce before the first quantised step. Early gradients
-            change fast; the default suffices for most models.
-        exempt: `fnmatch` patterns of parameters to send in 16 bit. Parameters with fewer than two
-            dimensions always are: they are few and sensitive.
-        wires: wire format by name pattern, in place of ``wire``; the first match counts, and takes
+            8 bits. The residuals take 1 + 1 / world size values of ``error_dtype`` per element.
+        start_iter: steps of plain all-reduce before the first quantized step. The default suffices
+            for most models.
+        exempt: `fnmatch` patterns of parameters to send in 16 bits. Parameters with fewer than two
+            dimensions always are: they are small and sensitive to rounding.
+        wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
             uncompressed.
-        stochastic_rounding: whether to round at random to one of the two nearest codes, so that
-            every element is right in expectation. Worth trying without error feedback; with it,
-            rounding to the nearest is more accurate.
+        stochastic_rounding: whether to round randomly to one of the two nearest codes, so that every
+            element is correct in expectation. Worth trying without error feedback; with it, rounding
+            to nearest is more accurate.
         error_dtype: torch.float32, or torch.bfloat16, which halves the error memory and is rounded
-            at random, without bias.
+            stochastically, without bias.
         seed: seed of the random numbers, equal on all ranks.
 
     Attributes:
@@ -119,7 +118,7 @@ class QuantizationState(ErrorFeedbackState):
         options: all options.
 
     Raises:
-        ValueError: an option is of another type or out of range.
+        ValueError: an option has the wrong type or is out of range.
 
     Examples:
         >>> state = QuantizationState(process_group, wire="int4")
@@ -241,13 +240,13 @@ class QuantizationState(ErrorFeedbackState):
     def state_dict(self) -> dict[str, Any]:
         """Step count and errors as plain CPU tensors, for ``torch.load(weights_only=True)``.
 
-        A collective call, equal on all ranks: every rank must make it, between two steps. Between
-        `prepare_checkpoint` and the next step it returns the prepared copy instead, without the
-        other ranks; two such calls share tensors.
+        A collective call: every rank must make it, between two steps. The result is equal on all
+        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
+        returns the prepared copy, and two such calls share tensors.
 
-        The errors of both shots are summed over the ranks: the part of the gradients that is not
-        applied yet. Any world size can resume from them, and nothing is lost. The next steps round differently
-        from the uninterrupted run's.
+        All errors are summed over the ranks: the part of the gradients that has not been applied yet.
+        Any world size can resume from them, and nothing is lost. Later steps round differently from
+        those of the uninterrupted run.
 
         Every parameter has an entry even before the first step, so that
         ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
@@ -285,13 +284,13 @@ class QuantizationState(ErrorFeedbackState):
         return errors
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, with any buckets and any world size.
+        """Continue from a `state_dict`, with any buckets and on any world size.
 
-        Errors are compared with the parameters; with those not known yet, before the first quantised step.
+        Errors are checked against the parameters; if those are not known yet, before the first quantized step.
 
         Raises:
-            ValueError: an entry is missing, of another type, dtype or shape, not finite, or out of range. The message
-                names it, and the state is not modified.
+            ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
+                message names the entry. The state is not modified.
         """
         shapes = {name: as_real(parameter).shape for name, parameter in self._names.known().items()}
         check_quantization_state(state_dict, shapes)

@@ -57,14 +57,14 @@ def check_powersgd_shapes(
 ) -> None:
     """Raise ValueError unless errors and factors fit the known parameters, and each other for unknown ones.
 
-    Factors may have another rank r: they start anew then, as when r changes in training.
+    Factors may have another rank r: they then start from scratch, as when r changes during training.
     """
     for name, error in errors.items():
         expected = parameters.get(name)
         if expected is not None and error.shape != expected.error:
             raise ValueError(
                 f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(expected.error)}: "
-                f"errors[{name!r}] is another model's. Load the state of this model, or begin with a new one."
+                f"errors[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
             )
     for name in sorted(q.keys() | p.keys()):
         expected = parameters.get(name)
@@ -92,7 +92,7 @@ def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) ->
         if name in shapes and error.shape != shapes[name]:
             raise ValueError(
                 f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(shapes[name])}: "
-                f"errors[{name!r}] is another model's. Load the state of this model, or begin with a new one."
+                f"errors[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
             )
 
 
@@ -182,7 +182,7 @@ def _check_tensor(
         or value.layout != torch.strided
         or value.is_nested
         or value.is_meta
-        or value.dtype not in dtypes  # excludes quantised tensors
+        or value.dtype not in dtypes  # excludes quantized tensors
         or type(value.detach()) is not Tensor  # excludes subclasses such as DTensor; a Parameter passes
         or (shape is not None and value.shape != shape)
     ):
@@ -212,13 +212,13 @@ def _check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], 
                 raise ValueError(
                     f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected ({shape.matrices}, rank, "
                     f"{length}) with a rank of 1 to {highest}. Load the state of this model and its stacks, or leave "
-                    "this entry out: its factors begin anew then."
+                    "this entry out: its factors then start from scratch."
                 )
 
 
 def _check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
     """Raise unless the factors fit matrices with ``numel`` elements in total, of any numbers of rows and columns."""
-    remedy = "Load the state of this model, or leave these factors out: they begin anew then."
+    remedy = "Load the state of this model, or leave these factors out: they then start from scratch."
     for side, factors in (("q", q), ("p", p)):
         if name in factors:
             matrices, rank, length = factors[name].shape

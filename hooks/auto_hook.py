@@ -1,4 +1,4 @@
-"""`auto_hook`: measures plain, cast, quantised and low-rank exchanges in the first steps; chooses for each bucket."""
+"""`auto_hook`: times several compression methods in the first steps, and chooses one for each bucket."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -35,33 +35,34 @@ WARM_UP = 1
 class AutoState(NamedState):
     """Options, measurements and choices of `auto_hook`, for one model.
 
-    The first two steps are plain. Then each candidate is measured in ``1 + repeats`` steps, on copies of the gradients:
-    results stay bitwise equal to the plain all-reduce, and no error memory is left behind. These steps wait for each
-    exchange and are slower than others. After them, a model of overlap (`gradwire.hooks._auto_plan`) chooses an
-    exchange for each bucket from the slowest rank's times, and training continues with it. The choice is logged,
+    The first two steps use the plain all-reduce. Then each candidate is timed for ``1 + repeats`` steps, on copies of
+    the gradients. The gradients themselves take the plain all-reduce, so results do not change. These steps are slower
+    than others, because each bucket is timed on its own. A model of the overlap with the backward pass then chooses a
+    candidate for each bucket, from the times of the slowest rank, and training continues with it. The choice is logged,
     equal on all ranks, and saved by `state_dict`, so that a resumed run does not measure again.
 
-    Only times are measured. PowerSGD at a low rank may take more steps to the same loss than quantised exchanges; put
-    only candidates on the list whose accuracy you trust.
+    Only time is measured, not accuracy. PowerSGD at a low rank may take more steps to the same loss than quantization;
+    list only candidates whose accuracy you trust.
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        candidates: names of exchanges, from the most to the least precise: "plain" first, then any of "bf16", "fp16",
-            the formats of `QuantizationState` ("int8", "int4", "int2", "fp8_e4m3", ...) and "powersgd-rN" for rank N.
-        repeats: measured steps of each candidate.
-        min_gain: compress only if the predicted time from the first gradient to the last result is this many times
-            shorter.
-        plan: candidates by parameter name, such as the ``plan`` of another run: nothing is measured. Parameters that
-            it does not name stay plain.
+        candidates: names of compression methods, from the most to the least precise: "plain" first, then any of "bf16",
+            "fp16", the wire formats of `QuantizationState` ("int8", "int4", "int2", "fp8_e4m3", ...), and "powersgd-rN"
+            for PowerSGD with rank N.
+        repeats: timed steps per candidate, after one warm-up step each.
+        min_gain: compress only if the predicted time from the first gradient to the last result gets shorter by this
+            factor.
+        plan: candidate by parameter name, such as the ``plan`` of another run. Nothing is measured then. Parameters
+            that it does not name stay plain.
 
     Attributes:
         iter: number of steps so far.
-        plan: the chosen candidate of every parameter; empty before the choice.
+        plan: the chosen candidate by parameter name; empty before the choice.
 
     Raises:
         ValueError: a candidate is unknown, the first is not "plain", or a number is out of range.
 
-    Example::
+    Examples:
         >>> state = AutoState(process_group)
         >>> model.register_comm_hook(state, auto_hook)
     """
@@ -132,7 +133,9 @@ class AutoState(NamedState):
             exchange.state.take_back(name, gradient)
 
     def prepare_checkpoint(self) -> None:
-        """Let any rank call `state_dict` alone until the next step; a collective call.
+        """Collect the state of all ranks, so that any rank may call `state_dict` alone until the next step.
+
+        A collective call: every rank must make it, between two steps.
 
         Raises:
             RuntimeError: a rank has not called it within two minutes.
@@ -141,11 +144,11 @@ class AutoState(NamedState):
             state.prepare_checkpoint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count, plan, and the `state_dict` of each exchange in use, for ``torch.load(weights_only=True)``.
+        """Step count, plan, and the state dict of each method in use, for ``torch.load(weights_only=True)``.
 
-        A collective call, unless `prepare_checkpoint` was called since the last step. Any world size can resume.
-        ``torch.distributed.checkpoint`` loads only entries that the state has already: give it the plan of the saved
-        run before you load.
+        A collective call, unless `prepare_checkpoint` was called since the last step. Any world size can resume from
+        it. ``torch.distributed.checkpoint`` loads only entries that the state already has: give it the plan of the
+        saved run before you load.
 
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
@@ -159,10 +162,10 @@ class AutoState(NamedState):
         return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`: with its plan, or by measuring if it has none.
+        """Continue from a `state_dict` with its plan; if it has none, measure.
 
         Raises:
-            ValueError: an entry is missing, of another type, or out of range. This state is not modified.
+            ValueError: an entry is missing, has the wrong type, or is out of range. This state is not modified.
         """
         check_auto_state(state_dict)
         exchanges = {name: self._make(name) for name in state_dict["states"]}
@@ -333,11 +336,11 @@ async def _largest(times: Tensor, transport: Transport) -> None:
 @zero_copy
 @ddp_hook(needs_state(AutoState))
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Measure the candidates of an `AutoState` in the first steps, then exchange each bucket as chosen.
+    """All-reduce the mean of the gradients: time the candidates in the first steps, then use the fastest per bucket.
 
     Args:
-        state: options, measurements, the plan, and the memory of the exchanges. Modified.
-        bucket: the gradients. Overwritten with their mean, approximate if a lossy exchange was chosen.
+        state: options, measurements, the plan, and the error memory of the methods in use. Modified.
+        bucket: the gradients. Overwritten with their mean, which is approximate if a lossy method was chosen.
 
     Raises:
         RuntimeError: the names of the parameters are not known, or a CUDA graph is captured before the choice.

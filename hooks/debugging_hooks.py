@@ -1,4 +1,4 @@
-"""Hooks for measurements: the names of ``torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks``."""
+"""Hooks for measurements, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks``."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["noop_hook"]
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: each rank keeps its own gradients.
 
-    The step time with this hook is a lower bound for every hook. Ranks drift apart, so do not train with it.
+    The step time with this hook is a lower bound for every other hook. Ranks drift apart, so do not train with it.
 
     Examples:
         >>> model.register_comm_hook(None, noop_hook)

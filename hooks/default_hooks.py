@@ -1,7 +1,7 @@
-"""Plain and 16-bit all-reduce: the names of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
+"""Plain and 16-bit all-reduce, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``.
 
-Every hook averages over the ranks. PyTorch's fp16 hook casts, then divides. These hooks divide, then cast, in one pass:
-gradients of 1e5 and 0 on two ranks give 5e4, not inf.
+Every hook averages over the ranks. PyTorch's fp16 hook casts and then divides by the world size. These hooks divide and
+then cast, in one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
 from typing import Any
@@ -38,14 +38,16 @@ _BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks
 
 
 class CastState(Observed):
-    """A process group and options, as the state of a hook of this module, which can measure its steps; see `observe`.
+    """Options of `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook`, in place of a process group.
+
+    Like every hook state, it can measure the hook's steps: see `observe`.
 
     Args:
         process_group: the ranks to average over; None for the default group.
-        accumulate: dtype of the sum over the ranks. With "wire" the hook's: one all-reduce, as with a process group as
-            the state. With "fp32" every rank sums a shard in fp32, and the sum is rounded once: fp16 sums cannot
-            overflow, and rounding does not grow with the world size. It sends the same bytes in two messages. Choose it
-            from 8 ranks on, or if sums overflow.
+        accumulate: dtype of the sum over the ranks. "wire" sums in the dtype that the hook sends, with one all-reduce,
+            as with a process group as the state. "fp32" sums in fp32 and rounds the sum once, so fp16 sums do not
+            overflow and the rounding error does not grow with the world size. It sends the same bytes in two messages.
+            Use it with 8 or more ranks, or if sums overflow.
 
     Raises:
         TypeError: ``process_group`` is not a process group.
@@ -132,11 +134,10 @@ def fp16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in fp16: half the bytes of fp32.
 
-    Each rank sends ``fp16(g / world_size)``, saturated at +-65504. inf and NaN pass through, so
-    that a gradient scaler sees them. A sum beyond 65504 becomes inf, unless
-    the state is a `CastState` that accumulates in fp32. Magnitudes below 3e-8 times
-    the world size become 0: if gradients may be that small, use bf16 or
-    `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
+    Each rank sends ``fp16(g / world_size)``, saturated at +-65504. inf and NaN pass through, so that a
+    gradient scaler sees them. A sum beyond 65504 becomes inf, unless the state is a `CastState` that
+    accumulates in fp32. Magnitudes below 3e-8 times the world size become 0. If gradients may be that
+    small, use bf16 or `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
 
     Args:
         process_group: the ranks to average over, None for the default group; or a `CastState`.
@@ -153,12 +154,12 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in bf16: half the bytes of fp32, its range, 8 bits of precision.
+    """All-reduce the mean of the gradients in bf16: half the bytes of fp32, with its range, at 8 bits of precision.
 
     Gradients are divided by the world size in fp32, before the cast. NCCL's own average rounds
     1 / world_size to bf16 first, which is 0.2 % off at 3 ranks. The hook runs on every backend that
-    sums bf16, gloo included. PyTorch's DDP rejects a hook of this name if PyTorch was built without
-    NCCL or XCCL, as CPU builds are; gradwire's DDP accepts it.
+    sums bf16, including gloo. PyTorch's DDP rejects a hook of this name if PyTorch was built without
+    NCCL and XCCL, as CPU builds are; gradwire's DDP accepts it.
 
     Args:
         process_group: the ranks to average over, None for the default group; or a `CastState`.
@@ -200,7 +201,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Wrap ``hook`` to get an fp16 copy of the gradients; its result is cast back to their dtype.
+    """Wrap ``hook`` so that it gets an fp16 copy of the gradients; its result is cast back to their dtype.
 
     Finite values saturate at +-65504; inf and NaN pass through.
 
@@ -217,7 +218,7 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Wrap ``hook`` to get a bf16 copy of the gradients; its result is cast back to their dtype.
+    """Wrap ``hook`` so that it gets a bf16 copy of the gradients; its result is cast back to their dtype.
 
     Args:
         hook: any communication hook: gradwire's, PyTorch's or your own.

@@ -1,9 +1,8 @@
-"""PowerSGD: the names of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
+"""PowerSGD, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
 
-Differences from PyTorch's hook: the matrices of a bucket are processed in batched kernels, not one
-by one. A bucket takes two all-reduces instead of three, and no synchronisation with the host.
-Memory is keyed by parameter name instead of bucket index, so a checkpoint resumes with any world
-size.
+Differences from PyTorch's hook: batched kernels process all matrices of a bucket at once. A bucket takes two
+all-reduces instead of three, and does not synchronize with the host. Error memory and factors are stored by parameter
+name instead of bucket index, so a checkpoint resumes on any world size.
 """
 
 import warnings
@@ -38,31 +37,32 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 @zero_copy
 @ddp_hook(needs_state(PowerSGDState))
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients, with each matrix approximated to rank r, with error feedback.
+    """All-reduce the mean of the gradients, approximating each matrix at rank r, with error feedback.
 
-    A matrix of n x m sends r (n + m) elements; the other gradients of the bucket are sent uncompressed. Each bucket
-    takes two all-reduces, one with ``alternating``. Steps before ``start_powerSGD_iter`` are bitwise equal to the plain
-    all-reduce. A matrix with an inf or NaN on any rank becomes NaN on all, so that a gradient scaler skips the step;
-    its error and factors do not change. Gradients may be fp32, fp16, bf16, fp64 or complex (as real pairs).
+    For an n x m matrix, a rank sends r (n + m) elements. Gradients that are not worth compressing are sent as they are.
+    Each bucket takes two all-reduces, or one with ``alternating``. Steps before ``start_powerSGD_iter`` are bitwise
+    equal to the plain all-reduce. If a matrix contains inf or NaN on any rank, it becomes NaN on all ranks, so that a
+    gradient scaler skips the step; its error and factors do not change. Gradients may be fp32, fp16, bf16, fp64 or
+    complex (as real pairs).
 
     Args:
         state: options, errors and factors. Modified.
         bucket: the gradients. Overwritten with their approximate mean.
 
     Raises:
-        ValueError: the bucket is from another model than the state, or a pattern in ``stacks`` does not fit.
+        ValueError: the state belongs to another model, or an entry of ``stacks`` does not fit its parameter.
     """
     return _reduce(state, bucket, batched=False)
 
 
 @ddp_hook(needs_state(PowerSGDState))
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """`powerSGD_hook` on the flat bucket as one nearly square matrix.
+    """Apply PowerSGD to the flat bucket as one nearly square matrix.
 
-    It sends O(sqrt N) of N elements. Rows and columns of that matrix are arbitrary, so expect lower
-    accuracy than with `powerSGD_hook`. "Batched" is PyTorch's name; `powerSGD_hook` batches its
-    matrices too. ``ranks``, ``stacks`` and ``min_compression_rate`` do not apply. When the buckets
-    change, the warm start begins anew; errors are kept.
+    Of N elements, it sends O(r sqrt(N)). The rows and columns of the matrix are arbitrary, so expect
+    lower accuracy than with `powerSGD_hook`. "Batched" is PyTorch's name; `powerSGD_hook` batches its
+    matrices too. ``ranks``, ``stacks`` and ``min_compression_rate`` have no effect. When buckets
+    change, the warm start begins again; errors are kept.
 
     Args:
         state: options, errors and factors. Modified.

@@ -1,8 +1,8 @@
-"""Quantised all-reduce: the names of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, and more.
+"""Quantized all-reduce, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, and more.
 
-`quantization_hook` is gradwire's own: 1 to 16 bit per element, with error feedback. The two hooks of PyTorch's module
-are 8-bit hooks without error feedback. PyTorch's send every rank's whole bucket to every other rank; these send as many
-bytes as a ring all-reduce of the quantised bucket, and their scales are those of small blocks.
+`quantization_hook` is gradwire's own: 1 to 16 bits per element, with error feedback. The two hooks with PyTorch's names
+send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other rank.
+gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
 """
 
 import torch
@@ -27,11 +27,11 @@ _PER_CHANNEL: dict[int, HookSettings] = {}  # by block size
 @zero_copy
 @ddp_hook(needs_state(QuantizationState))
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 1 to 16 bit per element, with error feedback.
+    """All-reduce the mean of the gradients in 1 to 16 bits per element, with error feedback.
 
-    Blocks of ``block_size`` elements share a scale. Every rank quantises its gradients, sends each
-    rank one shard, sums the shards it gets in fp32, quantises the sum and sends it to all. Sums
-    cannot overflow, and rounding does not grow with the world size.
+    Blocks of ``block_size`` elements share a scale. Every rank quantizes its gradients and sends each
+    rank one shard. It sums the shards that it receives in fp32, quantizes the sum, and sends it to all
+    ranks. Sums do not overflow, and the rounding error does not grow with the world size.
 
     Steps before ``start_iter`` are bitwise equal to the plain all-reduce. If a gradient is inf or
     NaN on any rank, its block becomes NaN on all ranks, so that a gradient scaler skips the step,
@@ -43,7 +43,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
         bucket: the gradients. Overwritten with their mean.
 
     Raises:
-        ValueError: the bucket is from another model than the state, or a pattern in ``wires`` matches nothing.
+        ValueError: the state belongs to another model, or a pattern in ``wires`` matches no parameter.
     """
     state._prepared = None
     agree(state, state.process_group, bucket, state)
@@ -70,10 +70,10 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 8 bit, with one scale per 1024 elements and without error feedback.
+    """All-reduce the mean of the gradients in 8 bits, with one scale per 1024 elements, without error feedback.
 
-    For code that uses PyTorch's hook of this name, which has one scale and one zero point per
-    bucket. `quantization_hook` loses less, in as many bytes or fewer.
+    A replacement for PyTorch's hook of this name, which has one scale and one zero point per bucket.
+    New code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:
         process_group: the ranks to average over; None for the default group.
@@ -90,10 +90,10 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 8 bit, with one scale per block and without error feedback.
+    """All-reduce the mean of the gradients in 8 bits, with one scale per block, without error feedback.
 
-    For code that uses PyTorch's hook of this name, which raises an IndexError in PyTorch 2.13.
-    `quantization_hook` loses less, in as many bytes or fewer.
+    A replacement for PyTorch's hook of this name, which raises an IndexError in PyTorch 2.13. New
+    code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:
         process_group: the ranks to average over; None for the default group.

@@ -18,25 +18,26 @@ __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
 class ScaledCastState(NamedState):
-    """Options and scales of `scaled_cast_hook`. Scales belong to buckets and are kept by parameter name.
+    """Options and scales of `scaled_cast_hook`, for one model.
 
-    The defaults suit most models. Watch `saturated_elements` to tune ``margin``.
+    Each bucket has one scale, stored by parameter name. The defaults suit most models. Watch `saturated_elements` to
+    tune ``margin``.
 
     Args:
         process_group: the ranks to average over; None for the default group.
         dtype: wire dtype, torch.float16 or torch.bfloat16. bf16 has the range of fp32 and rarely needs
             a scale.
-        margin: headroom for a gradient to grow from one step to the next, in binades (powers of
-            two), 1 to 12. With the default, 4, it may grow 16-fold before elements saturate. Raise
-            it if `saturated_elements` keeps rising, lower it to keep smaller values: fp16 loses
-            those below about 2^-32 of the largest with the default and 2 ranks.
-        growth: binades by which a scale may rise per step. Raise it if gradients shrink by more
-            than half from step to step.
-        backoff: binades by which a scale falls below its target after a step in which a rank may
-            have saturated. Raise it if saturation lasts for several steps.
+        margin: headroom for gradients to grow from one step to the next, in powers of two, 1 to 12.
+            With the default, 4, they may grow 16-fold before elements saturate. Raise it if
+            `saturated_elements` keeps rising. Lower it to keep smaller values: with the default and
+            2 ranks, fp16 loses values below about 2^-32 of the largest.
+        growth: powers of two by which a scale may rise per step. Raise it if gradients shrink to
+            less than half from step to step.
+        backoff: powers of two by which a scale falls below its target after a step in which a rank
+            may have saturated. Raise it if saturation lasts for several steps.
 
     Raises:
-        ValueError: an option is of another type or out of range.
+        ValueError: an option has the wrong type or is out of range.
 
     Examples:
         >>> state = ScaledCastState(process_group)
@@ -174,11 +175,11 @@ class ScaledCastState(NamedState):
 @zero_copy
 @ddp_hook(needs_state(ScaledCastState))
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 16 bit, scaled by a power of two chosen one step earlier.
+    """All-reduce the mean of the gradients in 16 bits, scaled by a power of two that follows the previous step.
 
-    The scale follows the largest reduced magnitude, which is bitwise equal on all ranks. So after
-    the first step of a bucket the ranks need no message to agree on the scale. The hook never
-    synchronises with the host. Finite elements that do not fit saturate and are counted in the
+    The scale depends on the largest reduced magnitude, which is bitwise equal on all ranks. So after
+    the first step of a bucket, the ranks need no message to agree on the scale. The hook never
+    synchronizes with the host. Finite elements that do not fit saturate and are counted in the
     state. inf and NaN pass through, do not change the scale, and count as a skipped step.
 
     Args:

@@ -1,23 +1,23 @@
-"""Telemetry: what a hook sends, what it costs, and how close its result is to the exact mean, while you train.
+"""Telemetry: bytes, time and error of a hook, measured while you train.
 
-Every hook state measures itself once `Observed.observe` was called, on every rank::
+To start measuring, call `Observed.observe` of the hook's state on every rank::
 
     >>> report = to_tensorboard(SummaryWriter("runs/int4")) if dist.get_rank() == 0 else None
     >>> state.observe(every=50, exact_every=1000, report=report)
 
-`Observed.metrics`, and every report, is a dictionary of numbers about one step on this rank:
+`Observed.metrics`, and each report, is a dictionary of numbers about one step on this rank:
 
 - ``step``: steps since `Observed.observe`.
-- ``gradient_bytes``, ``sent_bytes``, ``compression_ratio``: payload before and after compression.
-- ``uncompressed_buckets``: buckets sent at full size: sparse ones, ones without a matrix that shrinks, and all before
+- ``gradient_bytes``, ``sent_bytes``, ``compression_ratio``: payload before and after compression, and their ratio.
+- ``uncompressed_buckets``: buckets sent in full: with sparse gradients, without a matrix worth compressing, or before
   compression starts.
-- ``encode_ms``, ``wire_ms``, ``decode_ms``: computing up to the last collective, waiting for collectives (their queue
-  included), and computing behind the last one; summed over the buckets. They overlap with the backward pass.
-- ``residual_ratio``: norm of the error memory over norm of the result. It should settle. A hook with error feedback
-  that loses information forever shows a ratio that keeps growing.
-- ``cosine``, ``relative_error``: of the result and the exact mean of this step's gradients, in steps of
-  ``exact_every``. With error feedback the result contains residuals of earlier steps, so a cosine of 0.5 to 0.9 is
-  normal for low rank.
+- ``encode_ms``, ``wire_ms``, ``decode_ms``: computation up to the last collective, collectives including their queue,
+  and computation after the last collective; summed over the buckets. They overlap the backward pass.
+- ``residual_ratio``: norm of the error memory divided by norm of the result. It should level off. If it keeps growing,
+  the hook drops information faster than it sends it.
+- ``cosine``, ``relative_error``: of the result against the exact mean of this step's gradients, every ``exact_every``
+  steps. With error feedback, the result contains residuals of earlier steps, so a cosine of 0.5 to 0.9 is normal for
+  PowerSGD at low rank.
 - ``saturated_elements``, ``nonfinite_elements``, ``skipped_steps``: totals of `ScaledCastState`.
 """
 
@@ -57,7 +57,7 @@ def to_jsonl(path: str | Path) -> Report:
     """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
 
     Args:
-        path: of the file, created if it does not exist.
+        path: of the file; created if it does not exist.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -86,11 +86,11 @@ def to_tensorboard(writer: ScalarWriter, prefix: str = "gradwire/") -> Report:
 
 
 def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
-    """A report that logs to Weights & Biases, with ``gradwire/step`` among the numbers.
+    """A report that logs to Weights & Biases, including ``gradwire/step``.
 
     Args:
-        run: of ``wandb.init()``.
-        prefix: of the names.
+        run: as returned by ``wandb.init()``, or the module ``wandb``.
+        prefix: of the metric names.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -100,22 +100,22 @@ def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
 
 
 class Observed:
-    """A hook state that can measure its steps; see this module's description for the numbers."""
+    """A hook state that can measure its steps. The module's docstring lists the metrics."""
 
     _recorder: Recorder | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
 
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
-        """Measure one step in ``every`` from now on. Call it on every rank, between the same two steps.
+        """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
 
-        A measured step has the same result. It takes the norms of result and error memory, and reads them in a later
-        step, without waiting for the device.
+        Measuring does not change the result of a step. It computes the norms of the result and the error memory, and
+        reads them in a later step, without waiting for the device.
 
         Args:
-            every: steps per measurement, at least 1.
-            exact_every: steps between two comparisons with the exact mean, which take an uncompressed all-reduce in
-                fp32 and two flat copies of a bucket; 0 for none. Equal on all ranks.
-            report: called with the `metrics` of each measured step, in the thread that trains; see `to_jsonl`,
-                `to_tensorboard` and `to_wandb`. Usually given on one rank only.
+            every: number of steps per measured step, at least 1.
+            exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
+                uncompressed all-reduce in fp32 and two flat copies of each bucket. Must be equal on all ranks.
+            report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
+                `to_tensorboard` and `to_wandb`. Usually passed on one rank only.
 
         Raises:
             ValueError: a number of steps is out of range.
@@ -123,13 +123,13 @@ class Observed:
         self._recorder = Telemetry(self, every, exact_every, report)
 
     def stop_observing(self) -> None:
-        """Report the steps measured so far, and measure no more. Call it on every rank, between the same two steps."""
+        """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
         if isinstance(self._recorder, Telemetry):
             self._recorder.flush()
         self._recorder = None
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the latest measured step; empty before the first one is over.
+        """The metrics of the latest measured step; empty before the first one has ended.
 
         Raises:
             RuntimeError: `observe` was not called.

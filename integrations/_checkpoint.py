@@ -1,4 +1,4 @@
-"""Saving and loading the state of a hook in the checkpoints of a trainer."""
+"""Save and load the state of a hook in a trainer's checkpoints."""
 
 import warnings
 from collections.abc import Mapping

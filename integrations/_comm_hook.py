@@ -1,4 +1,4 @@
-"""Registering a hook on the DistributedDataParallel that a trainer has made."""
+"""Register a hook on the DistributedDataParallel that a trainer has created."""
 
 import warnings
 from collections.abc import Callable
@@ -32,23 +32,23 @@ def find_ddp(model: nn.Module) -> TorchDDP | None:
 
 
 def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]) -> TorchDDP | None:
-    """Register a hook on the DistributedDataParallel inside of ``model``.
+    """Register a hook on the DistributedDataParallel inside ``model``.
 
     Call it after the trainer has wrapped the model: after ``fabric.setup``, ``accelerator.prepare`` or
     ``ray.train.torch.prepare_model``.
 
     Args:
-        model: as the trainer returns it; `DistributedDataParallel` itself, or a wrapper around it.
+        model: as returned by the trainer: a DistributedDataParallel, or a wrapper around one.
         state: passed to every call of the hook.
         hook: gradwire's, PyTorch's or your own.
 
     Returns:
-        The DistributedDataParallel. None, with a `HookNotUsedWarning`, if the model has none; gradients are then
-        exchanged in another way, or not at all, and never compressed.
+        The DistributedDataParallel; None if there is none. In that case the function issues a `HookNotUsedWarning`,
+        because gradients are not compressed.
 
     Raises:
-        ValueError: the model contains several.
-        RuntimeError: a hook is registered already.
+        ValueError: the model contains several DistributedDataParallel modules.
+        RuntimeError: a hook is already registered.
     """
     ddp = find_ddp(model)
     if ddp is None:

@@ -1,4 +1,4 @@
-"""Hooks and gradwire's DistributedDataParallel under Accelerate.
+"""Hooks and gradwire's DistributedDataParallel with Accelerate.
 
 Needs the package ``accelerate``.
 """
@@ -22,22 +22,22 @@ def register_comm_hook(
 ) -> TorchDDP | None:
     """Register a hook on a prepared model, and its state for ``save_state`` and ``load_state``.
 
-    Accelerate takes no hooks but those that it names: it ignores a function in
-    ``DistributedDataParallelKwargs(comm_hook=...)`` without a message.
+    Accelerate's own option, ``DistributedDataParallelKwargs(comm_hook=...)``, accepts only hooks that Accelerate knows
+    by name, and silently ignores functions.
 
     Args:
-        accelerator: has prepared the model. Modified.
+        accelerator: the accelerator that prepared the model. Modified.
         model: as returned by ``accelerator.prepare`` or `prepare_model`.
-        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's have, it is registered for
-            checkpointing.
+        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
+            registered for checkpointing.
         hook: gradwire's, PyTorch's or your own.
 
     Returns:
-        The DistributedDataParallel inside of ``model``. None, with a `HookNotUsedWarning`, if there is none.
+        The DistributedDataParallel inside ``model``; None, with a `HookNotUsedWarning`, if there is none.
 
     Raises:
-        ValueError: the model contains several.
-        RuntimeError: a hook is registered already.
+        ValueError: the model contains several DistributedDataParallel modules.
+        RuntimeError: a hook is already registered.
     """
     ddp = _comm_hook.register_comm_hook(model, state, hook)
     if ddp is not None and isinstance(state, Stateful):
@@ -51,20 +51,20 @@ def register_comm_hook(
 def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) -> nn.Module:
     """Prepare a model like ``accelerator.prepare``, with gradwire's DistributedDataParallel in place of PyTorch's.
 
-    Accelerate moves the model to its device and adds mixed precision and ``torch.compile`` as configured. The arguments
-    of ``DistributedDataParallelKwargs`` are not used; pass them as ``options``.
+    Accelerate moves the model to its device, and adds mixed precision and ``torch.compile`` as configured.
+    ``DistributedDataParallelKwargs`` has no effect; pass its arguments as ``options``.
 
     Args:
-        accelerator: notes the model, for ``save_state`` and others.
-        model: not wrapped yet.
+        accelerator: prepares the model, and saves and loads it with ``save_state`` and ``load_state``. Modified.
+        model: the model, not wrapped yet.
         options: further arguments of `gradwire.DistributedDataParallel`.
 
     Returns:
-        The wrapped model. With one process, the model that Accelerate has prepared, without a wrapper.
+        The wrapped model. With a single process, the model as prepared by Accelerate, without a wrapper.
 
     Raises:
-        ValueError: the model is wrapped in DistributedDataParallel already, or Accelerate is configured for FSDP,
-            DeepSpeed or another kind of training without DistributedDataParallel.
+        ValueError: the model is already wrapped in DistributedDataParallel, or Accelerate is configured for FSDP,
+            DeepSpeed or another mode without DistributedDataParallel.
     """
     if _comm_hook.find_ddp(model) is not None:
         raise ValueError("The model is wrapped in DistributedDataParallel already. Pass the unwrapped model.")

@@ -18,11 +18,11 @@ __all__ = ["GradwireStrategy"]
 class GradwireStrategy(DDPStrategy):
     """Fabric's DDPStrategy with gradwire's DistributedDataParallel.
 
-    Takes the arguments of Fabric's DDPStrategy, which passes those it does not know to DistributedDataParallel. After
-    ``fabric.setup``, register a hook with `gradwire.integrations.register_comm_hook`, which also works with Fabric's
-    own strategy. Fabric saves and loads the state of a hook that is in the dictionary for ``fabric.save``.
+    Takes the arguments of Fabric's DDPStrategy, which passes unknown arguments on to DistributedDataParallel. After
+    ``fabric.setup``, register a hook with `gradwire.integrations.register_comm_hook`; it also works with Fabric's own
+    strategy. To save and load the state of the hook, add it to the dictionary for ``fabric.save`` and ``fabric.load``.
 
-    Example::
+    Examples:
         >>> fabric = Fabric(strategy=GradwireStrategy(), devices=2)
         >>> model, optimizer = fabric.setup(model, optimizer)
         >>> register_comm_hook(model, state, powerSGD_hook)

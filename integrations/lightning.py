@@ -22,20 +22,20 @@ CHECKPOINT_KEY = "gradwire_comm_hook"
 
 
 class GradwireStrategy(DDPStrategy):
-    """Lightning's DDPStrategy with gradwire's DistributedDataParallel, hooks on every device, and their checkpoints.
+    """Lightning's DDPStrategy with gradwire's DistributedDataParallel. Registers hooks and saves their state.
 
-    Lightning's own strategy registers hooks on CUDA devices only, and drops them elsewhere without a message. It saves
-    no state of hooks, so a resumed run continues without error memory.
+    Lightning's own strategy registers hooks on CUDA devices only, and silently drops them elsewhere. It does not save
+    the state of a hook, so a resumed run continues without error memory.
 
     Args:
         ddp_class: gradwire's DistributedDataParallel, or PyTorch's.
-        ddp_comm_state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's have, it is
-            part of every checkpoint that has the optimizer's state.
+        ddp_comm_state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have,
+            it is saved in every checkpoint that has the optimizer's state.
         ddp_comm_hook: the hook; None for the plain all-reduce.
         ddp_comm_wrapper: applied to the hook, such as ``fp16_compress_wrapper``.
-        options: further arguments of Lightning's DDPStrategy, which passes those it does not know to ``ddp_class``.
+        options: further arguments of Lightning's DDPStrategy, which passes unknown arguments on to ``ddp_class``.
 
-    Example::
+    Examples:
         >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
         >>> strategy = GradwireStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
         >>> trainer = Trainer(strategy=strategy, devices=2)

@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's Trainer that registers a hook and checkpoints its state.
+"""A callback for Hugging Face Trainer that registers a hook and checkpoints its state.
 
 Needs the package ``transformers``.
 """
@@ -21,18 +21,18 @@ CHECKPOINT_NAME = "gradwire_comm_hook.pt"
 
 
 class GradwireCallback(TrainerCallback):
-    """Registers a hook on the DistributedDataParallel of a Trainer, and saves and loads its state with the optimizer's.
+    """Registers a hook on a Trainer's DistributedDataParallel, and saves and loads its state with the optimizer's.
 
-    Adds itself to the trainer. Trainer has no event for loading a checkpoint, and does not tell callbacks its path.
-    Therefore the two methods of ``trainer`` that save and load the optimizer are extended.
+    The callback adds itself to the trainer. Trainer has no callback event for loading a checkpoint, so the callback
+    extends the two private methods of ``trainer`` that save and load the optimizer.
 
     Args:
-        trainer: of any subclass of Trainer. Modified.
-        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's have, it is saved as
-            `CHECKPOINT_NAME` in every checkpoint that has the optimizer's state.
+        trainer: a Trainer, or a subclass of it. Modified.
+        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is saved as
+            ``gradwire_comm_hook.pt`` in every checkpoint that has the optimizer's state.
         hook: gradwire's, PyTorch's or your own.
 
-    Example::
+    Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=dataset)
         >>> GradwireCallback(trainer, PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)
         >>> trainer.train()

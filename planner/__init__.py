@@ -1,1 +1,1 @@
-"""`gradwire advise`: measure a model and a network, predict the step time with each hook, recommend one."""
+"""`gradwire advise`: measure a model and a network, predict the step time with each hook, and recommend a hook."""

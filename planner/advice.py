@@ -19,11 +19,11 @@ class Prediction:
 
     Attributes:
         hook: its name.
-        step_seconds: forward, backward and exchange.
+        step_seconds: forward, backward and gradient exchange.
         speed_up: of the step, over a step without a hook.
         speed_up_over_bf16: over a step with the bf16 hook.
-        break_even: bandwidth in bits per second below which the hook makes a step shorter; None if it does nowhere,
-            infinity if everywhere.
+        break_even: bandwidth in bits per second below which the hook makes a step shorter; None if it never does,
+            infinity if it always does.
         payload_bytes: per step and rank.
         memory_bytes: of states and wire buffers.
     """
@@ -39,12 +39,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do.
+    """The recommendation.
 
     Attributes:
         predictions: one for each hook.
         recommended: name of a hook; `PLAIN` for none.
-        reason: in a sentence.
+        reason: the reason, as part of a sentence.
     """
 
     predictions: tuple[Prediction, ...]
@@ -58,11 +58,11 @@ class Advice:
 
 
 def advise(measured: Measurement) -> Advice:
-    """Predict a step with each hook, and recommend the mildest of the fastest.
+    """Predict the step time with each hook, and recommend a hook or none.
 
-    A hook is worthwhile if its step is `WORTHWHILE` times as fast as one without a hook, and, unless it is the bf16
-    hook, as one with that. Among the worthwhile hooks, those within the same factor of the fastest are equally fast;
-    of these, the one that sends the most changes the gradients least.
+    A hook is worthwhile if its steps are at least `WORTHWHILE` times as fast as those without a hook. Any hook but bf16
+    must also be `WORTHWHILE` times as fast as bf16. Of the hooks within this factor of the fastest, the one that sends
+    the most bytes is recommended, because it changes the gradients least.
     """
     by_name = {hook.name: hook for hook in measured.hooks}
     seconds = {name: step_seconds(measured.model, hook, measured.link) for name, hook in by_name.items()}

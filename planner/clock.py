@@ -1,4 +1,4 @@
-"""`Clock`: durations of work on a device."""
+"""`Clock`: times work on a device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-# Before small kernels are timed, the GPU spins for some milliseconds while the host enqueues them. So the durations
+# Before small kernels are timed, the GPU spins for a few milliseconds while the host enqueues them. So the times
 # contain no gaps in which the GPU waits for the host.
 SPIN_CYCLES = 1 << 24
 
 
 class Clock:
-    """The clock of a device: of the host for a CPU; of the current stream, by events, for a GPU.
+    """The clock of a device: the host's clock for a CPU, events on the current stream for a GPU.
 
     Args:
         device: whose work is timed.
@@ -29,12 +29,12 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def spin(self) -> None:
-        """Let a GPU spin before the work that is enqueued next."""
+        """Make a GPU spin before the work that is enqueued next; no effect on a CPU."""
         if self._is_gpu:
             torch.cuda._sleep(SPIN_CYCLES)
 
     def mark(self) -> Any:
-        """A point in time; on a GPU, when the stream reaches it."""
+        """The current time; on a GPU, the time at which the stream reaches this point."""
         if not self._is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -42,5 +42,5 @@ class Clock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two marks that the device has reached: call `synchronize` first."""
+        """Seconds between two marks that the device has reached: call `synchronize` first."""
         return float(1e-3 * begin.elapsed_time(end)) if self._is_gpu else float(end - begin)

@@ -1,7 +1,7 @@
-"""Measurements on one device: a step of the model without any exchange, and the computations of each hook.
+"""Measurements on one device: a step of the model without gradient exchange, and the computation of each hook.
 
-A hook runs as in training, but its executor is a `TimingExecutor`, which times the computations between collectives
-and replaces the collectives by those of equal ranks.
+A hook runs as in training, but on a `TimingExecutor`. It times the computation between collectives, and simulates the
+collectives as if all ranks sent the same values.
 """
 
 import gc
@@ -34,7 +34,7 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 
 
 class Buckets(NamedTuple):
-    """The buckets of a model, and its gradients.
+    """The buckets and gradients of a model.
 
     Attributes:
         specs: in the order of launch.
@@ -48,14 +48,14 @@ class Buckets(NamedTuple):
 def measure_model(
     job: Job, group: dist.ProcessGroup, device: torch.device, overlap: Overlap, budget: float
 ) -> tuple[ModelCost, Buckets]:
-    """The duration of a step without any exchange, and its buckets. A collective call.
+    """Time a step of the model without gradient exchange; also return its buckets. A collective call.
 
     Args:
         job: model and loss.
-        group: the ranks. They start each step together.
+        group: the ranks; all start each step together.
         device: of the model.
         overlap: as in `ModelCost`.
-        budget: seconds after which no further step begins; at least `LEAST_STEPS` are timed.
+        budget: seconds after which no more steps start; at least `LEAST_STEPS` are timed.
     """
     clock, launches, specs = Clock(device), [], []
     ddp = DistributedDataParallel(job.model, process_group=group)
@@ -124,11 +124,11 @@ def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) ->
 
 
 class EqualRanks(Transport):
-    """Collectives of ``world_size`` ranks that all send the same, computed in one process.
+    """Collectives of ``world_size`` ranks that all send the same values, simulated in one process.
 
     Args:
         world_size: number of ranks.
-        is_gloo: whether messages are cut as on gloo.
+        is_gloo: whether to split messages as on gloo.
     """
 
     def __init__(self, world_size: int, is_gloo: bool) -> None:
@@ -150,7 +150,7 @@ class EqualRanks(Transport):
 
 
 class TimingExecutor(Executor):
-    """Runs each task at once, in the caller's thread and stream, and times its computations.
+    """Runs each task immediately, in the caller's thread and stream, and times its computation.
 
     Args:
         transport: replaces the collectives.
@@ -158,7 +158,7 @@ class TimingExecutor(Executor):
         device: of the gradients.
 
     Attributes:
-        marks: of the latest task: the begin and the end of each computation.
+        marks: start and end of each computation of the latest task.
         messages: of the latest task.
     """
 
@@ -193,7 +193,7 @@ class TimingExecutor(Executor):
 
 
 def message_of(collective: Collective) -> Message:
-    """The kind of a collective, by its operation and, for sums, its dtype; and its bytes."""
+    """The message of a collective: its kind (the operation and, for sums, the dtype) and its bytes."""
     if isinstance(collective, AllReduce):
         largest = max(collective.tensors, key=lambda tensor: tensor.nbytes)
         dtype = str(largest.dtype).removeprefix("torch.")
@@ -227,10 +227,10 @@ class HookProbe:
         self._messages: list[tuple[Message, ...]] = [() for _ in self._buckets]
 
     def measure(self, budget: float) -> HookCost:
-        """The cost of the hook.
+        """Measure the cost of the hook.
 
         Args:
-            budget: seconds after which no further step begins; at least two are timed.
+            budget: seconds after which no more steps start; at least two are timed.
         """
         before = _tensor_bytes()
         started = time.monotonic()

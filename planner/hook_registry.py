@@ -1,4 +1,4 @@
-"""The hooks that `gradwire advise`, the demo and the benches compare. A new hook needs an entry here only."""
+"""The hooks that `gradwire advise`, the demo and the benchmarks compare. To add a hook to all of them, add an entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PyTorchHook:
 
     Attributes:
         make: as in `HookEntry`.
-        is_same: True for the same name and options; False for the closest that PyTorch has.
+        is_same: True if PyTorch has the same hook with the same options; False if this is only the closest.
         wire: the wire dtype if the hook only casts and gradwire's does not.
         one_bucket: whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks,
             whose order over several buckets differs from rank to rank.

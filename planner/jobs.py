@@ -1,4 +1,4 @@
-"""`Job`: a model and its loss, which users name as ``module:function``."""
+"""`Job`: a model and its loss, which users specify as ``module:function``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class JobError(Exception):
-    """A job cannot be loaded or measured; the message says why, and what to do.
+    """A job cannot be loaded or measured. The message names the reason and the remedy.
 
     Its cause is the exception of the job's own code, if that raised one.
     """
@@ -24,8 +24,8 @@ class Job(NamedTuple):
 
     Attributes:
         model: on the device, not wrapped in a DDP.
-        loss: called with the model, or with a DDP around it: runs a forward on a batch of the usual size, and returns
-            a loss of one element.
+        loss: called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
+            and returns a tensor with one element.
     """
 
     model: nn.Module
@@ -38,10 +38,10 @@ CONTRACT = "a function that takes a torch.device and returns (model, loss), wher
 
 
 def load(name: str) -> Build:
-    """The function that ``module:function`` names. Modules are also searched for in the current folder.
+    """Import the function that ``module:function`` names. The current folder is searched too.
 
     Raises:
-        JobError: there is no such module or function, or the module fails to import.
+        JobError: the module or function does not exist, or the module fails to import.
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
@@ -77,7 +77,7 @@ def _called(name: str, function: Callable[[torch.device], object], device: torch
 
 
 def check(job: Job, device: torch.device) -> None:
-    """Raise JobError unless the model has gradients to exchange, on ``device``, and its loss is one number."""
+    """Raise JobError unless the model has gradients to exchange on ``device``, and the loss has one element."""
     parameters = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     if not parameters:
         raise JobError("No parameter of the model requires a gradient, so there is nothing to exchange.")

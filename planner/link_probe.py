@@ -1,6 +1,6 @@
-"""Measurement of the network: the time of the messages that hooks send, by their size.
+"""Measurement of the network: the time that messages of hooks take, by size.
 
-Messages are sent as hooks send them, as tasks of the executor of the process group.
+Messages are sent in the same way as by hooks: as tasks of the process group's executor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.planner.model import Link, Message, MessageCost
 
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
 _LEAST_PER_BYTE = 1e-13  # seconds: 80 Tb/s
-_ENOUGH_SECONDS = 0.5  # no message is measured that would take longer
+_ENOUGH_SECONDS = 0.5  # messages that would take longer are not measured
 _REPETITIONS = 15, 3  # of the smallest messages, and of all others
 
 
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 
 def wire_factor(kind: str, world_size: int) -> float:
-    """Bytes that a rank sends for each byte of a message's payload; a ring all-reduce sends everything twice."""
+    """Bytes that a rank sends per byte of payload; a ring all-reduce sends everything twice."""
     share = (world_size - 1) / world_size
     return 2 * share if kind.startswith("all-reduce") else share
 
@@ -46,7 +46,7 @@ def wire_factor(kind: str, world_size: int) -> float:
 def measure_link(
     group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]
 ) -> tuple[Link, dict[str, list[Sample]]]:
-    """The cost of messages of each kind, and the samples that it was fitted to, by kind. A collective call.
+    """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call.
 
     Args:
         group: the ranks.
@@ -76,7 +76,7 @@ class _Probe:
         self._clock = Clock(device)
 
     def samples(self, kind: str) -> list[Sample]:
-        """Times of messages of growing size, until one would take `_ENOUGH_SECONDS`; the same on all ranks."""
+        """Time messages of growing size, until one would take `_ENOUGH_SECONDS`. The result is equal on all ranks."""
         samples: list[Sample] = []
         for nbytes in SIZES:
             if len(samples) > 1 and nbytes / samples[-1].nbytes * samples[-1].seconds > _ENOUGH_SECONDS:
@@ -85,14 +85,14 @@ class _Probe:
         return samples
 
     def measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
-        """The time of one message: medians on the slowest rank."""
+        """Time one message: the median on the slowest rank."""
         task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
         seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
         return Sample(nbytes, float(seconds))
 
     def _once(self, task: Task) -> float:
-        """The time of one message on this rank."""
+        """Time one message on this rank."""
         dist.barrier(self._group)
         self._clock.synchronize()
         start = time.perf_counter()
@@ -124,7 +124,7 @@ def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.de
 
 
 def fit(samples: Sequence[Sample]) -> MessageCost:
-    """The alpha-beta model of samples of one kind: the latency of the smallest, and the slope to the largest."""
+    """Fit the alpha-beta model: alpha is the time of the smallest message, beta the slope to the largest."""
     first, last = samples[0], samples[-1]
     per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
     return MessageCost(first.seconds, max(per_byte, _LEAST_PER_BYTE))
@@ -133,14 +133,14 @@ def fit(samples: Sequence[Sample]) -> MessageCost:
 def ideal_link(
     world_size: int, bandwidth: float, latency: float, messages: Iterable[Message], overhead: float = 0.0
 ) -> Link:
-    """A link of which only bandwidth and latency are known: ring all-reduces and direct exchanges at full rate.
+    """An ideal link of known bandwidth and latency: ring all-reduces and direct exchanges at full rate.
 
     Args:
         world_size: number of ranks.
         bandwidth: bits per second that each rank sends.
         latency: seconds from one rank to another.
         messages: of all hooks.
-        overhead: seconds per message that the software takes.
+        overhead: seconds that the software takes per message.
     """
     costs = {}
     for kind in sorted({message.kind for message in messages}):
@@ -151,5 +151,5 @@ def ideal_link(
 
 
 def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of an empty message of the only rank of a group: what the executor takes."""
+    """Seconds that the executor takes for an empty message, measured in a group of one rank."""
     return _Probe(group, device).measure("all-reduce float32", SIZES[0], _REPETITIONS[0]).seconds

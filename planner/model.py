@@ -1,7 +1,7 @@
-"""The model of a training step: when it ends, given the costs of model, hook and link.
+"""Model of a training step: predicts its time from the costs of the model, the hook and the link.
 
 A message of m bytes takes ``latency + m * per_byte`` (the alpha-beta model). The exchange of the early buckets overlaps
-the backward pass; that of the last bucket does not. Compression adds time before and after each message. So it pays
+the backward pass; that of the last bucket does not. Compression adds time before and after each message, so it pays off
 only if it saves more time on the link than it takes. How much overlaps depends on the device: see `Overlap`.
 
 Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
@@ -15,7 +15,7 @@ Here each bucket passes through the stages of its hook, in bucket order, as in `
     decode                  on the worker
     finish                  after the backward pass, on its thread
 
-Every end is a maximum of sums of durations, so no step gets shorter if a duration gets longer.
+Every end time is a maximum of sums of durations, so the predicted step never gets shorter if a duration gets longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Message(NamedTuple):
 
 
 class BucketCost(NamedTuple):
-    """The exchange of one bucket with one hook: seconds of computation, and messages.
+    """Cost of exchanging one bucket with one hook: seconds of computation, and messages.
 
     Attributes:
         launch: seconds of the call of the hook, on the thread of the backward pass.
@@ -67,10 +67,10 @@ class BucketCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HookCost:
-    """What a hook costs on this device.
+    """Cost of a hook on this device.
 
     Attributes:
-        name: in the registry.
+        name: of the hook in the registry.
         buckets: in the order of launch.
         memory_bytes: of its states and wire buffers, or, without a hook, of DDP's flat buffers.
     """
@@ -92,7 +92,7 @@ class HookCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """A step of the model on this device, without any exchange.
+    """Cost of a step of the model on this device, without gradient exchange.
 
     Attributes:
         forward: seconds.
@@ -111,11 +111,11 @@ class ModelCost:
 
 
 class MessageCost(NamedTuple):
-    """The time of messages of one kind, by their payload of m bytes.
+    """Time of a message of one kind with a payload of m bytes: ``latency + m * per_byte``.
 
     Attributes:
         latency: seconds of an empty message.
-        per_byte: seconds per byte: a message takes ``latency + m * per_byte``, and keeps the link busy without latency.
+        per_byte: seconds per byte. A message keeps the link busy for ``m * per_byte``.
     """
 
     latency: float
@@ -143,7 +143,7 @@ class Link:
         return replace(self, bandwidth=bandwidth, costs=costs)
 
     def latency(self, message: Message) -> float:
-        """Seconds that a message takes beyond those for which it keeps the link busy."""
+        """Seconds that a message takes in addition to the time for which it keeps the link busy."""
         return self.costs[message.kind].latency
 
     def busy(self, message: Message) -> float:
@@ -152,20 +152,20 @@ class Link:
 
 
 class _Pipeline:
-    """Messages of one process group, in order: each begins when the link is free of the one before."""
+    """Messages of one process group, in order: each starts when the previous one has left the link."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._free = 0.0
 
     def send(self, message: Message, at: float) -> float:
-        """The time at which a message arrives that is sent at a time."""
+        """Send a message at time ``at``; returns the time at which it arrives."""
         self._free = max(at, self._free) + self._link.busy(message)
         return self._free + self._link.latency(message)
 
 
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
-    """The duration of a step: forward, backward, and the exchange of all gradients with a hook."""
+    """Predict the seconds of a step: forward, backward, and the exchange of all gradients with a hook."""
     launches = list(accumulate(bucket.launch for bucket in hook.buckets))
     launched = [model.forward + ready + delay for ready, delay in zip(model.ready, launches, strict=True)]
     backward_end = model.forward + model.backward + launches[-1]
@@ -187,7 +187,7 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
 
 
 def _bounds(model: ModelCost, hook: HookCost, link: Link, launched: Sequence[float]) -> list[float]:
-    """Ends that a step cannot beat: its messages share the link, its computations the worker and the device."""
+    """Lower bounds of the end of a step: messages share the link, computations share the worker and the device."""
     on_link = _suffix_sums([sum(map(link.busy, bucket.messages)) for bucket in hook.buckets])
     on_worker = _suffix_sums([sum(bucket.compute) for bucket in hook.buckets])
     bounds = [
@@ -212,8 +212,8 @@ def _suffix_sums(values: Sequence[float]) -> list[float]:
 def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> float | None:
     """The bandwidth in bits per second below which a step with ``hook`` is shorter than with ``plain``.
 
-    None if it is at no bandwidth in `SEARCHED`, infinity if it is at all of them. If the two curves cross several
-    times, the crossing at the largest bandwidth counts.
+    None if there is no such bandwidth in `SEARCHED`; infinity if it is shorter at all of them. If the curves cross
+    several times, the crossing at the highest bandwidth counts.
     """
 
     def gain(bandwidth: float) -> float:

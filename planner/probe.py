@@ -1,4 +1,4 @@
-"""`measure`: everything that a prediction needs, measured on all ranks at the same time."""
+"""`measure`: measures everything that a prediction needs, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOOK_BUDGET = 0.25  # seconds for steps of each hook
 
 @dataclass(frozen=True, kw_only=True)
 class GivenLink:
-    """A network that is not here.
+    """A network that the user describes instead of measuring it.
 
     Attributes:
         world_size: number of ranks.
@@ -41,14 +41,14 @@ class GivenLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a prediction needs.
+    """The measurements on which predictions are based.
 
     Attributes:
-        model: of a step without exchange.
-        hooks: one of them is `PLAIN`, one `CAST`.
+        model: cost of a step without gradient exchange.
+        hooks: cost of each hook, including `PLAIN` and `CAST`.
         link: between the ranks.
-        is_link_measured: whether the link was measured; else it was given.
-        samples: times of messages by their kind, which the link's costs were fitted to; empty if the link was given.
+        is_link_measured: whether the link was measured, or else described by the user.
+        samples: times of messages by their kind, to which the link's costs were fitted; empty if the link was given.
     """
 
     model: ModelCost
@@ -65,16 +65,16 @@ def measure(
     given: GivenLink | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
-    """Measure a model, hooks and the network of the default process group. A collective call.
+    """Measure a model, hooks, and the network of the default process group. A collective call.
 
-    Every number is that of the slowest rank.
+    Every number is the slowest rank's.
 
     Args:
-        build: makes the model.
+        build: creates the model and its loss.
         hooks: names in the registry; `PLAIN` and `CAST` are added.
         device: of the model.
-        given: a network to assume instead of the process group's; then the group has one rank.
-        progress: called with what is measured next.
+        given: a network to assume; the process group then has one rank. None to measure the network.
+        progress: called with the name of each measurement before it starts.
 
     Raises:
         JobError: the model cannot be measured, on this rank or another.
@@ -113,7 +113,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     """Call ``work`` on every rank. A collective call.
 
     Raises:
-        JobError: it raised JobError on some rank. Every rank raises.
+        JobError: on every rank, if ``work`` raised JobError on any rank.
     """
     result, failure = None, None
     try:
@@ -143,7 +143,7 @@ def _gathered(value: T) -> list[T]:
 
 
 def _overlap(device: torch.device) -> Overlap:
-    """What overlaps the backward pass: on a CPU, everything if each rank of this machine has a core to spare."""
+    """What overlaps the backward pass: on a CPU, everything if each rank has a spare core, otherwise nothing."""
     if device.type != "cpu":
         return Overlap.MESSAGES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Advice as a table for the terminal, as a plot, as JSON, and as code to paste."""
+"""Reports of `gradwire advise`: a table with code to paste, a plot, and JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _STYLES = ("-", "--", ":")
 
 
 def print_advice(measured: Measurement, advice: Advice, seconds: float, console: Console | None = None) -> None:
-    """Print model and network, the table of predictions, the recommendation and its code.
+    """Print the model, the network, the predictions, the recommendation, and the code to register the hook.
 
     Args:
         measured: as returned by `measure`.
         advice: as returned by `advise`.
-        seconds: that the measurement took.
-        console: to print to; by default, standard output.
+        seconds: duration of the measurement.
+        console: to print to; standard output by default.
     """
     console = console or Console()
     model, link = measured.model, measured.link
@@ -97,9 +97,9 @@ def _bytes(count: float) -> str:
 
 
 def to_json(measured: Measurement, advice: Advice) -> str:
-    """Measurement, predictions and recommendation.
+    """Measurement, predictions and recommendation as JSON.
 
-    A break-even bandwidth is null where a hook never pays, and "always" where it pays at every bandwidth.
+    The break-even bandwidth is null if a hook never pays off, and "always" if it pays off at every bandwidth.
     """
     predictions = [
         asdict(each) | {"break_even": "always" if each.break_even == math.inf else each.break_even}
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def draw(measured: Measurement, advice: Advice, path: Path) -> None:
-    """Draw the predicted step time of each hook against the bandwidth, with the measured or given one marked."""
+    """Plot the predicted step time of each hook against the bandwidth; mark the measured or given bandwidth."""
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     here = measured.link.bandwidth

@@ -1,4 +1,4 @@
-"""The bundled reducer: a subclass of PyTorch's DistributedDataParallel with gradwire's buckets."""
+"""gradwire's reducer: a subclass of PyTorch's DistributedDataParallel with zero-copy buckets."""
 
 from gradwire.reducer.distributed import DistributedDataParallel
 

@@ -32,44 +32,48 @@ TorchDDP = nn.parallel.DistributedDataParallel
 class DistributedDataParallel(MixedPrecisionDDP):
     """Data-parallel training: averages gradients over ranks during the backward pass.
 
-    A drop-in subclass of ``torch.nn.parallel.DistributedDataParallel``: the same arguments and, without a communication
-    hook, bitwise equal gradients. Buckets are lists of gradients, so gradwire's hooks are zero-copy: they read and
-    write gradients in place, without a flat copy. (Without a hook, gradients are flattened on CPUs, as in PyTorch, but
-    not on GPUs.)
+    A drop-in subclass of ``torch.nn.parallel.DistributedDataParallel``, with the same arguments. Without a
+    communication hook, gradients are bitwise equal to PyTorch's. Buckets are lists of gradients, so gradwire's hooks
+    are zero-copy: they read and write gradients in place, without a flat copy. Without a hook, gradients are flattened
+    on CPUs, as in PyTorch, but not on GPUs.
 
     Args:
-        module: the model, equal on all ranks; rank 0's parameters and buffers are broadcast unless ``init_sync=False``.
-        device_ids: None, or one GPU.
+        module: the model, with the same structure on all ranks. Rank 0's parameters and buffers are broadcast unless
+            ``init_sync=False``.
+        device_ids: None, or a list of one GPU.
         output_device: device of a single-GPU module's output.
         dim: the dimension along which `scatter` and `gather` split.
         broadcast_buffers: deprecated; see ``forward_sync_buffers``.
-        init_sync: whether construction compares the models of all ranks and broadcasts rank 0's parameters and buffers.
+        init_sync: whether to compare the models of all ranks at construction and broadcast rank 0's parameters and
+            buffers.
         process_group: the ranks to average over; None for the default group.
-        bucket_cap_mb: bucket size in MiB. By default, the ``preferred_bucket_cap_mb`` of the hook's state (100 for
-            `powerSGD_hook`); without one 25, and 1 for the first bucket. The hook must be registered before the second
-            forward, when buckets are rebuilt. With ``find_unused_parameters`` buckets are not rebuilt: pass the size.
-        find_unused_parameters: whether a backward may leave parameters without a gradient, on this rank or on all.
-            Costs a walk of the graph in every forward and a small all-reduce in every backward; buckets keep the order
-            of the model.
+        bucket_cap_mb: bucket size in MiB. The default is the ``preferred_bucket_cap_mb`` of the hook's state (100 for
+            `powerSGD_hook`), if it has one, and otherwise 25, with 1 for the first bucket. To take effect, the hook
+            must be registered before the second forward, when buckets are rebuilt. With ``find_unused_parameters``,
+            buckets are not rebuilt, so pass the size.
+        find_unused_parameters: whether a backward pass may leave parameters without a gradient, on some ranks or all.
+            Costs a traversal of the graph in every forward and a small all-reduce in every backward. Buckets keep the
+            order of the model's parameters.
         check_reduction: ignored, as in PyTorch.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
-        static_graph: whether every backward uses the same parameters as the first one, equally often. Supports unused
-            parameters without the costs of ``find_unused_parameters``, and activation checkpoints of shared parameters.
-        delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets: their gradients are summed
-            in one flat fp32 buffer.
-        param_to_hook_all_reduce: the parameter whose gradient starts their all-reduce.
+        static_graph: promises that every backward pass uses the same parameters as the first, the same number of times.
+            Supports unused parameters without the costs of ``find_unused_parameters``, and activation checkpointing of
+            shared parameters.
+        delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets; their gradients are reduced
+            together in one flat fp32 buffer.
+        param_to_hook_all_reduce: the parameter whose gradient starts the all-reduce of the delayed parameters.
         mixed_precision: PyTorch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: compute with copies of
             the parameters in one dtype, sum their gradients in another, and keep parameters and gradients in their own
             for the optimizer. Needs an accelerator. Excludes communication hooks, `join` and copies of the wrapped
             model; ``gradient_as_bucket_view`` has no effect.
-        device_mesh: a 1-D mesh in place of ``process_group``.
-        skip_all_reduce_unused_params: with ``find_unused_parameters``, whether a bucket without any used parameter is
-            not reduced. All ranks must use the same parameters.
+        device_mesh: a 1-D mesh, instead of ``process_group``.
+        skip_all_reduce_unused_params: whether to skip the reduction of buckets without a used parameter, with
+            ``find_unused_parameters``. All ranks must use the same parameters.
         bucket_cap_mb_list: the size of each bucket in MiB; the last one repeats.
-        batched_grad_copy: accepted; the gradients of a bucket are always copied together.
-        forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronised forward.
-        lazy_bucket_allocation: whether flat buffers are freed after every backward. They are allocated when a bucket is
-            complete in any case, and never with gradwire's hooks. No effect with ``gradient_as_bucket_view``.
+        batched_grad_copy: no effect; the gradients of a bucket are always copied together.
+        forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronized forward.
+        lazy_bucket_allocation: whether flat buffers are freed after every backward. gradwire's hooks use none. No
+            effect with ``gradient_as_bucket_view``.
 
     Raises:
         NotImplementedError: an argument or setting is not supported.
@@ -145,7 +149,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
             device_ids,
             output_device,
             dim,
-            init_sync=False,  # `_ddp_init_helper` synchronises the models; PyTorch's class calls it right after
+            init_sync=False,  # `_ddp_init_helper` synchronizes the models; PyTorch's class calls it right after
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
@@ -234,17 +238,18 @@ class DistributedDataParallel(MixedPrecisionDDP):
             torch_internals.queue_callback(self.reducer._delay_all_reduce)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` reduce the gradients of every bucket, instead of the plain all-reduce.
+        """Reduce the gradients of every bucket with ``hook(state, bucket)`` instead of the plain all-reduce.
 
         Args:
             state: passed to every call of the hook.
-            hook: gradwire's, PyTorch's or your own; takes the state and a bucket and returns a
-                ``torch.futures.Future`` of the reduced flat tensor. bf16 hooks run on any backend.
+            hook: gradwire's, PyTorch's or your own. It takes the state and a bucket, and returns a
+                ``torch.futures.Future`` of the reduced flat tensor. Unlike in PyTorch, hooks named
+                ``bf16_compress_hook`` run on every backend.
 
         Raises:
             TypeError: ``hook`` is not callable.
-            ValueError: its signature or annotations are not those of a hook.
-            RuntimeError: a hook is registered already.
+            ValueError: the signature or annotations of ``hook`` are not those of a hook.
+            RuntimeError: a hook is already registered.
         """
         if self.mixed_precision is not None and self._comm_hooks:
             self._log_and_throw(RuntimeError, errors.HOOK_WITH_MIXED_PRECISION)
@@ -312,23 +317,24 @@ class DistributedDataParallel(MixedPrecisionDDP):
             broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank)
 
     def resynchronize(self, from_rank: int | None = None) -> None:
-        """Recover from an error: discard the failed step, and agree with all other ranks to start again.
+        """Recover from an error: discard the failed step, so that training can continue on all ranks.
 
-        A collective call on all ranks, including those without an error of their own. gradwire's own connections are
-        replaced, the next backward rebuilds the buckets, and the replicated part of a hook's state (factors, scales,
-        step counts) is taken from one rank. Error memory stays with its rank. See "Fault handling" in the docs.
+        A collective call: every rank must make it, including ranks that had no error of their own. It replaces
+        gradwire's own connections, starts over with the buckets of the first step, and copies the part of the hook's
+        state that must be equal on all ranks (factors, scales, step counts) from one rank. Error memory stays on its
+        rank. See "Fault handling" in the docs.
 
         Args:
-            from_rank: the rank of the process group whose parameters, buffers and hook state all ranks take. None to
-                require equal parameters, and take the hook's state from rank 0. The optimizer's state is not compared:
-                if that differs between ranks, too, restart from a checkpoint.
+            from_rank: the rank of the process group whose parameters, buffers and hook state all ranks take. None
+                requires equal parameters, and takes the hook's state from rank 0. Optimizer state is not compared: if
+                it differs between ranks, restart from a checkpoint.
 
         Raises:
-            RuntimeError: on every rank: the parameters differ, which needs ``from_rank``; or the process group itself
-                has collectives that some ranks have not issued (those of a hook that is not gradwire's, of NCCL),
-                which only a restart of the job or a new process group repairs; or some ranks have not made this call
+            RuntimeError: on every rank, if the parameters differ and ``from_rank`` is None; if some ranks have issued
+                collectives on the process group itself that others have not (by NCCL, or by a hook that is not
+                gradwire's), which needs a new process group or a restart; or if some ranks do not make this call
                 within the process group's timeout.
-            ValueError: on every rank: ``from_rank`` is not a rank, or differs between ranks.
+            ValueError: on every rank, if ``from_rank`` is not a rank or differs between ranks.
         """
         buffers = [*self._buffers_in_use().values()]
         resynchronize(self.reducer, self._parameters_in_use(), buffers, from_rank, self.broadcast_bucket_size)

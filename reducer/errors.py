@@ -206,7 +206,7 @@ def dense_gradient(name: str) -> str:
     return (
         "Expected variable to have sparse gradient.\n"
         f"The gradient of {name} is dense; expected a sparse one, as its module has sparse=True. Make the module with "
-        "sparse=False, or let all of the parameter's gradients be sparse."
+        "sparse=False, or make all gradients of the parameter sparse."
     )
 
 
@@ -219,8 +219,8 @@ def gradient_strides(name: str, gradient: torch.Tensor, expected: Sequence[int])
         "error, but may impair performance.\n"
         f"grad.sizes() = {sizes}, strides() = {list(gradient.stride())}\n"
         f"bucket_view.sizes() = {sizes}, strides() = {list(expected)}\n"
-        f"The gradient of {name} is copied in every step. Let autograd make it, or assign one with the strides of the "
-        "parameter."
+        f"The gradient of {name} is copied in every step. Let autograd create it, or assign one with the strides of "
+        "the parameter."
     )
 
 

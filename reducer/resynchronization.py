@@ -107,8 +107,8 @@ def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
     if any(count != counts[0] for count in counts):
         raise RuntimeError(
             f"The ranks have issued different numbers of collectives on the process group itself: {_by_rank(counts)}. "
-            "Those that are missing leave it stuck, and gradwire cannot replace a group that is not its own. Restart "
-            "the job from a checkpoint, or destroy the process group on every rank and initialise a new one."
+            "The missing collectives leave it stuck, and gradwire can replace only groups that it created. Restart "
+            "the job from a checkpoint, or destroy the process group on every rank and initialize a new one."
         )
 
 

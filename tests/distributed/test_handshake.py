@@ -279,7 +279,7 @@ def hook_on_one_rank():
 
 def test_rank_without_hook_is_named(worlds):
     with_hook, without = worlds(2).run(hook_on_one_rank)
-    assert "This rank runs fp16_compress_hook, but no hook of gradwire's has begun on rank 1" in with_hook
+    assert "This rank runs fp16_compress_hook, but no gradwire hook has started on rank 1" in with_hook
     assert without is not None
 
 

@@ -430,7 +430,9 @@ def test_unknown_names_train_by_number_and_checkpoints_raise(worlds):
         assert found["copied"] == (found["remembers"], [f"parameter.{i}" for i in range(4)])
         for call in ("state_dict", "prepare_checkpoint", "scales"):
             assert re.match(r"RuntimeError: A checkpoint of a .*Call state\.bind\(model\) before", found[call])
-        assert re.match("ValueError: This state has trained without names.*before the first step", found["bind"])
+        assert re.match(
+            "ValueError: This state has trained without parameter names.*before the first step", found["bind"]
+        )
 
 
 def options_by_name(option):
@@ -495,7 +497,7 @@ def new_state():
 def test_new_state_has_entries_once_registered(worlds):
     saved = []
     for message, entries in worlds(2).run(new_state):
-        assert re.match("RuntimeError: This PowerSGDState belongs to no model yet.*register_comm_hook", message)
+        assert re.match("RuntimeError: This PowerSGDState has no model yet.*register_comm_hook", message)
         weights = sorted(name for name in names_of_the_mlp() if name.endswith("weight"))
         assert sorted(entries["errors"]) == sorted(entries["q"]) == weights
         saved.append(entries)

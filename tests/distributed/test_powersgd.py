@@ -31,7 +31,7 @@ from gradwire.comm import Transport
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 
-# --- law 1: nothing is lost
+# --- law 1: error feedback loses nothing
 
 
 CONSERVING = {
@@ -111,7 +111,7 @@ def test_law1_gradients_in_200_steps_equal_results_and_remaining_errors(worlds, 
         assert ((gradient - result - error).abs() <= bound * NEARLY_ONE).all()
 
 
-# --- law 2: same bits everywhere
+# --- law 2: ranks agree bitwise
 
 
 def nap(draw):
@@ -172,7 +172,7 @@ def test_law2_gradients_and_factors_under_delays_are_bitwise_equal_on_all_ranks(
     assert [buckets > 8 for _, buckets in results] == [True] * size
 
 
-# --- law 3: off means off
+# --- law 3: no compression, no change
 
 
 OFF = {
@@ -253,7 +253,7 @@ def test_gradients_in_other_buckets_are_bitwise_equal(worlds, wrapper):
         assert_same_bits(other, runs[0])
 
 
-# --- law 5: no NaN of our own, and memories that a bad step leaves alone
+# --- law 5: no new NaN; a non-finite step leaves errors and factors unchanged
 
 
 BAD_STEP, BAD = START + 3, 1  # the step, and the parameter

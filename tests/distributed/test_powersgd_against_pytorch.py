@@ -343,7 +343,7 @@ def two_models(library, wrapper):
 def test_p9_state_of_two_models_raises_at_once(worlds, pytorch):
     for models, steps, error in worlds(2).run(two_models, library="ours", wrapper="gradwire"):
         assert (models, steps) == (2, 0), "at the registration of the second model"
-        assert re.match("ValueError: This state belongs to another model.*Make a new state", error)
+        assert re.match("ValueError: This state belongs to another model.*Create a new state", error)
     for models, steps, error in worlds(2).run(two_models, library="ours", wrapper="pytorch"):
         assert (models, steps) == (2, 1), "at the first backward of the second model"
         assert re.match("ValueError: A parameter of shape .* belongs to another model", error)

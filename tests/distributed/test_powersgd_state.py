@@ -340,7 +340,7 @@ def test_law7_state_is_keyed_by_parameter_name(worlds, cap):
 @pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
 def test_binding_second_model_raises(worlds, wrapper):
     ((message, name),) = worlds(1).run(bind_twice, wrapper=wrapper)
-    assert re.match("This state belongs to another model, a Mlp; .* Make a new state for this ConvNet", message)
+    assert re.match("This state belongs to another model, a Mlp; .* Create a new state for this ConvNet", message)
     assert name == "Mlp", "the first stays"
 
 
@@ -369,7 +369,7 @@ def register_for_two_models():
 
 def test_state_of_another_model_raises_at_registration_on_gradwires_ddp(worlds):
     for message in worlds(1).run(register_for_two_models):
-        assert re.match("This state belongs to another model, a Mlp; .*Make a new state for this Mlp", message)
+        assert re.match("This state belongs to another model, a Mlp; .*Create a new state for this Mlp", message)
 
 
 def use_for_two_models():
@@ -388,4 +388,4 @@ def use_for_two_models():
 
 def test_state_of_another_model_raises_at_first_backward_on_pytorchs_ddp(worlds):
     for message in worlds(1).run(use_for_two_models):
-        assert re.match(r"A parameter of shape \(.*\) belongs to another model.*Make a new state for each", message)
+        assert re.match(r"A parameter of shape \(.*\) belongs to another model.*Create a new state for each", message)
