@@ -26,7 +26,7 @@ from gradwire.bench.timing import in_turn, slowest
 from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
 from gradwire.planner.hook_registry import HOOKS
 
-DEFAULT_MODELS = ("linear", "transformer", "densenet")
+DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 NO_HOOK, AUTO = "no hook", "auto_hook"
 CANDIDATES = DEFAULT_CANDIDATES[1:]  # without "plain", which is no hook
