@@ -23,6 +23,14 @@ from gradwire.reducer.ddp_logging import Logger
 from gradwire.reducer.reducer import Reducer
 
 
+LATER_ARGUMENTS = {"lazy_bucket_allocation"}  # since PyTorch 2.15
+
+
+def arguments(ddp):
+    names = list(inspect.signature(type(ddp)).parameters)
+    return [name for name in names if name not in LATER_ARGUMENTS]
+
+
 def surface():
     ours = gradwire.DistributedDataParallel(build("conv"), bucket_cap_mb=SMALL)
     theirs = WRAPPERS["pytorch"](build("conv"), bucket_cap_mb=SMALL)
@@ -33,7 +41,7 @@ def surface():
     return {
         "is PyTorch's": isinstance(ours, torch.nn.parallel.DistributedDataParallel),
         "is gradwire's": isinstance(ours.reducer, Reducer) and isinstance(ours.logger, Logger),
-        "arguments": tuple(list(inspect.signature(type(ddp)).parameters) for ddp in (theirs, ours)),
+        "arguments": (arguments(theirs), arguments(ours)),
         "state": (list(theirs.state_dict()), list(ours.state_dict())),
         "checkpoint": (list(get_model_state_dict(theirs)), list(get_model_state_dict(ours))),
         "rebuilt": (theirs._has_rebuilt_buckets, ours._has_rebuilt_buckets),

@@ -31,7 +31,7 @@ from gradwire.kernels.language import next_power_of_2
 LIMITS = {
     "project": {4: 96, 8: 168, 16: 142, 32: 94, 64: 168},
     "backproject": {4: 96, 8: 168, 16: 128, 32: 128, 64: 168},
-    "reconstruct": {4: 96, 8: 128, 16: 104, 32: 108, 64: 142},
+    "reconstruct": {4: 96, 8: 128, 16: 104, 32: 112, 64: 144},
     "sum_partials": dict.fromkeys((4, 8, 16, 32, 64), 80),
     "sum_and_pack": dict.fromkeys((4, 8, 16, 32, 64), 96),
     "gram_schmidt": dict.fromkeys((4, 8, 16, 32, 64), 128),
@@ -39,7 +39,7 @@ LIMITS = {
     "factorize": dict.fromkeys((4, 8, 16, 32, 64), 128),
     "apply_first": {4: 168, 8: 168, 16: 168, 32: 208, 64: 232},
     "apply_second": {4: 168, 8: 168, 16: 168, 32: 208, 64: 208},
-    "norms": dict.fromkeys((4, 8, 16, 32, 64), 48),
+    "norms": dict.fromkeys((4, 8, 16, 32, 64), 56),
     "renew": dict.fromkeys((4, 8, 16, 32, 64), 48),
 }
 # Of 64 KiB, which every target has.
