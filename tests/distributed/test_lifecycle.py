@@ -22,7 +22,6 @@ from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.reducer.ddp_logging import Logger
 from gradwire.reducer.reducer import Reducer
 
-
 LATER_ARGUMENTS = {"lazy_bucket_allocation"}  # since PyTorch 2.15
 
 
