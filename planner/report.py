@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -153,6 +154,10 @@ def draw(measured: Measurement, advice: Advice, path: Path) -> None:
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis, multiples in ((axes.xaxis, (1,)), (axes.yaxis, (1, 2, 5))):
+        axis.set_major_locator(LogLocator(subs=multiples))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bandwidth (Mb/s)")
     axes.set_ylabel("predicted step time (ms)")
     axes.grid(alpha=0.3, which="both")
