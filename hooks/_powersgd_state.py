@@ -13,7 +13,7 @@ from gradwire.hooks._error_feedback_state import ErrorFeedbackState
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
-from gradwire.hooks._state_validation import check_powersgd_state
+from gradwire.hooks._state_validation import check_model, check_powersgd_state
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import as_real
 
@@ -242,6 +242,8 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
                 message names the entry. The state is not modified.
         """
         check_powersgd_state(state_dict, checkpoint.expected_of(self._names, self.policy))
+        if self._names.is_complete:
+            check_model(state_dict["errors"], self._names.known())
         self._memory = checkpoint.memory_of(state_dict)
         self.iter = state_dict["iter"]
         self.total_numel_before_compression, self.total_numel_after_compression = state_dict["numel"]

@@ -14,7 +14,7 @@ from gradwire.compress import Quantization, QuantizedBucket, WirePolicy
 from gradwire.compress._options import check_flag, check_whole_number
 from gradwire.hooks._error_feedback_state import ErrorFeedbackState, check_loaded_names, sum_errors
 from gradwire.hooks._parameter_names import parameter_names, plain_name
-from gradwire.hooks._state_validation import check_quantization_state
+from gradwire.hooks._state_validation import check_model, check_quantization_state
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, as_real, gradient_layout, layout_in_dtype
 
@@ -153,6 +153,7 @@ class QuantizationState(ErrorFeedbackState):
         self._errors: dict[str, Tensor] = {}
         # The errors of all ranks together, from a checkpoint, until a bucket takes this rank's share.
         self._loaded: dict[str, Tensor] = {}
+        self._fits_model = True  # whether the loaded errors were compared with the model's names
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.values().items())
@@ -203,6 +204,9 @@ class QuantizationState(ErrorFeedbackState):
             return kept
         if self._is_loaded:
             check_loaded_names(self._loaded, names)
+            if self._names.is_complete and not self._fits_model:
+                check_model(self._loaded, self._names.known())
+            self._fits_model = True
         self._check_patterns()
         parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
         layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
@@ -294,10 +298,12 @@ class QuantizationState(ErrorFeedbackState):
         """
         shapes = {name: as_real(parameter).shape for name, parameter in self._names.known().items()}
         check_quantization_state(state_dict, shapes)
+        if self._names.is_complete:
+            check_model(state_dict["errors"], self._names.known())
         self._loaded = {name: error.detach().float().clone() for name, error in state_dict["errors"].items()}
         self._errors, self._buckets, self._prepared = {}, {}, None
         self.iter = state_dict["iter"]
-        self._is_loaded = True
+        self._is_loaded, self._fits_model = True, False
         self.expect_handshake()
 
     def replicated_state(self) -> dict[str, Any]:

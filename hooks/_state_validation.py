@@ -4,7 +4,7 @@ Each function raises a ValueError that names the entry, its value and the expect
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,21 @@ def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) ->
                 f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(shapes[name])}: "
                 f"errors[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
             )
+
+
+def check_model(errors: Mapping[str, Tensor], parameters: Collection[str]) -> None:
+    """Raise ValueError if there are errors, but none of a parameter of this model.
+
+    Args:
+        errors: error memory by parameter name.
+        parameters: all names of the model.
+    """
+    if errors and errors.keys().isdisjoint(parameters):
+        raise ValueError(
+            f"The error memory is of other parameters, such as {next(iter(errors))!r}, than this model has, such as "
+            f"{next(iter(parameters), 'none')!r}: it belongs to another model. Load the state of this model, or start "
+            "with a new one."
+        )
 
 
 def check_auto_state(state: object) -> None:

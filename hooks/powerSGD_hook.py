@@ -27,7 +27,7 @@ from gradwire.hooks._arguments import ddp_hook, needs_state
 from gradwire.hooks._error_feedback_state import check_loaded_names
 from gradwire.hooks._powersgd_state import PowerSGDState
 from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
-from gradwire.hooks._state_validation import check_powersgd_shapes
+from gradwire.hooks._state_validation import check_model, check_powersgd_shapes
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import MAX_RANK, as_real, gradient_layout, layout_in_dtype
 
@@ -152,8 +152,11 @@ def _check_loaded(state: PowerSGDState, names: tuple[str, ...]) -> None:
         check_loaded_names(state._memory, names)
     if not state._fits_parameters:
         expected = checkpoint.expected_of(state._names, state.policy)
-        check_powersgd_shapes(**checkpoint.entries_of(state._memory), parameters=expected)
-        state._fits_parameters = state._names.is_complete
+        entries = checkpoint.entries_of(state._memory)
+        check_powersgd_shapes(**entries, parameters=expected)
+        if state._names.is_complete:
+            check_model(entries["errors"], state._names.known())
+            state._fits_parameters = True
 
 
 def _warn_if_idle(state: PowerSGDState) -> None:

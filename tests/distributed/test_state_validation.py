@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from training import SMALLEST, WRAPPERS, register
+from training import HOOKS, SMALLEST, WRAPPERS, build, message_of, register
 
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
@@ -697,3 +697,34 @@ def test_batched_powersgd_on_tiny_bucket_warns(world_of_one):
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_powersgd_that_compresses_does_not_warn(world_of_one, hook):
     assert warned(Adapters(), torch.ones(2, 640), hook=hook, matrix_approximation_rank=1) == []
+
+
+# --- loaded states of other models
+
+
+def step_with_errors_of_other_names(wrapper, hook):
+    """Refusals of a state whose errors have names that the model lacks, and of one in which some have."""
+    model = build("mlp")
+    name, parameter = next(iter(model.named_parameters()))
+    empty = {"q": {}, "p": {}, "numel": [0, 0]} if hook == "powersgd" else {}
+    messages = []
+    for names in (["elsewhere.weight"], ["elsewhere.weight", name]):
+        state, function = HOOKS[hook](None)
+        ddp = WRAPPERS[wrapper](build("mlp"))
+        register(ddp, (state, function))
+
+        def load_and_step(state=state, ddp=ddp, names=names):
+            errors = {each: torch.zeros(parameter.shape) for each in names}
+            state.load_state_dict({"iter": 5, "errors": errors, **empty})
+            ddp(*model.batch(torch.Generator().manual_seed(0))).backward()
+
+        messages.append(message_of(load_and_step))
+    return messages
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["powersgd", "int4"])
+def test_errors_of_another_models_parameters_are_refused(world, hook, wrapper):
+    for all_unknown, some_unknown in world.run(step_with_errors_of_other_names, wrapper=wrapper, hook=hook):
+        assert "is of other parameters, such as 'elsewhere.weight', than this model has" in all_unknown
+        assert some_unknown is None
