@@ -234,6 +234,14 @@ def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape
     )
 
 
+def parameter_cast(name: str) -> str:
+    """A parameter was cast or moved after its model was wrapped."""
+    return (
+        f"{name} was cast to another dtype or moved to another device after the model was wrapped. Its gradients would "
+        "no longer be averaged. Cast or move a model before you wrap it."
+    )
+
+
 def result_misfit(index: int, numel: int, expected: int) -> str:
     """The result of a hook has another number of elements than its bucket."""
     return (

@@ -82,6 +82,7 @@ class Reducer(Exchange):
         super().__init__(process_group, options.parameters[0].device)
         self.options = options
         self.parameters = options.parameters
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused = skip_unused
         self.static_graph = False
@@ -125,13 +126,29 @@ class Reducer(Exchange):
         """Count an iteration: the forward of a synchronised backward begins.
 
         Raises:
-            RuntimeError: the previous step failed, or the process group was destroyed.
+            RuntimeError: the previous step failed, the process group was destroyed, or a parameter was cast.
         """
         self.connections.check()
         if self._forward_is_running:
             self._fail("the forward pass raised an exception")
             self.connections.check()
+        self._check_not_cast()
         self.times.begin_forward()
+
+    def _check_not_cast(self) -> None:
+        """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
+
+        The first parameter's node also tells of casts that were undone. It stands for all others, to save time.
+        """
+        if self._upcast_stream is not None:
+            return
+        if [parameter.dtype for parameter in self.parameters] != self._dtypes:
+            changed = zip(self.options.names, self.parameters, self._dtypes, strict=True)
+            name = next(name for name, parameter, before in changed if parameter.dtype != before)
+            self._fail_and_raise(errors.parameter_cast(name))
+        first = self.parameters[0]
+        if first.requires_grad and torch_internals.gradient_node(first) is not self._autograd_hooks.nodes[0]:
+            self._fail_and_raise(errors.parameter_cast(self.options.names[0]))
 
     def begin_forward(self) -> None:
         """The module's own forward of a synchronised backward begins; it ends with `prepare_for_backward`."""

@@ -583,3 +583,28 @@ def test_gradients_of_another_dtype_than_their_parameters_are_refused(world):
     for kind, text in world.run(ask_for_wide_gradients):
         assert kind == "ValueError"
         assert "is torch.float32" in text and "it was torch.bfloat16" in text
+
+
+def cast_after_wrapping(hook, back):
+    """The errors of two forwards of a model that was cast after it was wrapped; of one after `resynchronize`."""
+    ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
+    if hook is not None:
+        register(ddp, hook)
+    batch = ddp.module.batch(torch.Generator().manual_seed(dist.get_rank()))
+    error_before = error_of(lambda: ddp(*batch).backward())
+    ddp.double()
+    if back:
+        ddp.float()
+    errors = [error_of(ddp, *batch) for _ in range(2)]
+    ddp.resynchronize()
+    return error_before, *errors, error_of(ddp, *batch)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["cast", "cast-back"])
+@pytest.mark.parametrize("hook", [None, "int4"])
+def test_model_cast_after_wrapping_raises_on_every_rank(world, hook, back):
+    for before, first, second, resynchronized in world.run(cast_after_wrapping, hook=hook, back=back):
+        assert before is None
+        assert first[0] == resynchronized[0] == "RuntimeError"
+        assert "was cast to another dtype or moved to another device after the model was wrapped" in first[1]
+        assert "resynchronize()" in second[1]
