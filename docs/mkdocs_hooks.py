@@ -1,8 +1,8 @@
 """mkdocs hooks: the site's links, which are written so that they also work in the repository.
 
-CONTRIBUTING.md and CHANGELOG.md of the repository become pages of the site. A link to a file that is not on the site,
-such as a test, leads to ``repo_url``; without one its text remains. Plots link to their full size, and long names in
-tables may break after an underscore.
+CONTRIBUTING.md and CHANGELOG.md of the repository become pages of the site; all programs of examples/ become one page.
+A link to a file that is not on the site, such as a test, leads to ``repo_url``; without one its text remains. Plots
+link to their full size, and long names in tables may break after an underscore.
 """
 
 import posixpath
@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 FROM_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # page of the site by file
+EXAMPLES = "examples.md"
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -32,6 +33,9 @@ def site_links(markdown, folder, page_folder, repo_url):
         page = FROM_ROOT.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if page is not None:
             return f"[{text}]({posixpath.relpath(page, page_folder or '.')}{anchor})"
+        if path.startswith("examples/") and (ROOT / path).exists():
+            anchor = "#" + posixpath.basename(path).replace(".", "")
+            return f"[{text}]({posixpath.relpath(EXAMPLES, page_folder or '.')}{anchor})"
         if not (ROOT / path).exists():
             return match[0]  # mkdocs reports it
         return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})" if repo_url else text
@@ -40,16 +44,25 @@ def site_links(markdown, folder, page_folder, repo_url):
 
 
 def on_files(files, config):
-    """Add the pages whose files lie in the repository's root."""
+    """Add the pages whose files lie outside of docs/."""
     for name, page in FROM_ROOT.items():
         text = site_links((ROOT / name).read_text(), "", "", config.repo_url)
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, EXAMPLES, content=examples_page()))
     return files
+
+
+def examples_page():
+    """All programs of examples/, each under its name."""
+    programs = sorted((ROOT / "examples").glob("*.py"))
+    parts = [f"## {path.name}\n\n```python\n{path.read_text()}```\n" for path in programs]
+    introduction = "Complete programs. The docstring of each tells how to run it, on GPUs or on CPUs.\n"
+    return "\n".join(["# Examples\n", introduction, *parts])
 
 
 def on_page_markdown(markdown, page, config, files):
     """Turn the links of a page of docs/ into those of the site."""
-    if page.file.src_uri in FROM_ROOT.values():
+    if page.file.src_uri in (*FROM_ROOT.values(), EXAMPLES):
         return markdown
     folder = posixpath.dirname(page.file.src_uri)
     return site_links(markdown, posixpath.join("docs", folder), folder, config.repo_url)

@@ -16,7 +16,7 @@ To start measuring, call `Observed.observe` of the hook's state on every rank::
 - ``residual_ratio``: norm of the error memory divided by norm of the result. It should level off. If it keeps growing,
   the hook drops information faster than it sends it.
 - ``cosine``, ``relative_error``: of the result against the exact mean of this step's gradients, every ``exact_every``
-  steps. With error feedback, the result contains residuals of earlier steps, so a cosine of 0.5 to 0.9 is normal for
+  steps. With error feedback, the result contains residuals of earlier steps, so a cosine of 0.3 to 0.9 is normal for
   PowerSGD at low rank.
 - ``saturated_elements``, ``nonfinite_elements``, ``skipped_steps``: totals of `ScaledCastState`.
 """

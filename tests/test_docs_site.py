@@ -39,6 +39,12 @@ def test_link_of_contributing_leads_to_the_page_of_the_site(site_links):
     assert site_links("[laws](docs/laws.md)", "", "", None) == "[laws](laws.md)"
 
 
+def test_link_to_an_example_leads_to_its_place_on_the_page_of_examples(site_links):
+    link = "[program](../examples/train_ddp.py)"
+    assert site_links(link, "docs", "", None) == "[program](examples.md#train_ddppy)"
+    assert site_links(link.replace("../", "../../"), "docs/api", "api", URL) == "[program](../examples.md#train_ddppy)"
+
+
 def test_link_to_a_file_leads_to_the_repository_or_is_its_text(site_links):
     link = "[tests](../tests/conftest.py)"
     assert site_links(link, "docs", "", URL) == f"[tests]({URL}/blob/main/tests/conftest.py)"
