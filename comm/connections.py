@@ -90,7 +90,7 @@ class Connections:
         self._executors[device] = executor
 
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
-        """The transport of collectives outside the executors, one per purpose.
+        """The transport of collectives outside the executors, one per purpose: "backward" for those of its buckets.
 
         On gloo each transport has a group of its own.
         """
@@ -100,6 +100,12 @@ class Connections:
             group = self._duplicate_group(purpose) if is_own else self.group
             self._transports[purpose] = GroupTransport(group, self.check_peers)
         return self._transports[purpose]
+
+    def start_step(self) -> None:
+        """Mark the start of a step whose first bucket no executor gets; see `Workspace.start_step`."""
+        for executor in self._executors.values():
+            for workspace in executor.workspaces:
+                workspace.start_step()
 
     def _duplicate_group(self, purpose: str) -> dist.ProcessGroup:
         return duplicate_group(self.group, self._store, f"{self.generation}/{purpose}", self.check_peers)

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm import Executor, Workspace, executor_for, in_ranges
+from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import Gradients, sparse_all_reduce
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._samples import Algorithm
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.telemetry import Observed
-from gradwire.kernels import SegmentTable, is_capturing
+from gradwire.kernels import SegmentTable, flatten, is_capturing
 
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -30,7 +30,7 @@ Hook = TypeVar("Hook", bound=Callable[..., object])
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 # Tables of flat buckets, kept from step to step.
-_tables_of: weakref.WeakKeyDictionary[Executor, Tables] = weakref.WeakKeyDictionary()
+_tables_of: weakref.WeakKeyDictionary[Transport, Tables] = weakref.WeakKeyDictionary()
 
 
 def zero_copy(hook: Hook) -> Hook:
@@ -60,6 +60,9 @@ class ZeroCopyBucket(Protocol):
 
     def target(self) -> Gradients:
         """The tensors that receive the mean of the gradients."""
+
+    def empty_buffer(self) -> torch.Tensor:
+        """A flat tensor for the mean of the gradients, as the value of the hook's future instead of `target`."""
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in order."""
@@ -176,7 +179,7 @@ def reduce_bucket(
     """
     executor = executor_for(process_group, bucket_device(bucket))
     transport, workspaces = executor.transport, executor.workspaces
-    work = bucket_work(bucket, _tables_of.setdefault(executor, {})) if not is_sparse(bucket) else None
+    work = bucket_work(bucket, _tables_of.setdefault(transport, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
     is_first, is_last = bucket.index() == 0, bucket.is_last()
     recorder = observed._recorder if observed is not None and not is_capturing(gradient.device) else None
@@ -200,3 +203,30 @@ def reduce_bucket(
     ranges = f"gradwire::{name}, bucket {bucket.index()}"
     future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges), is_last=is_last)
     return cast("Future[torch.Tensor]", future)
+
+
+def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
+
+    Everything but the flattening happens in gloo's threads. A task in the executor, whose thread competes with the
+    backward for the interpreter lock, would gain nothing: there is nothing to compute behind the collective.
+
+    Args:
+        process_group: the ranks to average over; None for the default group.
+        bucket: of either DDP.
+    """
+    device, connections = bucket_device(bucket), connections_of(process_group)
+    transport = connections.transport("backward", device)
+    if bucket.index() == 0:
+        connections.start_step()
+    source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
+    if is_zero_copy_bucket(bucket) and bucket.zero_copy and target.flat is None:
+        result = bucket.empty_buffer()
+    wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
+    flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
+
+    def finished(future: Future[object]) -> torch.Tensor:
+        future.value()  # raises what gloo has raised
+        return result
+
+    return transport.start_all_reduce(wire).then(finished)

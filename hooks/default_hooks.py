@@ -18,7 +18,16 @@ from gradwire.hooks._arguments import (
     needs_process_group,
 )
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._reduce_bucket import Tables, agree, bucket_work, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._reduce_bucket import (
+    Tables,
+    agree,
+    all_reduce_on_cpu,
+    bucket_device,
+    bucket_work,
+    is_sparse,
+    reduce_bucket,
+    zero_copy,
+)
 from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.telemetry import Observed
@@ -107,6 +116,9 @@ def _cast_hook(
         await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
     agree(settings, process_group, bucket, observed)
+    is_measured = observed is not None and observed._recorder is not None  # on all ranks, as they have agreed
+    if dtype is None and not is_measured and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
+        return all_reduce_on_cpu(process_group, bucket)
     return reduce_bucket(process_group, bucket, algorithm, hook, observed=observed)
 
 

@@ -270,11 +270,11 @@ class HookProbe:
         computations = list(self._executor.marks)
         self._messages[bucket.index()] = tuple(self._executor.messages)
         returned = self._clock.mark()
-        bucket.finish(None if is_zero_copy(hook) else future.wait(), 1.0, {})
+        bucket.finish(future.wait(), 1.0, {})
         return [(begin, computations[0][0]), *computations, (returned, self._clock.mark())]
 
     def _reduce_plain(self, bucket: DenseBucket) -> list[tuple[Any, Any]]:
-        """Flatten and unflatten a bucket, as without a hook on a CPU: gloo's threads do the rest."""
+        """Flatten and unflatten a bucket, as a plain all-reduce on a CPU: gloo's threads do the rest."""
         bucket.collect(False)
         begin = self._clock.mark()
         flat = bucket.scale_into_buffer()
@@ -286,9 +286,9 @@ class HookProbe:
 
 
 def _registration(name: str, group: dist.ProcessGroup, device: torch.device) -> Registration | None:
-    """What to register; on a GPU, the reduction without a hook is that of `allreduce_hook`."""
-    if name == "none" and device.type != "cpu":
-        return group, allreduce_hook
+    """What to register; without a hook the reduction is that of `allreduce_hook`, on a CPU both are `_reduce_plain`."""
+    if name in ("none", "allreduce"):
+        return None if device.type == "cpu" else (group, allreduce_hook)
     return HOOKS[name].make(group, FIRST_COMPRESSED)
 
 

@@ -85,9 +85,9 @@ class DenseBucket(BucketBase):
     """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and two more methods.
 
     A hook written for PyTorch asks for `buffer` or `gradients`. The gradients are then flattened into one buffer, which
-    lives as long as the bucket, or with ``frees_buffer`` as the backward. gradwire's own hooks ask for `source` and
-    `target` instead, and no buffer is allocated. With ``as_view`` the buffer always exists, and every ``.grad`` ends up
-    as a view of it.
+    is kept until a backward does without it, or with ``frees_buffer`` until the end of this one. gradwire's own hooks
+    ask for `source` and `target` instead, and no buffer is allocated, or for `source` and `empty_buffer`. With
+    ``as_view`` the buffer always exists, and every ``.grad`` ends up as a view of it.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
@@ -108,6 +108,7 @@ class DenseBucket(BucketBase):
         self._buffer: Tensor | None = None
         self._flat_table: SegmentTable | None = None  # of the buffer as one tensor
         self._is_flat = False  # whether the buffer holds this backward's gradients
+        self._needs_buffer = False  # whether anything has asked for the buffer since `collect`
         self.as_view = as_view
         if as_view:
             self._allocate()
@@ -152,6 +153,10 @@ class DenseBucket(BucketBase):
         """Where the result goes: the gradients themselves, or the buffer that they will be views of."""
         return self._flat() if self.as_view else Gradients(self._grads, self._table)
 
+    def empty_buffer(self) -> Tensor:
+        """The flat buffer, for a hook to write the mean into, in place of `target`; its values are undefined."""
+        return self._allocate()
+
     def scale_into_buffer(self) -> Tensor:
         """Write the gradients, divided by `divisor`, into the buffer; returns the buffer.
 
@@ -187,6 +192,9 @@ class DenseBucket(BucketBase):
         Raises:
             ValueError: a gradient has another dtype or shape than when the model was wrapped.
         """
+        if not self._needs_buffer and not self.as_view:
+            self._free_buffer()  # hooks may need it in their first steps only
+        self._needs_buffer = False
         grads: list[Tensor] = []
         dtype, shapes = self._table.source_dtype, self._table.shapes
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
@@ -229,13 +237,11 @@ class DenseBucket(BucketBase):
         bucket.zero_copy = zero_copy
         return bucket
 
-    def finish(
-        self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
-    ) -> None:
+    def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
         """Write a hook's result into the gradients, and release them.
 
         Args:
-            result: flat, of the bucket's number of elements; None if the hook has written into `target`.
+            result: flat, of the bucket's number of elements; or the first tensor of `target`, if that has the result.
             scale: multiplies the result.
             used: for each of `stand_ins`, whether any rank has a gradient for it.
             take_back: called for those that no rank has a gradient for.
@@ -244,11 +250,10 @@ class DenseBucket(BucketBase):
             ValueError: the result has another number of elements than the bucket.
         """
         target = self.target()
-        if result is not None:
+        if not self._is_in_target(result):
             if result.numel() != self._table.numel:
                 raise ValueError(errors.result_misfit(self._index, result.numel(), self._table.numel))
-            if result.data_ptr() != target.tensors[0].data_ptr():
-                unflatten(result.reshape(-1), target.tensors, table=target.table)
+            unflatten(result.reshape(-1), target.tensors, table=target.table)
         if scale != 1:
             torch._foreach_mul_(list(target.tensors), scale)
         for i in self.stand_ins:
@@ -283,10 +288,19 @@ class DenseBucket(BucketBase):
         if self.as_view and self._parameters[i].grad is not None:
             result.copy_(self._kept[i])
 
-    def give_back(self, take_back: TakeBack) -> None:
-        """Call ``take_back`` with every finite result in `target`: the step will not be applied."""
-        target = self.target()
-        results = self._views(target.tensors[0]) if target.flat is not None else target.tensors
+    def _is_in_target(self, result: Tensor) -> bool:
+        first = self.target().tensors[0]
+        return result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
+
+    def give_back(self, result: Tensor, take_back: TakeBack) -> None:
+        """Call ``take_back`` with every finite gradient of a result: the step will not be applied.
+
+        Args:
+            result: as in `finish`.
+            take_back: called with a parameter's name and its reduced gradient.
+        """
+        is_flat = self.as_view or not self._is_in_target(result)
+        results = self._views(result.reshape(-1)) if is_flat else self._grads
         for name, result in zip(self._names, results, strict=True):
             if result.isfinite().all():
                 take_back(name, result)
@@ -297,9 +311,12 @@ class DenseBucket(BucketBase):
         self._grads = ()
         self._kept = {}
         if self._frees_buffer:
-            self._buffer, self._flat_table = None, None
+            self._free_buffer()
         self._replaced = None
         self.zero_copy = False
+
+    def _free_buffer(self) -> None:
+        self._buffer, self._flat_table = None, None
 
     def point_gradients_at_buffer(self) -> None:
         """Make every defined ``.grad`` a view of the buffer, which holds its values."""
@@ -322,6 +339,7 @@ class DenseBucket(BucketBase):
         return [torch.view_as_complex(view) for view in views] if self._table.is_complex else list(views)
 
     def _allocate(self) -> Tensor:
+        self._needs_buffer = True
         if self._buffer is None:
             self._buffer = torch.zeros(self._table.numel, dtype=self._table.dtype, device=self.device)
             self._flat_table = SegmentTable([self._buffer])

@@ -34,8 +34,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     A drop-in subclass of ``torch.nn.parallel.DistributedDataParallel``, with the same arguments. Without a
     communication hook, gradients are bitwise equal to PyTorch's. Buckets are lists of gradients, so gradwire's hooks
-    are zero-copy: they read and write gradients in place, without a flat copy. Without a hook, gradients are flattened
-    on CPUs, as in PyTorch, but not on GPUs.
+    are zero-copy: they read and write gradients in place, without a flat copy. Without a hook, and with
+    `allreduce_hook`, gradients are flattened on CPUs, as in PyTorch, but not on GPUs.
 
     Args:
         module: the model, with the same structure on all ranks. Rank 0's parameters and buffers are broadcast unless
@@ -72,8 +72,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
         bucket_cap_mb_list: the size of each bucket in MiB; the last one repeats.
         batched_grad_copy: no effect; the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronized forward.
-        lazy_bucket_allocation: whether flat buffers are freed after every backward. gradwire's hooks use none. No
-            effect with ``gradient_as_bucket_view``.
+        lazy_bucket_allocation: whether flat buffers are freed after every backward. gradwire's hooks use none,
+            except for `allreduce_hook` on CPUs. No effect with ``gradient_as_bucket_view``.
 
     Raises:
         NotImplementedError: an argument or setting is not supported.

@@ -69,11 +69,8 @@ class LowPrecisionBucket(DenseBucket):
         for i in self._absent:  # PyTorch's hook casts every gradient
             self._parameters[i].grad = self._grads[i]
 
-    def finish(
-        self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
-    ) -> None:
+    def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
         """Write the mean into the gradients, and release them; see `DenseBucket.finish`."""
-        assert result is not None
         torch.accelerator.current_stream().wait_stream(self._stream)
         reduced = [i for i in range(len(self._parameters)) if used.get(i, True)]
         if reduced:

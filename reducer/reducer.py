@@ -317,7 +317,7 @@ class Reducer(Exchange):
         return default_reduction(bucket, self)
 
     def _is_zero_copy(self, bucket: Bucket) -> bool:
-        """Whether the reduction writes into the gradients; if not, its future holds the result."""
+        """Whether the reduction may read and write the gradients where they are."""
         if isinstance(bucket, SparseBucket):
             return False
         return self._hook_is_zero_copy if self._hook is not None else bucket.device.type != "cpu"
@@ -350,11 +350,10 @@ class Reducer(Exchange):
         if future is None:
             bucket.release()
             return
-        value = self.connections.wait(future)
-        flat = value if isinstance(value, Tensor) else value[0]
+        result = _tensor(self.connections.wait(future))
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins}
         take_back = self.hook_state.take_back if isinstance(self.hook_state, NamedState) else None
-        bucket.finish(None if self._is_zero_copy(bucket) else flat, scale, used, take_back)
+        bucket.finish(result, scale, used, take_back)
         futures[index] = None
         if self._runs_optimizers:
             _run_optimizers(bucket.parameters())
@@ -366,6 +365,11 @@ class Reducer(Exchange):
         self._forward_results = ForwardResults()
         self._forward_is_running = False
         self._begin(Phase.DONE)
+
+
+def _tensor(value: Any) -> Tensor:
+    """The result in the value of a future: that of a hook is a tensor, that of a collective a list."""
+    return value if isinstance(value, Tensor) else value[0]
 
 
 def _run_optimizers(parameters: Sequence[Tensor]) -> None:
@@ -382,5 +386,4 @@ def _return_results(buckets: Sequence[Bucket], futures: Sequence[Future[Any] | N
     for bucket, future in zip(buckets, futures, strict=True):
         if future is not None and future.done() and isinstance(bucket, DenseBucket):
             with suppress(Exception), torch.no_grad():
-                future.value()
-                bucket.give_back(take_back)
+                bucket.give_back(_tensor(future.value()), take_back)

@@ -53,12 +53,9 @@ class SparseBucket(BucketBase):
         bucket._gradient = bucket._empty()
         return bucket
 
-    def finish(
-        self, result: Tensor | None, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None
-    ) -> None:
+    def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
         """Make the hook's result the gradient, and release it. See `DenseBucket.finish`."""
         if used.get(0, True):
-            assert result is not None
             result = result * scale if scale != 1 else result
             self._parameter.grad = result.to(self._parameter.dtype)
         self.release()

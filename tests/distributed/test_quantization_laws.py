@@ -2,12 +2,13 @@
 
 import copy
 import io
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from training import SMALL, SMALLEST, WRAPPERS, Fault, build, error_of, gradients, plainly_named, register, train
 from zoo import Probe
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
@@ -158,6 +159,52 @@ def test_laws_1_and_2_hold_on_4_ranks(worlds, wire, wrapper):
             assert (lost.abs() <= steps * (world.size + 2) * 2.0**-23 * sizes[name].max()).all(), name
     training = {"model": "mixed", "bucket_cap_mb": SMALLEST, "options": {"wire": wire}}
     assert_same_on_all_ranks(world.run(train_quantized, wrapper=wrapper, **training))
+
+
+def errors_around_a_failed_step(is_wrapped, view):
+    """Sums over the ranks of errors before and after a step that fails at its last bucket, and of its gradients."""
+    state, function = hook_of("int4")
+    ddp, _ = wrapped(
+        "gradwire", "mlp", (state, plainly_named(function) if is_wrapped else function), gradient_as_bucket_view=view
+    )
+    local, generator = build("mlp"), torch.Generator().manual_seed(dist.get_rank())
+
+    def step():
+        batch = local.batch(generator)
+        for each in (local, ddp):
+            each.zero_grad()
+            each(*batch).backward()
+
+    for _ in range(3):
+        step()
+    before = {name: summed(error) for name, error in state._own_errors().items()}
+    run = ddp.reducer._run_comm_hook
+
+    def run_up_to_the_last(bucket):
+        if bucket.is_last():
+            raise Fault
+        future = run(bucket)
+        future.wait()
+        return future
+
+    with mock.patch.object(ddp.reducer, "_run_comm_hook", run_up_to_the_last):
+        error_of(step)
+    of_last = ddp.reducer.buckets[-1].parameter_names()
+    after = {name: summed(error) for name, error in state._own_errors().items()}
+    means = {name: summed(gradient) / dist.get_world_size() for name, gradient in gradients(local).items()}
+    ddp.resynchronize()
+    return before, after, means, of_last
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["hook", "wrapped-hook"])
+def test_law1_results_of_a_failed_step_return_to_the_error_memory(world, is_wrapped, view):
+    for before, after, means, of_last in world.run(errors_around_a_failed_step, is_wrapped=is_wrapped, view=view):
+        assert before.keys() == after.keys() > set(of_last)
+        for name, error in after.items():
+            expected = before[name] + (0 if name in of_last else means[name])
+            size = before[name].abs().max() + means[name].abs().max()
+            assert ((error - expected).abs() <= 8 * 2.0**-23 * size).all(), name
 
 
 # --- laws 2, 3 and 4

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from zoo import MODELS
 
 import gradwire
+from gradwire.comm import connections_of
 from gradwire.hooks import (
     auto_hook,
     debugging_hooks,
@@ -107,6 +108,12 @@ def register(model, hook, group=None):
     else:
         model.register_comm_hook(state, plainly_named(function))
     return state
+
+
+def sent_bytes():
+    """Bytes that this rank has sent on the default group: in tasks of the executor, and in the backward itself."""
+    connections, cpu = connections_of(None), torch.device("cpu")
+    return connections.executor(cpu).transport.payload_bytes + connections.transport("backward", cpu).payload_bytes
 
 
 class Fault(Exception):
