@@ -20,6 +20,7 @@ from gradwire.comm.executor import Task
 from gradwire.comm.transport import pieces_on_gloo
 from gradwire.hooks._reduce_bucket import is_zero_copy, zero_copy
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.planner.clock import Clock
 from gradwire.planner.hook_registry import HOOKS, Registration
@@ -64,7 +65,7 @@ def measure_model(
     def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         launches.append(clock.mark())
         specs.append(_spec(bucket))
-        return _done(bucket.parameters()[0], device)
+        return noop_hook(None, bucket)
 
     ddp.register_comm_hook(None, note_launch)
     samples: list[list[float]] = []
