@@ -2,6 +2,8 @@
 
 import gc
 import os
+import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,8 +21,25 @@ N_CYCLES = 10
 
 def open_handles():
     """Threads and sockets of this process."""
-    targets = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return len([*Path("/proc/self/task").iterdir()]), sum(target.startswith("socket:") for target in targets)
+    return len([*Path("/proc/self/task").iterdir()]), sum(map(is_socket, Path("/proc/self/fd").iterdir()))
+
+
+def open_handles_at_last(expected):
+    """Threads and sockets, once there are no more than expected, or after ten seconds.
+
+    The thread of a store's server closes the sockets of clients that have left at a time of its own.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        handles = open_handles()
+        if all(now <= then for now, then in zip(handles, expected, strict=True)) or time.monotonic() > deadline:
+            return handles
+
+
+def is_socket(descriptor):
+    with suppress(FileNotFoundError):  # closed meanwhile
+        return str(descriptor.readlink()).startswith("socket:")
+    return False
 
 
 def train(hook):
@@ -63,7 +82,7 @@ def train_in_groups(hook, rendezvous, signals):
         results.append(gradients(train(hook)))
         gc.collect()  # a wrapped model is a cycle, and holds its group, whose store is on the port of the next one
         leave_group(together, cycle)
-    return results, before, open_handles()
+    return results, before, open_handles_at_last(before)
 
 
 @pytest.mark.parametrize("rendezvous", ["env://", "reused store"])
