@@ -150,7 +150,7 @@ def _advice_table(records: Sequence[Record]) -> Table:
                 display_name(advice["hook"]),
                 f"{advice.p50:.2f}x",
                 f"{plain / fastest:.2f}x",
-                f"{within} of {len(errors)}",
+                f"{within}/{len(errors)}",
                 f"{median(errors):.0f}",
                 format_number(seconds),
             ]

@@ -92,25 +92,26 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """The choices, their step times, and those of no hook and of every candidate."""
+    """The choices, and their step times beside those of no hook and of every candidate."""
     settings = records[0].provenance["settings"]
     names: dict[str, Callable[[Record], str]] = {
         "model": lambda record: str(record["model"]),
         "link": lambda record: format_rate(record["rate"]),
     }
-    columns = [
-        ("choice", _choice),
-        *((each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)),
-        ("speed-up", _speed_up),
-    ]
-    notes = [
-        f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
-        "steps, in turns",
+    choice_notes = [
         "choice: of auto_hook, with its default candidates; parts of the parameters if it chose more than one",
         "speed-up: of auto_hook over no hook",
         f"{count(settings['hosts'], 'host')} on one machine, one thread each",
     ]
-    return [pivot(f"Automatic choice: {STEP_MS}", records, names, columns, notes)]
+    time_notes = [
+        f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
+        "steps, in turns",
+    ]
+    times = [(each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
+    return [
+        pivot("Automatic choice", records, names, [("choice", _choice), ("speed-up", _speed_up)], choice_notes),
+        pivot(f"Automatic choice: {STEP_MS}", records, names, times, time_notes),
+    ]
 
 
 def _choice(group: Group) -> str:

@@ -11,7 +11,7 @@ def record(implementation, metric, number, rate="1gbit"):
     return Record(bench="auto", case=case, implementation=implementation, ranks=2, metric=metric, p50=number)
 
 
-def test_table_shows_choice_and_speed_up_over_no_hook(facts, printed):
+def test_tables_show_choice_and_speed_up_and_step_times(facts, printed):
     records = [
         record(auto.AUTO, STEP_MS, 100.0),
         record(auto.NO_HOOK, STEP_MS, 400.0),
@@ -22,13 +22,24 @@ def test_table_shows_choice_and_speed_up_over_no_hook(facts, printed):
         record(auto.NO_HOOK, STEP_MS, 50.0, rate="unlimited"),
         record("plain", auto.PARAMETERS, 12, rate="unlimited"),
     ]
-    (table,) = auto.tables(Measured({"rounds": 4, "hosts": 2}, records).with_provenance(facts))
-    assert table.headers == ["model", "link", "choice", "auto_hook", "no hook", "int4", "speed-up"]
-    assert table.rows == [
-        ["linear", "1 Gb/s", "plain 75%, int4 25%", "100", "400", "98", "4.00x"],
-        ["linear", "unlimited", "plain", "51", "50", "", "0.98x"],
+    choices, times = auto.tables(Measured({"rounds": 4, "hosts": 2}, records).with_provenance(facts))
+    assert choices.headers == ["model", "link", "choice", "speed-up"]
+    assert choices.rows == [
+        ["linear", "1 Gb/s", "plain 75%, int4 25%", "4.00x"],
+        ["linear", "unlimited", "plain", "0.98x"],
     ]
-    assert "median of 20 steps" in printed(table)
+    assert times.headers == ["model", "link", "auto_hook", "no hook", "int4"]
+    assert times.rows == [["linear", "1 Gb/s", "100", "400", "98"], ["linear", "unlimited", "51", "50", ""]]
+    assert "median of 20 steps" in printed(times)
+
+
+def test_tables_of_a_mixed_choice_fit_80_columns(facts, printed):
+    times = [record(name, STEP_MS, 12_345.0, "unlimited") for name in (auto.AUTO, auto.NO_HOOK, *auto.CANDIDATES)]
+    shares = [record(name, auto.PARAMETERS, 10, "unlimited") for name in ("powersgd-r4", "bf16", "plain")]
+    for table in auto.tables(Measured({"rounds": 4, "hosts": 2}, times + shares).with_provenance(facts)):
+        lines = printed(table).splitlines()
+        assert all(len(line) <= 80 for line in lines)
+        assert not any("\u2026" in line for line in lines), "nothing is cut"
 
 
 @pytest.mark.slow
