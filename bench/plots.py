@@ -116,7 +116,7 @@ def draw_network(records: Records, path: Path) -> None:
     steps = [r for r in records if r.metric == STEP_MS and not (r["hook"] == network.REFERENCE and r["one_bucket"])]
     panels = {f"link: {format_rate(rate)}": group for (rate,), group in groups_of(steps, "rate")}
     figure = _panels_of_bars(panels, STEP_MS, STEP_MS, 12, 4.5)
-    _save(figure, f"Step time between {count(settings['hosts'], 'host')}: {settings['model']}", path)
+    _save(figure, f"Step time between {count(settings['hosts'], 'host')}: {settings['model']}\n{STAR_NOTE}", path)
 
 
 def draw_hooks(records: Records, path: Path) -> None:
