@@ -46,7 +46,7 @@ def print_advice(measured: Measurement, advice: Advice, seconds: float, console:
         f"Model:    {_bytes(model.gradient_bytes)} of gradients in {buckets}; "
         f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms",
         f"Network:  {link.world_size} ranks, {format_bandwidth(link.bandwidth)} "
-        f"{'measured' if measured.is_link_measured else 'given'}; latency of a message {1e3 * latency:.2g} ms",
+        f"{'measured' if measured.is_link_measured else 'given'}; the smallest collective takes {1e3 * latency:.2g} ms",
         f"Measured in {seconds:.0f} s.",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
