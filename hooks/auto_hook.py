@@ -126,6 +126,11 @@ class AutoState(NamedState):
             self._exchanges[name] = self._make(name)
         return self._exchanges[name]
 
+    def _make_planned(self) -> None:
+        """Create the exchanges of the plan, which no step may have used yet on this rank."""
+        for name in set(self.plan.values()):
+            self.exchange(name)
+
     def take_back(self, name: str, gradient: Tensor) -> None:
         """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
         exchange = self._exchanges.get(self.plan.get(plain_name(name), PLAIN))
@@ -155,8 +160,7 @@ class AutoState(NamedState):
         """
         self._names.search()
         self._names.require("A checkpoint of an AutoState")
-        for name in set(self.plan.values()):
-            self.exchange(name)
+        self._make_planned()
         members = self._members()
         states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._with_memory()}
         return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
@@ -179,16 +183,23 @@ class AutoState(NamedState):
 
     def replicated_state(self) -> dict[str, Any]:
         """Step count, plan and factors; see `NamedState.replicated_state`."""
+        self._make_planned()
         states = {name: state.replicated_state() for name, state in self._with_memory()}
         return {"iter": self.iter, "plan": dict(self.plan), "states": states}
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Take step count, plan and factors from another rank; keep this rank's errors."""
+        """Take step count, plan and factors from another rank; keep this rank's errors.
+
+        Methods that only this rank has are dropped: they belong to a step that failed before the other ranks came to
+        use them, so their memory is empty.
+        """
         for name, state in replicated["states"].items():
             kept = self.exchange(name).state
             assert isinstance(kept, ErrorFeedbackState)
             kept.load_replicated_state(state)
-        self._restart(replicated["iter"], replicated["plan"], self._exchanges)
+        unknown = {name for name, _ in self._with_memory()} - replicated["states"].keys()
+        exchanges = {name: exchange for name, exchange in self._exchanges.items() if name not in unknown}
+        self._restart(replicated["iter"], replicated["plan"], exchanges)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options, plan and this rank's memory, without the process group."""

@@ -273,6 +273,26 @@ def test_given_plan_is_used_from_the_first_step(world, candidate):
             assert_same_bits(record.gradients[0][name], plain.gradients[0][name])
 
 
+def resynchronized_with_unequal_methods(planned, extra_on):
+    """The replicated state and the checkpoint's methods of a rank; one rank has used a method before a step failed."""
+    names = [name for name, _ in build("mlp").named_parameters()]
+    state = AutoState(plan=dict.fromkeys(names, "int4") if planned else None)
+    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    ddp.register_comm_hook(state, auto_hook)
+    if dist.get_rank() == extra_on:
+        state.exchange("int4")
+    ddp.resynchronize()
+    return state.replicated_state(), sorted(state.state_dict()["states"])
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["no-plan", "plan"])
+@pytest.mark.parametrize("extra_on", [0, 1])
+def test_resynchronized_ranks_have_the_same_methods(world, planned, extra_on):
+    results = world.run(resynchronized_with_unequal_methods, planned=planned, extra_on=extra_on)
+    assert_same_on_all_ranks(results)
+    assert ("int4" in results[0][1]) == (planned or extra_on == 0)
+
+
 def resumed(wrapper, way):
     """Gradients of an uninterrupted run, and of one that is saved and loaded at each of two points of it."""
     times, at = {"plain": 10.0, "int8": 4.0, "powersgd-r1": 1.0}, (5, 14)
