@@ -287,7 +287,7 @@ class HookProbe:
 
 
 def _registration(name: str, group: dist.ProcessGroup, device: torch.device) -> Registration | None:
-    """What to register; without a hook the reduction is that of `allreduce_hook`, on a CPU both are `_reduce_plain`."""
+    """The state and the hook to time; None for the plain all-reduce on a CPU, which `_reduce_plain` times."""
     if name in ("none", "allreduce"):
         return None if device.type == "cpu" else (group, allreduce_hook)
     return HOOKS[name].make(group, FIRST_COMPRESSED)

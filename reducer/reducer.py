@@ -368,7 +368,7 @@ class Reducer(Exchange):
 
 
 def _tensor(value: Any) -> Tensor:
-    """The result in the value of a future: that of a hook is a tensor, that of a collective a list."""
+    """The tensor in the value of a future. A hook's value is the tensor; a collective's is a list of one tensor."""
     return value if isinstance(value, Tensor) else value[0]
 
 
