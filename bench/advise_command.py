@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 
 from gradwire.bench import jobs as bench_jobs
-from gradwire.bench.options import parse_hooks, parse_rate
+from gradwire.bench.options import MOST_RANKS, finite, parse_hooks, parse_rate
 from gradwire.bench.timing import backend_of, bench_device
 from gradwire.planner import jobs
 from gradwire.planner.advice import advise
@@ -25,6 +25,7 @@ from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import GivenLink, measure, on_all_ranks
 
+MOST_LATENCY = 1_000_000  # microseconds
 CHOICES = [name for name in HOOKS if name != "noop"]
 _TIMEOUT = timedelta(minutes=2)
 
@@ -39,14 +40,32 @@ def advise_command(
     ],
     hooks: Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")] = ", ".join(CHOICES),
     bandwidth: Annotated[
-        str | None, typer.Option(help="Without torchrun: bandwidth to assume, such as 100mbit.")
+        str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=2, help="Without torchrun: number of ranks to assume.")
+        int | None,
+        typer.Option("--world-size", min=2, max=MOST_RANKS, help="Without torchrun: number of ranks to assume."),
     ] = None,
     latency: Annotated[
-        float, typer.Option(min=0, help="Without torchrun: latency between two ranks to assume, in microseconds.")
+        float,
+        typer.Option(
+            min=0,
+            max=MOST_LATENCY,
+            callback=finite,
+            help="Without torchrun: latency between two nodes to assume, in microseconds.",
+        ),
     ] = 50.0,
+    ranks_per_node: Annotated[
+        int,
+        typer.Option(
+            "--ranks-per-node",
+            min=1,
+            max=MOST_RANKS,
+            envvar="LOCAL_WORLD_SIZE",
+            help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
+            "unless OMP_NUM_THREADS is set, as under torchrun.",
+        ),
+    ] = 1,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")
     ] = None,
@@ -62,7 +81,7 @@ def advise_command(
 
     Or on one machine, for a network that you describe:
 
-    gradwire advise train:job --bandwidth 10gbit --world-size 16
+    gradwire advise train:job --bandwidth 100gbit --world-size 16 --ranks-per-node 8
     """
     names = parse_hooks(hooks, CHOICES)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -77,7 +96,13 @@ def advise_command(
         rate = parse_rate(bandwidth, "--bandwidth", is_modelled=True).mbit
         if rate is None:
             raise typer.BadParameter("expected a number, such as 400gbit.", param_hint="--bandwidth")
+        if world_size % ranks_per_node != 0:
+            raise typer.BadParameter(
+                f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
+            )
         given = GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
+        if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # what torchrun gives a rank
     elif bandwidth is not None or world_size is not None:
         raise typer.BadParameter(
             "under torchrun the network is measured. Leave the option out, or run without torchrun.",
@@ -94,7 +119,7 @@ def advise_command(
                     "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
                     "and give --bandwidth and --world-size"
                 )
-            _run(model, names, device, given, json, plot)
+            _run(model, names, device, given, ranks_per_node, json, plot)
     except JobError as error:
         _fail(error)
 
@@ -104,6 +129,7 @@ def _run(
     names: tuple[str, ...],
     device: torch.device,
     given: GivenLink | None,
+    ranks_per_node: int,
     json: Path | None,
     plot: Path | None,
 ) -> None:
@@ -111,7 +137,7 @@ def _run(
     started = time.monotonic()
     build = on_all_ranks(lambda: bench_jobs.JOBS.get(model) or jobs.load(model))
     shows_progress = is_first and sys.stderr.isatty()
-    measured = measure(build, names, device, given, _show if shows_progress else lambda _: None)
+    measured = measure(build, names, device, given, _show if shows_progress else lambda _: None, ranks_per_node)
     seconds = time.monotonic() - started
     if shows_progress:
         _show("")

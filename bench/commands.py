@@ -33,6 +33,9 @@ from gradwire.bench.jobs import JOBS
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.options import (
+    MOST_SEED,
+    MOST_STEPS,
+    MOST_THREADS,
     HooksOption,
     HostsOption,
     LoopbackOption,
@@ -115,8 +118,8 @@ def demo(
         Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
     ] = Path("demo"),
     processes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes (ranks) on this machine.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs to train with each hook.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for initial weights and data order.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Epochs to train with each hook.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed for initial weights and data order.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
     loopback: LoopbackOption = False,
@@ -124,7 +127,7 @@ def demo(
     """Train a small network with each hook over a slow link; compare loss, accuracy and time.
 
     The hosts are network namespaces of this machine, joined by rate-limited links. This needs root on Linux; otherwise
-    the demo trains over loopback, where sending less saves no time. Takes a minute.
+    the demo trains over loopback, where sending less saves no time. Takes about 2 minutes.
     """
     if loopback:
         refuse_beside(context, "--loopback", "rate")
@@ -175,8 +178,10 @@ def bench_kernels(
     context: typer.Context,
     models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = _MODELS,
     sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = _SIZES,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over the buckets, per implementation.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_STEPS, help="Timed rounds over the buckets, per implementation.")
+    ] = 5,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Only resnet50 and gpt2-124m, at 25 MiB.")] = False,
     model: Annotated[
         str | None,
@@ -233,7 +238,9 @@ def bench_rounding(output: OutputOption = None) -> None:
 @bench.command("reducer")
 def bench_reducer(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=2, help="Timed backward passes per reducer and model.")] = 40,
+    steps: Annotated[
+        int, typer.Option(min=2, max=MOST_STEPS, help="Timed backward passes per reducer and model.")
+    ] = 40,
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ", ".join(MODELS),
     ranks: RanksOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only 20 steps of the transformer, on one rank.")] = False,
@@ -252,8 +259,8 @@ def bench_reducer(
 @bench.command("hooks", epilog=_listed(HOOKS))
 def bench_hooks(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per hook and DDP.")] = 30,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads per rank.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per hook and DDP.")] = 30,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads per rank.")] = 1,
     hooks: HooksOption = _COST_HOOKS,
     ranks: RanksOption = None,
     quick: Annotated[
@@ -276,7 +283,7 @@ def bench_hooks(
 
 @bench.command("telemetry")
 def bench_telemetry(
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each kind, per hook.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps of each kind, per hook.")] = 60,
     ranks: RanksOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -293,7 +300,7 @@ def bench_network(
     rates: Annotated[
         str | None, typer.Option(help=f"Link rates such as 2.5gbit, comma-separated. Default: {_NETWORK_RATES}.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per hook and rate.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per hook and rate.")] = 15,
     hooks: HooksOption = _NETWORK_HOOKS,
     emulated: Annotated[
         bool,
@@ -338,7 +345,9 @@ def bench_advise(
     context: typer.Context,
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = _ADVISED_MODELS,
     rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, comma-separated.")] = _ADVISED_RATES,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of a few steps, per hook and rate.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_STEPS, help="Timed rounds of a few steps, per hook and rate.")
+    ] = 1,
     hooks: HooksOption = _ADVISED_HOOKS,
     quick: Annotated[
         bool,
@@ -374,7 +383,9 @@ def bench_auto(
     context: typer.Context,
     models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ", ".join(auto_bench.DEFAULT_MODELS),
     rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, separated by commas.")] = _ADVISED_RATES,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate at each rate, of a few steps each.")] = 4,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_STEPS, help="Turns of each candidate at each rate, of a few steps each.")
+    ] = 4,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
@@ -406,7 +417,9 @@ def bench_converge(
     hosts: HostsOption = 2,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit.")] = "100mbit",
     task: Annotated[str, typer.Option(help=f"Training task: {' or '.join(TASKS)}.")] = "text",
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds. Each hook trains once per seed.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=MOST_STEPS, help="Number of seeds. Each hook trains once per seed.")
+    ] = 3,
     hooks: HooksOption = _TRAINED_HOOKS,
     quick: Annotated[bool, typer.Option("--quick", help="Only none and powersgd-r4, one seed of digits.")] = False,
     loopback: LoopbackOption = False,

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -128,13 +129,13 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
     Raises:
         LaunchError: a worker failed.
     """
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
-    environment |= {
-        "MASTER_ADDR": places[0].address,
-        "MASTER_PORT": str(_free_port()),  # of this machine; in a namespace of its own every port is free
-        "WORLD_SIZE": str(len(places)),
-    }
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    with tempfile.TemporaryFile("w+", errors="replace") as log, _reserved_port() as port:
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
+        environment |= {
+            "MASTER_ADDR": places[0].address,
+            "MASTER_PORT": str(port),  # of this machine; in a namespace of its own every port is free
+            "WORLD_SIZE": str(len(places)),
+        }
         read_end, write_end = os.pipe()
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -160,10 +161,13 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
             raise LaunchError(f"a worker failed (exit code {code}); its messages are above.", log.read())
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that no other process is given meanwhile, and that a server with SO_REUSEADDR, as PyTorch's, can use."""
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("", 0))
+        yield reservation.getsockname()[1]
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

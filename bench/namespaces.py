@@ -34,7 +34,7 @@ _BURST_MS = 1
 _LEAST_BURST = 16_384
 _LEAST_MBIT = 0.1  # below, a step takes hours
 MOST_LIMITED_MBIT = 30_000  # above, the count of bytes per second of a token bucket overflows
-MOST_MODELLED_MBIT = 1_000_000  # of links that are computed, not limited
+MOST_MODELLED_MBIT = 10_000_000  # of links that are computed, not limited
 
 
 class NamespaceError(Exception):

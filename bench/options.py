@@ -1,6 +1,8 @@
 """Options that several commands of ``gradwire`` share, and the parsing of their values."""
 
+import math
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +11,12 @@ import torch
 import typer
 
 from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELLED_MBIT, Rate
+
+# Upper bounds of options: beyond these, a run takes weeks, or a machine has not as many.
+MOST_STEPS = 1_000_000
+MOST_SEED = 2**32 - 1
+MOST_THREADS = 1024
+MOST_RANKS = 65_536
 
 HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, comma-separated.")]
 RanksOption = Annotated[
@@ -82,10 +90,17 @@ def parse_ranks(text: str | None, device: torch.device) -> list[int]:
 def parse_sizes(text: str) -> list[int]:
     """Parse sizes in MiB."""
     sizes = parse_list(text)
-    wrong = [size for size in sizes if not size.isdecimal() or int(size) == 0]
+    wrong = [size for size in sizes if re.fullmatch("[1-9][0-9]{0,5}", size) is None]
     if wrong:
-        raise typer.BadParameter(f"{wrong[0]!r} is not a positive whole number of MiB.", param_hint="--sizes")
+        raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB from 1 to 999999.", param_hint="--sizes")
     return [int(size) for size in sizes]
+
+
+def finite(number: float | None) -> float | None:
+    """The callback of options that are floats: in older versions of typer, NaN is in every range."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number.")
+    return number
 
 
 def parse_rate(text: str, option: str, *, is_modelled: bool = False) -> Rate:

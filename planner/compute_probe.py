@@ -174,10 +174,10 @@ class TimingExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return False
 
-    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         self.marks, self.messages = [], []
         steps = task(self.workspaces[self._turn % IN_FLIGHT])
-        self._turn = 0 if is_last else self._turn + 1
+        self._turn += 1
         while True:
             begin = self._clock.mark()
             try:
@@ -189,18 +189,22 @@ class TimingExecutor(Executor):
             self.messages.append(message_of(collective))
             self.transport.run(collective)
 
+    def finish(self) -> None:
+        """Begin a step: each bucket gets the same workspace in all of them."""
+        self._turn = 0
+
     def abandon(self) -> None:  # noqa: D102
         pass
 
 
 def message_of(collective: Collective) -> Message:
-    """The message of a collective: its kind (the operation and, for sums, the dtype) and its bytes."""
+    """The message of a collective: its kind (the operation and, for sums, the dtype) and its payload."""
     if isinstance(collective, AllReduce):
         largest = max(collective.tensors, key=lambda tensor: tensor.nbytes)
-        dtype = str(largest.dtype).removeprefix("torch.")
-        return Message(f"all-reduce {dtype}", sum(tensor.nbytes for tensor in collective.tensors))
-    name = "all-to-all" if isinstance(collective, AllToAll) else "all-gather"
-    return Message(name, collective.target.nbytes)  # type: ignore[attr-defined]
+        kind = f"all-reduce {str(largest.dtype).removeprefix('torch.')}"
+    else:
+        kind = "all-to-all" if isinstance(collective, AllToAll) else "all-gather"
+    return Message(kind, collective.payload_bytes)
 
 
 class HookProbe:
@@ -225,7 +229,7 @@ class HookProbe:
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]
         self._registration = _registration(name, group, device)
         self._samples: list[list[list[float]]] = [[] for _ in self._buckets]
-        self._messages: list[tuple[Message, ...]] = [() for _ in self._buckets]
+        self._messages: list[list[tuple[Message, ...]]] = [[] for _ in self._buckets]  # of each step
 
     def measure(self, budget: float) -> HookCost:
         """Measure the cost of the hook.
@@ -245,7 +249,7 @@ class HookProbe:
         memory = _tensor_bytes() - before
         medians = [list(map(median, zip(*samples, strict=True))) for samples in self._samples]
         costs = [
-            BucketCost(launch, tuple(compute), messages, finish)
+            BucketCost(launch, tuple(compute), _mean(*messages[-2:]), finish)
             for (launch, *compute, finish), messages in zip(medians, self._messages, strict=True)
         ]
         return HookCost(name=self._name, buckets=tuple(costs), memory_bytes=max(memory, 0))
@@ -254,6 +258,7 @@ class HookProbe:
     def _step(self) -> None:
         parameters = [p for bucket in self._buckets for p in bucket.parameters()]
         torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], self._gradients)
+        self._executor.finish()
         reduce = self._reduce_plain if self._registration is None else self._reduce
         marks = [reduce(bucket) for bucket in self._buckets]
         self._clock.synchronize()
@@ -269,7 +274,7 @@ class HookProbe:
         begin = self._clock.mark()
         future = hook(state, bucket)  # type: ignore[arg-type]
         computations = list(self._executor.marks)
-        self._messages[bucket.index()] = tuple(self._executor.messages)
+        self._messages[bucket.index()].append(tuple(self._executor.messages))
         returned = self._clock.mark()
         bucket.finish(future.wait(), 1.0, {})
         return [(begin, computations[0][0]), *computations, (returned, self._clock.mark())]
@@ -281,9 +286,14 @@ class HookProbe:
         flat = bucket.scale_into_buffer()
         sent = self._clock.mark()
         dtype = str(flat.dtype).removeprefix("torch.")
-        self._messages[bucket.index()] = (Message(f"all-reduce {dtype}", flat.nbytes),)
+        self._messages[bucket.index()].append((Message(f"all-reduce {dtype}", flat.nbytes),))
         bucket.finish(flat, 1.0, {})
         return [(begin, sent), (sent, sent), (sent, sent), (sent, self._clock.mark())]
+
+
+def _mean(even: tuple[Message, ...], odd: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages of two successive steps, which differ if a hook sends P in one and Q in the next."""
+    return tuple(Message(one.kind, (one.nbytes + two.nbytes) // 2) for one, two in zip(even, odd, strict=True))
 
 
 def _registration(name: str, group: dist.ProcessGroup, device: torch.device) -> Registration | None:

@@ -62,9 +62,12 @@ class HookEntry:
 
 def _code(hook: CommHook, state: str = "None") -> str:
     """The lines that register a hook; ``state`` is an expression that calls a class of the hook's module, or None."""
-    names = [state.partition("(")[0]] if state != "None" else []
-    imported = ", ".join([*names, hook.__name__])
-    return f"from {hook.__module__} import {imported}\n\nmodel.register_comm_hook({state}, {hook.__name__})"
+    if state == "None":
+        return f"from {hook.__module__} import {hook.__name__}\n\nmodel.register_comm_hook(None, {hook.__name__})"
+    return (
+        f"from {hook.__module__} import {state.partition('(')[0]}, {hook.__name__}\n\n"
+        f"state = {state}\nmodel.register_comm_hook(state, {hook.__name__})"
+    )
 
 
 def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wire: torch.dtype | None) -> HookEntry:
@@ -96,7 +99,8 @@ def _low_rank(
     return HookEntry(
         description=description,
         make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
-        code=_code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}{arguments})"),
+        code="# Compresses at once. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
+        + _code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2{arguments})"),
         error_feedback=True,
         pytorch=PyTorchHook(
             make=make_pytorchs,

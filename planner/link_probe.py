@@ -29,7 +29,7 @@ class Sample(NamedTuple):
     """The time of messages of one size.
 
     Attributes:
-        nbytes: of the payload.
+        nbytes: payload.
         seconds: from launch to arrival, on the slowest rank.
     """
 
@@ -37,14 +37,24 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def wire_factor(kind: str, world_size: int) -> float:
-    """Bytes that a rank sends per byte of payload; a ring all-reduce sends everything twice."""
-    share = (world_size - 1) / world_size
-    return 2 * share if kind.startswith("all-reduce") else share
+def bytes_out_of_node(kind: str, world_size: int, ranks_per_node: int) -> float:
+    """Bytes that leave a node per byte of payload; if there is only one node, bytes that leave a rank.
+
+    A ring all-reduce or all-gather enters and leaves a node once. In an all-to-all, each rank of a node sends its own
+    cells: ``ranks_per_node`` times as many bytes.
+    """
+    sharing = _sharing(world_size, ranks_per_node)
+    others = 2 * (1 - sharing / world_size)
+    return sharing * others if kind == "all-to-all" else others
+
+
+def _sharing(world_size: int, ranks_per_node: int) -> int:
+    """Ranks that share a link to others: those of a node; on a single node, each rank has its own."""
+    return ranks_per_node if ranks_per_node < world_size else 1
 
 
 def measure_link(
-    group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message]
+    group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message], ranks_per_node: int = 1
 ) -> tuple[Link, dict[str, list[Sample]]]:
     """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call.
 
@@ -52,14 +62,18 @@ def measure_link(
         group: the ranks.
         device: of the messages.
         messages: of all hooks.
+        ranks_per_node: ranks that share a machine and its network interface.
     """
     probe = _Probe(group, device)
     probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
     kinds = sorted({message.kind for message in messages})
     samples = {kind: probe.samples(kind) for kind in kinds}
     costs = {kind: fit(of_kind) for kind, of_kind in samples.items()}
-    bandwidth = median(8 * wire_factor(kind, group.size()) / cost.per_byte for kind, cost in costs.items())
-    return Link(world_size=group.size(), bandwidth=bandwidth, costs=costs), samples
+    size = group.size()
+    bandwidth = median(
+        8 * bytes_out_of_node(kind, size, ranks_per_node) / cost.per_byte for kind, cost in costs.items()
+    )
+    return Link(world_size=size, ranks_per_node=ranks_per_node, bandwidth=bandwidth, costs=costs), samples
 
 
 class _Probe:
@@ -96,7 +110,7 @@ class _Probe:
         dist.barrier(self._group)
         self._clock.synchronize()
         start = time.perf_counter()
-        self._executor.submit(task, is_last=True).wait()
+        self._executor.submit(task).wait()
         self._clock.synchronize()
         return time.perf_counter() - start
 
@@ -114,8 +128,9 @@ def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.de
         dtype = getattr(torch, kind.removeprefix("all-reduce "))
         tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)
         return lambda: transport.all_reduce(tensor)
-    pieces, n = transport.pieces(nbytes), transport.world_size
-    cells = torch.zeros(pieces, n, max(1, nbytes // (pieces * n)), dtype=torch.uint8, device=device)
+    in_cells = 2 * nbytes  # the payload of a shot is half of its cells
+    pieces, n = transport.pieces(in_cells), transport.world_size
+    cells = torch.zeros(pieces, n, max(1, in_cells // (pieces * n)), dtype=torch.uint8, device=device)
     if kind == "all-gather":
         own = cells[:, 0].clone()
         return lambda: transport.all_gather(cells, own)
@@ -131,23 +146,32 @@ def fit(samples: Sequence[Sample]) -> MessageCost:
 
 
 def ideal_link(
-    world_size: int, bandwidth: float, latency: float, messages: Iterable[Message], overhead: float = 0.0
+    world_size: int,
+    bandwidth: float,
+    latency: float,
+    messages: Iterable[Message],
+    overhead: float = 0.0,
+    ranks_per_node: int = 1,
 ) -> Link:
     """An ideal link of known bandwidth and latency: ring all-reduces and direct exchanges at full rate.
 
+    Within a node, messages take no time.
+
     Args:
-        world_size: number of ranks.
-        bandwidth: bits per second that each rank sends.
-        latency: seconds from one rank to another.
+        world_size: number of ranks, a multiple of ``ranks_per_node``.
+        bandwidth: bits per second that each node sends; if there is only one node, each rank.
+        latency: seconds from one node to another.
         messages: of all hooks.
         overhead: seconds that the software takes per message.
+        ranks_per_node: ranks that share a machine and its network interface.
     """
+    hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # of a ring all-reduce
     costs = {}
     for kind in sorted({message.kind for message in messages}):
-        rounds = 2 * (world_size - 1) if kind.startswith("all-reduce") else 1
-        per_byte = 8 * wire_factor(kind, world_size) / bandwidth
+        rounds = hops if kind.startswith("all-reduce") else 1
+        per_byte = 8 * bytes_out_of_node(kind, world_size, ranks_per_node) / bandwidth
         costs[kind] = MessageCost(overhead + rounds * latency, per_byte)
-    return Link(world_size=world_size, bandwidth=bandwidth, costs=costs)
+    return Link(world_size=world_size, ranks_per_node=ranks_per_node, bandwidth=bandwidth, costs=costs)
 
 
 def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:

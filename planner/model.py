@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
     Attributes:
         kind: of the collective: a key of `Link.costs`.
-        nbytes: of the payload.
+        nbytes: payload, as `Transport.payload_bytes` counts it.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class HookCost:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all messages."""
+        """Payload of all messages: what `Transport.payload_bytes` counts in a step."""
         return sum(message.nbytes for bucket in self.buckets for message in bucket.messages)
 
     @property
@@ -128,13 +128,20 @@ class Link:
 
     Attributes:
         world_size: number of ranks.
-        bandwidth: bits per second that each rank sends in large messages.
+        ranks_per_node: ranks that share a machine and its network interface.
+        bandwidth: bits per second that each node sends in large messages; if there is only one node, each rank.
         costs: of messages, by kind.
     """
 
     world_size: int
+    ranks_per_node: int = 1
     bandwidth: float
     costs: Mapping[str, MessageCost]
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return -(-self.world_size // self.ranks_per_node)
 
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
@@ -223,7 +230,7 @@ def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) ->
     return _largest_crossing(gain)
 
 
-SEARCHED = (1e6, 1e12)  # bits per second
+SEARCHED = (1e6, 1e13)  # bits per second
 _POINTS_PER_DECADE = 20
 
 

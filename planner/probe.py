@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -30,8 +32,8 @@ class GivenLink:
 
     Attributes:
         world_size: number of ranks.
-        bandwidth: bits per second that each rank sends.
-        latency: seconds from one rank to another.
+        bandwidth: bits per second that each node sends.
+        latency: seconds from one node to another.
     """
 
     world_size: int
@@ -47,6 +49,7 @@ class Measurement:
         model: cost of a step without gradient exchange.
         hooks: cost of each hook, including `PLAIN` and `CAST`.
         link: between the ranks.
+        threads: CPU threads with which this rank computed.
         is_link_measured: whether the link was measured, or else described by the user.
         samples: times of messages by their kind, to which the link's costs were fitted; empty if the link was given.
     """
@@ -54,6 +57,7 @@ class Measurement:
     model: ModelCost
     hooks: tuple[HookCost, ...]
     link: Link
+    threads: int
     is_link_measured: bool
     samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
@@ -64,6 +68,7 @@ def measure(
     device: torch.device,
     given: GivenLink | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    ranks_per_node: int = 1,
 ) -> Measurement:
     """Measure a model, hooks, and the network of the default process group. A collective call.
 
@@ -75,6 +80,7 @@ def measure(
         device: of the model.
         given: a network to assume; the process group then has one rank. None to measure the network.
         progress: called with the name of each measurement before it starts.
+        ranks_per_node: ranks that share a machine and its network interface.
 
     Raises:
         JobError: the model cannot be measured, on this rank or another.
@@ -86,14 +92,16 @@ def measure(
 
     progress("model")
     job = on_all_ranks(lambda: _checked(build, device))
-    model, buckets = measure_model(job, group, device, _overlap(device), MODEL_BUDGET)
+    overlap = _overlap(device, ranks_per_node if given is not None else _ranks_here())
+    model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
     costs = []
-    for name in names:
-        progress(f"hook {name}")
-        dist.barrier(group)
-        costs.append(HookProbe(name, buckets, own, world_size, device).measure(HOOK_BUDGET))
+    with _frozen_heap():
+        for name in names:
+            progress(f"hook {name}")
+            dist.barrier(group)
+            costs.append(HookProbe(name, buckets, own, world_size, device).measure(HOOK_BUDGET))
     dist.destroy_process_group(own)
     gathered = _gathered((model, costs))
     model = _slowest_model([each for each, _ in gathered])
@@ -101,12 +109,20 @@ def measure(
 
     progress("network")
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
+    samples: Mapping[str, Sequence[Sample]] = {}
     if given is None:
-        link, samples = measure_link(group, device, messages)
-        return Measurement(model=model, hooks=slowest, link=link, is_link_measured=True, samples=samples)
-    overhead = overhead_per_message(group, device)
-    link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead)
-    return Measurement(model=model, hooks=slowest, link=link, is_link_measured=False)
+        link, samples = measure_link(group, device, messages, ranks_per_node)
+    else:
+        overhead = overhead_per_message(group, device)
+        link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead, ranks_per_node)
+    return Measurement(
+        model=model,
+        hooks=slowest,
+        link=link,
+        threads=torch.get_num_threads(),
+        is_link_measured=given is None,
+        samples=samples,
+    )
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
@@ -129,6 +145,17 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Hide all present objects from the garbage collector: a search for a hook's tensors takes milliseconds then."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _checked(build: Build, device: torch.device) -> jobs.Job:
     job = build(device)
     jobs.check(job, device)
@@ -142,14 +169,19 @@ def _gathered(value: T) -> list[T]:
     return values
 
 
-def _overlap(device: torch.device) -> Overlap:
+def _overlap(device: torch.device, ranks_here: int) -> Overlap:
     """What overlaps the backward pass: on a CPU, everything if each rank has a spare core, otherwise nothing."""
     if device.type != "cpu":
         return Overlap.MESSAGES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = socket.gethostname()
-    has_spare_core = cores / _gathered(here).count(here) >= torch.get_num_threads() + 1
+    has_spare_core = cores / ranks_here >= torch.get_num_threads() + 1
     return Overlap.EVERYTHING if all(_gathered(has_spare_core)) else Overlap.NOTHING
+
+
+def _ranks_here() -> int:
+    """The number of ranks on this machine."""
+    here = socket.gethostname()
+    return _gathered(here).count(here)
 
 
 def _slowest_model(ranks: Sequence[ModelCost]) -> ModelCost:

@@ -41,11 +41,13 @@ def print_advice(measured: Measurement, advice: Advice, seconds: float, console:
     console = console or Console()
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())
-    buckets = f"{len(model.ready)} bucket{'' if len(model.ready) == 1 else 's'}"
+    buckets = _count(len(model.ready), "bucket")
     lines = [
         f"Model:    {_bytes(model.gradient_bytes)} of gradients in {buckets}; "
-        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms",
-        f"Network:  {link.world_size} ranks, {format_bandwidth(link.bandwidth)} "
+        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms "
+        f"with {_count(measured.threads, 'CPU thread')}",
+        f"Network:  {link.world_size} ranks on {_count(link.nodes, 'node')}, "
+        f"{format_bandwidth(link.bandwidth)} per {'node' if link.nodes > 1 else 'rank'} "
         f"{'measured' if measured.is_link_measured else 'given'}; the smallest collective takes {1e3 * latency:.2g} ms",
         f"Measured in {seconds:.0f} s.",
     ]
@@ -86,7 +88,16 @@ def format_break_even(bandwidth: float | None) -> str:
 
 def format_bandwidth(bandwidth: float) -> str:
     """Format bits per second with three digits."""
-    return f"{bandwidth / 1e9:.3g} Gb/s" if bandwidth >= 999.5e6 else f"{bandwidth / 1e6:.3g} Mb/s"
+    mbit = bandwidth / 1e6
+    for unit in ("Mb/s", "Gb/s"):
+        if mbit < 999.5:
+            return f"{mbit:.3g} {unit}"
+        mbit /= 1000
+    return f"{mbit:.3g} Tb/s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _bytes(count: float) -> str:

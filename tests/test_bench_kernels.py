@@ -71,6 +71,23 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
     assert {tuple(ran) for ran in rounds} == {(*of_ours, *of_other), (*of_other, *of_ours)}, "each goes first at times"
 
 
+def test_one_slow_round_changes_no_bandwidth(monkeypatch):
+    monkeypatch.setattr(kernel_timing, "timed", Clock())
+    # A call for the check, two rounds of warm-up, and three that count.
+    times = {GRADWIRE: iter([0.5, 0.5, 0.5, 1e-3, 0.5, 1e-3]), "other": iter([0.5, 0.5, 2e-3, 2e-3, 0.5])}
+    calls = {name: lambda _, name=name: next(times[name]) for name in times}
+    records = run(Case("copy", [1_000_000], calls, lambda: None), "resnet50", 25, rounds=3, device=CPU)
+    assert [find(records, BANDWIDTH, name).p50 for name in times] == [1.0, 0.5]
+    assert find(records, VS_GRADWIRE, "other").p50 == 2.0
+
+
+def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypatch):
+    """A copy of 1000 fp32 elements reads and writes 8000 bytes."""
+    seconds = iter([1.0] * 4 + [0.5] * 7 + [1e-6] * 9)
+    monkeypatch.setattr(kernel_timing, "timed", lambda *_: Timing(next(seconds)))
+    assert kernel_timing.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
+
+
 def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
     case = Case("copy", [1], {GRADWIRE: lambda i: 1e-3}, lambda: None)
     for host_seconds, recorded in ((None, None), (5e-6, 0.005)):

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -89,6 +90,35 @@ def test_demo_trains_alike_with_all_hooks(records):
     assert abs(fp16.p50 - none.p50) < 0.1
     assert powersgd.series[:11] == none.series[:11]  # the first ten gradients are sent whole
     assert powersgd.series[11] != none.series[11]
+
+
+def test_demo_reports_the_mean_loss_of_the_last_epoch(records, settings):
+    steps = settings["train_images"] // settings["batch_size"]
+    for run in runs_of(records, TRAINING_LOSS):
+        assert len(run.series) == 2 * steps
+        assert run.p50 == statistics.fmean(run.series[steps:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_every_batch_and_an_epoch_has_no_image_twice(monkeypatch, ranks):
+    images, epochs = 1000, 3
+
+    def batches_of(rank, seed=5):
+        monkeypatch.setattr(demo_bench.dist, "get_world_size", lambda: ranks)
+        monkeypatch.setattr(demo_bench.dist, "get_rank", lambda: rank)
+        return demo_bench.make_batches(images, epochs, seed)
+
+    shares = [batches_of(rank) for rank in range(ranks)]
+    whole = torch.cat(shares, 1)
+    size = 64 // ranks * ranks
+    assert whole.shape == (epochs * (images // size), size)
+    assert all(share.shape[1] == size // ranks for share in shares)
+    for epoch in whole.chunk(epochs):
+        assert len(epoch.unique()) == epoch.numel()
+        assert epoch.min() >= 0 and epoch.max() < images
+    first, second, _ = (epoch.flatten().tolist() for epoch in whole.chunk(epochs))
+    assert first != second
+    assert not torch.equal(batches_of(0, seed=6), shares[0])
 
 
 def test_demo_records_its_provenance(records):

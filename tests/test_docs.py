@@ -67,6 +67,16 @@ def test_make_targets_in_the_docs_exist():
     assert named - targets == set()
 
 
+def test_ci_runs_the_commands_of_the_readme_and_those_that_contributing_lists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    run = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    readme = re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = re.search(r"`\.ci/run` runs (.*?) from a clean", (ROOT / "CONTRIBUTING.md").read_text())[1]
+    assert readme == ["demo", "test"]
+    assert set(readme) <= set(run) <= targets
+    assert re.findall(r"`make ([\w-]+)`", listed) == run
+
+
 def test_paths_named_in_the_docs_exist():
     named = {
         path
@@ -142,6 +152,18 @@ def test_readme_migration_is_the_example():
     after = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ") and line.strip()]
     program = [line.strip() for line in (ROOT / "examples" / "train_ddp.py").read_text().splitlines()]
     assert [line for line in program if line in after] == after
+
+
+def test_bytes_out_of_a_node_on_the_quantization_page_are_those_of_the_formula():
+    """(G + 1) b relative to 2 w, with b and w = 2 bytes per element."""
+    page = (ROOT / "docs" / "quantization.md").read_text()
+    header, _, *rows = re.search(r"(\| GPUs per node \|.*?)\n\n", page, re.DOTALL)[1].splitlines()
+    formats = [name.strip().removesuffix(", sums in fp32") for name in header.strip("|").split("|")[1:]]
+    assert formats == ["bf16", "int8", "int4", "int2", "sign"] and len(rows) == 4
+    for row in rows:
+        gpus, *shown = (cell.strip() for cell in row.strip("|").split("|"))
+        wire_bytes = [gradwire.kernels.WIRE_FORMATS[name].block_bytes(64) / 64 for name in formats]
+        assert shown == [f"{(int(gpus) + 1) * each / 4:.2f}x" for each in wire_bytes], gpus
 
 
 def test_overview_lists_every_public_hook():

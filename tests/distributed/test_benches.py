@@ -5,8 +5,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from training import error_of
 
-from gradwire.bench import converge, hooks, implementations, network, reducer
+from gradwire.bench import converge, demo, hooks, implementations, network, reducer
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.tasks import TASKS
@@ -102,6 +103,33 @@ def converge_bench(defect, implementation):
         training.step(batch)
     training.evaluate()
     return refusal(lambda: training.records(0))
+
+
+def demo_training(defect):
+    """The errors of the demo after a step: with a bit changed on rank 1, and with a loss that is not finite there."""
+    images, labels = torch.rand(8, 1, 8, 8), torch.arange(8)
+    training = demo.Training("fp16", seed=0, steps=2, device=CPU)
+    training.step(images, labels)
+    if dist.get_rank() == 1 and defect == "weight":
+        with torch.no_grad():
+            weight = next(training.model.parameters()).view(-1)
+            weight[0] = torch.nextafter(weight[0], torch.tensor(float("inf")))
+    if dist.get_rank() == 1 and defect == "loss":
+        training.losses[-1] = float("nan")
+    return error_of(lambda: training.records(1, demo.Digits(images, labels, images, labels)))
+
+
+@pytest.mark.parametrize(
+    ("defect", "message"),
+    [
+        (None, None),
+        ("weight", "The ranks ended with different weights."),
+        ("loss", "The training loss is not finite."),
+    ],
+)
+def test_demo_refuses_a_training_that_went_wrong_on_one_rank(worlds, defect, message):
+    expected = None if message is None else ("RuntimeError", message)
+    assert worlds(2).run(demo_training, defect=defect) == [expected] * 2
 
 
 @pytest.mark.parametrize("implementation", [PYTORCH, GRADWIRE])

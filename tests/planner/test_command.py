@@ -9,8 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from gradwire.bench import advise_command
 from gradwire.bench.commands import app
 from gradwire.bench.launch import HERE, LaunchError, launch
+from gradwire.planner import probe
+from gradwire.planner.model import Overlap
 
 TRAINING = """
 import torch
@@ -51,6 +54,7 @@ def test_two_ranks_measure_the_network_and_advise(folder):
     content = json.loads((folder / "a.json").read_text())
     link = content["measurement"]["link"]
     assert content["measurement"]["is_link_measured"]
+    assert content["measurement"]["threads"] == int(os.environ.get("OMP_NUM_THREADS", 1))
     assert link["world_size"] == 2
     assert {"all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather"} <= link["costs"].keys()
     samples = content["measurement"]["samples"]
@@ -64,7 +68,7 @@ def test_two_ranks_measure_the_network_and_advise(folder):
     numel = 64 * 256 + 256 + 256 * 8 + 8
     assert predictions["none"]["payload_bytes"] == 4 * numel
     assert predictions["bf16"]["payload_bytes"] == 2 * numel
-    assert predictions["int4"]["payload_bytes"] < 2 * numel
+    assert predictions["int4"]["payload_bytes"] < numel
     assert predictions["int4"]["memory_bytes"] > 4 * numel  # the error memory
     assert all(each["step_seconds"] > 0 for each in predictions.values())
 
@@ -97,6 +101,8 @@ def test_single_process_predicts_for_a_given_network(folder):
         "100mbit",
         "--world-size",
         "8",
+        "--ranks-per-node",
+        "4",
         "--latency",
         "1000",
         "--plot",
@@ -104,17 +110,63 @@ def test_single_process_predicts_for_a_given_network(folder):
         "--json",
         "a.json",
     ]
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=120, env=os.environ | {"NO_COLOR": "1"}
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"NO_COLOR": "1"}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "100 Mb/s given" in done.stdout
+    assert "with 1 CPU thread\n" in done.stdout
+    assert "8 ranks on 2 nodes, 100 Mb/s per node given" in done.stdout
     content = json.loads((folder / "a.json").read_text())
     costs = content["measurement"]["link"]["costs"]
     assert content["measurement"]["link"]["world_size"] == 8
-    assert costs["all-reduce float32"]["latency"] >= 14e-3
-    assert costs["all-reduce float32"]["per_byte"] == pytest.approx(8e-8 * 14 / 8)
+    has_spare_cores = len(os.sched_getaffinity(0)) >= 4 * 2 if hasattr(os, "sched_getaffinity") else os.cpu_count() >= 8
+    assert content["measurement"]["model"]["overlap"] == ("everything" if has_spare_cores else "nothing")
+    assert costs["all-reduce float32"]["latency"] >= 2e-3
+    assert costs["all-reduce float32"]["per_byte"] == pytest.approx(8e-8)
+    assert costs["all-to-all"]["per_byte"] == pytest.approx(4 * 8e-8)
+    assert costs["all-gather"]["per_byte"] == pytest.approx(8e-8)
     assert (folder / "plot.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "is_limited"),
+    [
+        ({}, [], False),
+        ({}, ["--ranks-per-node", "2"], True),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], True),
+        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2"], False),
+    ],
+    ids=str,
+)
+def test_single_process_computes_with_the_threads_that_torchrun_gives_a_rank(
+    monkeypatch, environment, arguments, is_limited
+):
+    """One thread if several ranks share a node and OMP_NUM_THREADS is not set."""
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    limits = []
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    monkeypatch.setattr(advise_command, "_run", lambda *_: None)
+    done = CliRunner().invoke(app, ["advise", "tiny-layers", "--bandwidth", "1gbit", "--world-size", "4", *arguments])
+    assert done.exit_code == 0, done.output
+    assert limits == [1] * is_limited
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "expected"),
+    [
+        (4, 1, 4, Overlap.NOTHING),
+        (4, 1, 3, Overlap.EVERYTHING),
+        (4, 2, 1, Overlap.EVERYTHING),
+        (4, 4, 1, Overlap.NOTHING),
+    ],
+)
+def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores, ranks, threads, expected):
+    monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(probe, "_gathered", lambda value: [value])
+    assert probe._overlap(torch.device("cpu"), ranks) is expected
 
 
 @pytest.mark.parametrize(

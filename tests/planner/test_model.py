@@ -127,6 +127,46 @@ def test_what_does_not_overlap_adds_to_the_step(overlap, expected):
     assert step_seconds(two_buckets(overlap), hook, fast_link(latency=0.5)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        (Overlap.EVERYTHING, 57.0),
+        (Overlap.MESSAGES, 30.0 + 4 * 10 + 9),  # computations of all buckets, and the messages of the last
+        (Overlap.NOTHING, 30.0 + 4 * 10 + 4 * 9),
+    ],
+)
+def test_step_of_four_buckets_is_that_worked_out_by_hand(overlap, expected):
+    """Launches delay the backward pass by 1 each, so the buckets are launched at 16, 22, 28 and 34.
+
+    | bucket | encoded | first message | computed | second message | decoded |
+    | 0 | 16 + 6 = 22 | leaves 26, arrives 28 | 29 | leaves 30, arrives 32 | 33 |
+    | 1 | 22 + 6 = 28 | leaves 32, arrives 34 | 35 | leaves 36, arrives 38 | 39 |
+    | 2 | 33 + 6 = 39, in the place of bucket 0 | 43, 45 | 46 | 47, 49 | 50 |
+    | 3 | 39 + 6 = 45, in the place of bucket 1 | 49, 51 | 52 | 53, 55 | 56 |
+
+    The last one finishes at 57; with three buckets in flight, it would at 52.
+    """
+    model = ModelCost(forward=10, backward=20, ready=(5, 10, 15, 20), gradient_bytes=1, overlap=overlap)
+    bucket = BucketCost(1, (6, 1, 1), (Message(KINDS[0], 4), Message(KINDS[1], 1)), 1)
+    hook = HookCost(name="a hook", buckets=(bucket,) * 4, memory_bytes=0)
+    assert step_seconds(model, hook, fast_link(latency=2.0, per_byte=1.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("last_ready", "expected"),
+    [
+        (20, 10 + 20 + 4 + 1),  # the last bucket is launched at the end of the backward pass, and takes 1
+        (12, 10 + 20 + 4),  # it is back before the end
+    ],
+)
+def test_launches_of_all_buckets_delay_the_backward_pass(last_ready, expected):
+    model = ModelCost(
+        forward=10, backward=20, ready=(2, 4, 6, last_ready), gradient_bytes=1, overlap=Overlap.EVERYTHING
+    )
+    hook = plain(model, 1, launch=1.0)
+    assert step_seconds(model, hook, fast_link(per_byte=1.0)) == expected
+
+
 @given(cases(n_hooks=2))
 @settings(deadline=None, max_examples=50)
 def test_steps_at_break_even_bandwidth_are_equally_long(case):
@@ -153,6 +193,12 @@ def test_hook_that_sends_half_and_computes_pays_below_a_bandwidth():
 def test_hook_that_saves_nothing_never_pays():
     model = two_buckets()
     assert break_even(model, plain(model, 100, launch=0.1), plain(model, 100), fast_link(per_byte=1.0)) is None
+
+
+def test_hook_equal_to_no_hook_never_pays():
+    model = two_buckets()
+    for link in (fast_link(), fast_link(latency=0.1, per_byte=1.0)):
+        assert break_even(model, plain(model, 100), plain(model, 100), link) is None
 
 
 def test_hook_that_only_saves_computation_always_pays():

@@ -1,0 +1,99 @@
+"""Bytes that a rank sends per step: `gradwire advise`, its printed code, telemetry and the demo count the same payload.
+
+The network interface counts as many, plus headers.
+"""
+
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import functional
+from training import sent_bytes
+
+import gradwire
+from gradwire.bench import demo, launch, namespaces
+from gradwire.bench.network import places_of
+from gradwire.planner import link_probe, probe
+from gradwire.planner.advice import advise
+from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.jobs import Job
+from gradwire.planner.report import print_advice
+
+CPU = torch.device("cpu")
+OBSTACLE = namespaces.obstacle()
+STEPS = 4  # the last two are compressed, in their final buckets; an alternating hook sends P in one, Q in the other
+
+
+def batch():
+    return torch.rand(8, 1, 8, 8), torch.arange(8)
+
+
+def loss(model):
+    images, labels = batch()
+    return functional.cross_entropy(model(images), labels)
+
+
+def printed_code(measured, advice, hook):
+    """The lines below the recommendation, if it were this hook."""
+    console = Console(file=io.StringIO(), width=80)
+    print_advice(measured, replace(advice, recommended=hook), 1.0, console)
+    return console.file.getvalue().partition(f"\nUse {hook}: ")[2].partition("\n")[2]
+
+
+def numbers_of_each_hook():
+    """Bytes per compressed step of the demo's network, by all who count them."""
+    names = [name for name in HOOKS if name not in ("none", "noop")]
+    small = {"SIZES": (1 << 8, 1 << 12)}, {"MODEL_BUDGET": 0.0, "HOOK_BUDGET": 0.0}
+    with mock.patch.multiple(link_probe, **small[0]), mock.patch.multiple(probe, **small[1]):
+        measured = probe.measure(lambda device: Job(demo.make_network(), loss), names, CPU)
+    advice = advise(measured)
+    predicted = {each.hook: each.payload_bytes for each in advice.predictions}
+    numbers = {}
+    for name in names:
+        ddp = gradwire.DistributedDataParallel(demo.make_network())
+        program = {"torch": torch, "model": ddp}
+        exec(printed_code(measured, advice, name), program)
+        if "state" in program:
+            program["state"].observe(every=1)
+        with mock.patch.object(demo, "PLAIN_STEPS", 2):
+            training = demo.Training(name, seed=0, steps=STEPS, device=CPU)
+        transport, telemetry = [], []
+        for _ in range(STEPS):
+            before = sent_bytes()
+            ddp.zero_grad()
+            loss(ddp).backward()
+            transport.append(sent_bytes() - before)
+            telemetry += [program["state"].metrics()["sent_bytes"]] if "state" in program else []
+            training.step(*batch())
+        counts = {"transport": transport, "telemetry": telemetry, "demo": training.sent_bytes}
+        numbers[name] = {each: sum(steps[-2:]) / 2 for each, steps in counts.items() if steps}
+        numbers[name]["advise"] = predicted[name]
+    return predicted["none"], numbers
+
+
+def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree(worlds):
+    for plain, numbers in worlds(3).run(numbers_of_each_hook):
+        assert plain == 4 * sum(p.numel() for p in demo.make_network().parameters())
+        assert numbers["fp16"]["advise"] == plain / 2
+        for name, counts in numbers.items():
+            assert len(set(counts.values())) == 1, (name, counts)
+            assert ("telemetry" in counts) == ("state" in HOOKS[name].code)
+            assert name == "allreduce" or counts["advise"] < 0.6 * plain, "compresses"
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
+def test_interface_sends_the_payload_that_telemetry_counts(monkeypatch):
+    """Of n ranks, each sends 2 (n - 1) / n times its payload; headers add 3 % at most, and two barriers 10 kB."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    hooks = ["fp16", "bf16-fp32-sum", "int4", "powersgd-r4"]
+    with places_of(3, is_local=False) as places:
+        records = launch.run("interface_bytes", {"hooks": hooks, "threads": 1}, places)
+    counts = {(record["hook"], record.metric): record.p50 for record in records}
+    for hook in hooks:
+        payload = counts[hook, "telemetry"] * 2 * 2 / 3
+        assert payload <= counts[hook, "interface"] < 1.03 * payload + 10_000, (hook, counts)

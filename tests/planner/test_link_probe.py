@@ -1,0 +1,87 @@
+"""The network: bytes that leave a node, messages by kind, and fits that one slow message does not change."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradwire.planner import link_probe
+from gradwire.planner.compute_probe import EqualRanks, message_of
+from gradwire.planner.link_probe import bytes_out_of_node, ideal_link, measure_link, message_maker
+from gradwire.planner.model import Message
+
+CPU = torch.device("cpu")
+KINDS = ("all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_gloo", [False, True], ids=["one-piece", "pieces"])
+@pytest.mark.parametrize("nbytes", [256, 1 << 23])
+def test_message_has_the_payload_that_it_is_made_for(kind, is_gloo, nbytes):
+    make = message_maker(kind, nbytes, EqualRanks(4, is_gloo), CPU)
+    assert message_of(make()) == Message(kind, nbytes)
+
+
+# A ring sends 2 (n - 1) / n of its payload out of each of n nodes. Each shot of a two-shot all-reduce counts half of
+# the payload: of G ranks on a node, the all-to-all sends G times the bytes of the ring's half, the all-gather as many.
+# The ranks of a single node count as nodes.
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node", "ring", "two_shot"),
+    [(2, 1, 1, 1), (8, 1, 1.75, 1.75), (8, 8, 1.75, 1.75), (16, 8, 1, 4.5), (16, 4, 1.5, 3.75), (64, 8, 1.75, 7.875)],
+)
+def test_bytes_out_of_a_node_are_those_of_the_formula(world_size, ranks_per_node, ring, two_shot):
+    out = {kind: bytes_out_of_node(kind, world_size, ranks_per_node) for kind in KINDS}
+    assert out["all-reduce float32"] == out["all-reduce bfloat16"] == ring
+    assert (out["all-to-all"] + out["all-gather"]) / 2 == two_shot
+
+
+def test_given_link_sends_the_bytes_out_of_a_node_at_its_bandwidth():
+    messages = [Message(kind, 1) for kind in KINDS]
+    link = ideal_link(16, 8e9, 1e-3, messages, overhead=1e-4, ranks_per_node=8)
+    assert link.costs["all-reduce float32"] == pytest.approx((1e-4 + 2e-3, 1e-9))  # there and back
+    assert link.costs["all-to-all"] == pytest.approx((1e-4 + 1e-3, 8e-9))
+    assert link.costs["all-gather"] == pytest.approx((1e-4 + 1e-3, 1e-9))
+    for single in (ideal_link(2, 8e9, 1e-3, messages), ideal_link(2, 8e9, 1e-3, messages, ranks_per_node=2)):
+        assert single.costs["all-to-all"] == pytest.approx((1e-3, 1e-9))
+        assert single.costs["all-reduce float32"] == pytest.approx((2e-3, 1e-9))
+
+
+@pytest.fixture
+def probe(monkeypatch):
+    """Messages of two ranks on a link of 800 Mb/s with 1 ms of latency; the function that measures it.
+
+    The first of each repeated messages takes 2 s more, and ``slow_kind`` ten times as long.
+    """
+
+    def measure_with(slow_kind, ranks_per_node=1):
+        counts = {}
+
+        def once(self, message):
+            counts[message] = counts.get(message, 0) + 1
+            kind, nbytes = message
+            seconds = 1e-3 + 1e-8 * nbytes * (10 if kind == slow_kind else 1)
+            return seconds + (2.0 if counts[message] == 1 else 0.0)
+
+        monkeypatch.setattr(link_probe._Probe, "_once", once)
+        return measure_link(group, CPU, [Message(kind, 1) for kind in KINDS], ranks_per_node)
+
+    group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(link_probe, "executor_for", lambda *_: SimpleNamespace(transport=None))
+    monkeypatch.setattr(link_probe, "message_maker", lambda kind, nbytes, *_: (kind, nbytes))
+    monkeypatch.setattr(link_probe, "_task", lambda message: message)
+    monkeypatch.setattr(link_probe.dist, "all_reduce", lambda *_, **__: None)
+    return measure_with
+
+
+def test_one_slow_message_of_each_size_changes_no_cost(probe):
+    link, samples = probe(slow_kind=None)
+    for kind in KINDS:
+        assert link.costs[kind] == pytest.approx((1e-3 + 256e-8, 1e-8))
+        assert [sample.nbytes for sample in samples[kind]] == list(link_probe.SIZES)
+    assert link.bandwidth == pytest.approx(800e6)
+
+
+def test_one_slow_kind_of_messages_does_not_change_the_bandwidth(probe):
+    link, _ = probe(slow_kind="all-gather")
+    assert link.costs["all-gather"].per_byte == pytest.approx(1e-7)
+    assert link.bandwidth == pytest.approx(800e6)

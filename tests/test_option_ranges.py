@@ -1,0 +1,91 @@
+"""Numeric options of every command: a value out of range is a usage error that names the option, never a traceback."""
+
+import math
+from functools import partial
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gradwire.bench import advise_command, commands
+from gradwire.bench.commands import app
+from gradwire.bench.options import finite
+
+# Options whose text holds numbers, with the unit of a value.
+WITH_UNITS = {"bandwidth": "mbit", "rate": "mbit", "rates": "mbit", "ranks": "", "sizes": ""}
+WITHOUT_NUMBERS = {"output", "hooks", "models", "model", "targets", "task", "json", "plot", "before", "after", "root"}
+ZERO_IS_VALID = {("demo", "seed"), ("advise", "latency")}
+VALUES = ("nan", "inf", "-1", "0", str(10**21))
+# What a command needs to come to its numbers.
+NEEDED = {"advise": ["tiny-layers", "--bandwidth", "100mbit", "--world-size", "4"]}
+
+
+def commands_of(of, *names):
+    """The words of each command, and its function."""
+    for command in of.registered_commands:
+        yield (*names, command.name or command.callback.__name__), command.callback
+    for group in of.registered_groups:
+        yield from commands_of(group.typer_instance, *names, group.name)
+
+
+OPTIONS = [
+    (path, name, get_args(annotation)[0])
+    for path, function in commands_of(app)
+    for name, annotation in get_type_hints(function, include_extras=True).items()
+    if get_origin(annotation) is Annotated
+]
+NUMBERS = (int, float, int | None, float | None)
+NUMERIC = [(path, name) for path, name, kind in OPTIONS if kind in NUMBERS or name in WITH_UNITS]
+
+
+def option(name):
+    return f"--{name.replace('_', '-')}"
+
+
+CASES = [
+    pytest.param((path, name, value + WITH_UNITS.get(name, "")), id=f"{' '.join(path)} {option(name)} {value}")
+    for path, name in NUMERIC
+    for value in VALUES
+    if (path[-1], name) not in ZERO_IS_VALID or value != "0"
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch):
+    def fail(what, *_, **__):
+        raise AssertionError(f"{what} began")
+
+    monkeypatch.setattr(commands, "measured", partial(fail, "the measurement"))
+    monkeypatch.setattr(commands.namespaces, "obstacle", lambda: None)
+    monkeypatch.setattr(advise_command, "_run", partial(fail, "the measurement"))
+    monkeypatch.setattr(advise_command.torch, "set_num_threads", lambda _: None)
+
+
+def test_every_option_is_numeric_a_flag_or_listed_here():
+    others = {name for _, name, kind in OPTIONS if kind not in (bool, *NUMBERS)}
+    assert others == WITHOUT_NUMBERS | WITH_UNITS.keys()
+    assert len(NUMERIC) > 20
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_number_out_of_range_is_a_usage_error(case):
+    path, name, value = case
+    arguments = [*path, *NEEDED.get(path[0], []), option(name), value]
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, arguments)
+    assert done.exit_code == 2, done.output
+    assert option(name) in done.output
+    assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_number_that_is_not_finite_is_refused_by_every_version_of_typer(number):
+    with pytest.raises(typer.BadParameter, match=f"{number} is not a finite number"):
+        finite(number)
+
+
+def test_ranks_per_node_that_do_not_divide_the_world_size_are_refused():
+    arguments = ["advise", *NEEDED["advise"], "--ranks-per-node", "3"]
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "3 is not a divisor of the world size, 4" in done.output
