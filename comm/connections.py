@@ -12,6 +12,9 @@ group's own timeout.
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import TypeVar
@@ -20,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm.executor import Executor
+from gradwire.comm.executor import TWO_THREADS, Executor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
@@ -33,6 +36,7 @@ DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
 )
+NOTICE = "failure"  # where a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
     "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."
@@ -59,6 +63,9 @@ class Connections:
         self.generation = self._store.add(self._counter, 1)
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
+        self._in_use: dict[object, int] = {}  # who exchanges at present, and in which thread
+        self._n_users = 0
+        self._is_connecting = threading.Lock()
 
     @property
     def _counter(self) -> str:
@@ -78,12 +85,17 @@ class Connections:
         """The executor that runs the hooks' algorithms on a device."""
         self.check()
         if device not in self._executors:
-            if has_streams(device):
+            if self.has_streams(device):
                 self._executors[device] = StreamExecutor(GroupTransport(self.group), device)
             else:
                 transport = GroupTransport(self._duplicate_group("first"))
                 self._executors[device] = WorkerExecutor(transport, self._duplicate_group("later"), device)
         return self._executors[device]
+
+    @staticmethod
+    def has_streams(device: torch.device) -> bool:
+        """Whether the executor of a device uses streams; raises NotImplementedError if gradwire cannot run on it."""
+        return has_streams(device)
 
     def replace_executor(self, executor: Executor, device: torch.device) -> None:
         """Run the hooks' algorithms on a device in ``executor`` from now on, to measure a hook without a network."""
@@ -101,6 +113,42 @@ class Connections:
             self._transports[purpose] = GroupTransport(group, self.check_peers)
         return self._transports[purpose]
 
+    def new_user(self) -> int:
+        """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order."""
+        self._n_users += 1
+        return self._n_users
+
+    def enter(self, user: object, thread: int) -> None:
+        """Note that ``user`` begins to exchange, until `leave`, called by ``thread``.
+
+        Raises:
+            RuntimeError: another thread exchanges meanwhile: their collectives would have another order on each rank.
+        """
+        if any(other != thread for other in self._in_use.values()):
+            raise RuntimeError(TWO_THREADS)
+        self._in_use[user] = thread
+
+    def leave(self, user: object) -> None:
+        """Note that ``user`` has ended its exchange."""
+        self._in_use.pop(user, None)
+
+    def announce(self, place: str, text: str) -> None:
+        """Tell the other ranks, in the store, where this rank waits."""
+        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
+            self._store.set(f"{self.generation}/{place}", text)
+
+    def announced(self, place: str) -> str | None:
+        """What a rank has announced; None if none has."""
+        with suppress(RuntimeError):
+            if self._store.check([f"{self.generation}/{place}"]):
+                return self._store.get(f"{self.generation}/{place}").decode()
+        return None
+
+    def finish(self) -> None:
+        """Enqueue the rest of all tasks; see `Executor.finish`."""
+        for executor in self._executors.values():
+            executor.finish()
+
     def start_step(self) -> None:
         """Mark the start of a step whose first bucket no executor gets; see `Workspace.start_step`."""
         for executor in self._executors.values():
@@ -108,7 +156,13 @@ class Connections:
                 workspace.start_step()
 
     def _duplicate_group(self, purpose: str) -> dist.ProcessGroup:
-        return duplicate_group(self.group, self._store, f"{self.generation}/{purpose}", self.check_peers)
+        if not self._is_connecting.acquire(blocking=False):
+            self.fail(TWO_THREADS)
+            raise RuntimeError(TWO_THREADS)
+        try:
+            return duplicate_group(self.group, self._store, f"{self.generation}/{purpose}", self.check_peers)
+        finally:
+            self._is_connecting.release()
 
     def wait(self, future: Future[T]) -> T:
         """Wait for a future that depends on other ranks, and return its value.
@@ -121,18 +175,11 @@ class Connections:
     def check_peers(self) -> None:
         """Raise RuntimeError if another rank has left."""
         if (reason := self.failure_elsewhere()) is not None:
-            raise RuntimeError(reason)
+            raise RuntimeError(f"{reason}\n{ADVICE}")
 
     def failure_elsewhere(self) -> str | None:
         """Why another rank has left since the ranks last agreed; None if none has."""
-        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
-            if self._store.check([self._notice]):
-                return self._store.get(self._notice).decode()
-        return None
-
-    @property
-    def _notice(self) -> str:
-        return f"{self.generation}/failure"
+        return self.announced(NOTICE)
 
     def fail(self, reason: str) -> None:
         """Leave: from now on every exchange raises, here and, within moments, on the other ranks.
@@ -149,9 +196,8 @@ class Connections:
         self._abandon()
 
     def _post(self, reason: str) -> None:
-        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
-            if not self._store.check([self._notice]):
-                self._store.set(self._notice, reason)
+        if self.announced(NOTICE) is None:
+            self.announce(NOTICE, reason)
 
     def renew(self, generation: int) -> None:
         """Start again with connections of a new generation, on which all ranks have agreed."""
@@ -161,26 +207,47 @@ class Connections:
         self.failure = None
 
     def end(self) -> None:
-        """End the connections: the process group was destroyed."""
+        """End the connections: the process group was destroyed, or the interpreter exits."""
         self.failure = DESTROYED
-        self._post(f"The process group was destroyed on rank {self.group.rank()}.")
+        self._post(_why_it_ends(self.group.rank()))
+        for transport in self._transports.values():
+            transport.close()
         for executor in self._executors.values():
             executor.close(EXIT_TIMEOUT_SECONDS)
-        for transport in self._transports.values():
-            transport.close(EXIT_TIMEOUT_SECONDS)
+        if self._transports and not threading.main_thread().is_alive():
+            time.sleep(
+                0.05
+            )  # in which gloo's threads call back what has failed; afterwards they would abort the process
         self._executors, self._transports = {}, {}
 
     def _abandon(self) -> None:
-        for executor in self._executors.values():
+        executors, transports = self._executors, self._transports
+        self._executors, self._transports, self._in_use = {}, {}, {}
+        for executor in executors.values():
             executor.abandon()
-        for transport in self._transports.values():
-            transport.close(timeout=0)
-        self._executors, self._transports = {}, {}
+        for transport in transports.values():
+            transport.close()
+
+
+def _why_it_ends(rank: int) -> str:
+    if threading.main_thread().is_alive():
+        return f"The process group was destroyed on rank {rank}."
+    error = getattr(sys, "last_value", None)  # set by an exception that nobody caught
+    return f"Rank {rank} has exited" + ("." if error is None else f" after {type(error).__name__}: {error}")
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on the device is enqueued on streams, so that no thread has to wait for it."""
-    return device.type != "cpu"
+    """Whether work on the device is enqueued on streams, so that no thread has to wait for it.
+
+    Raises:
+        NotImplementedError: gradwire runs on no such devices.
+    """
+    if device.type not in ("cuda", "cpu"):
+        raise NotImplementedError(
+            f"The gradients are on {device}; gradwire runs on CUDA and ROCm GPUs, which PyTorch calls cuda, and on "
+            "CPUs. Use PyTorch's DistributedDataParallel with its own hooks there."
+        )
+    return device.type == "cuda"
 
 
 _connections: dict[dist.ProcessGroup, Connections] = {}

@@ -14,7 +14,6 @@ peers still issue for the failed task. Every later task fails with the same exce
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,11 @@ from gradwire.comm.workspace import Workspace
 
 Task = Callable[[Workspace], Steps[Any]]
 CLOSED = "The executor is closed: an exchange on its process group failed, or it was destroyed."
+
+TWO_THREADS = (
+    "Two threads exchange gradients on one process group at the same time. The order of their collectives would differ "
+    "between the ranks. Train in one thread, or give each model a process group of its own: dist.new_group()."
+)
 
 
 class Executor:
@@ -44,15 +48,16 @@ class Executor:
         """Whether a task has raised; every later task fails."""
         raise NotImplementedError
 
-    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:
+    def submit(self, task: Task) -> Future[Any]:
         """Queue ``task``; its future gets the result or the exception. Futures complete in order.
 
         Args:
             task: makes the algorithm's coroutine, for a workspace.
-            is_last: whether no other task follows in this step. Until the last one is submitted, a GPU may hold back
-                the end of a task, whose future then completes when somebody waits for it.
         """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Enqueue the rest of all tasks, so that their futures complete although nobody asks for them."""
 
     def close(self, timeout: float) -> None:
         """Accept no more tasks, and wait until all submitted ones are done.
@@ -63,13 +68,3 @@ class Executor:
 
     def abandon(self) -> None:
         """Accept no more tasks, and fail all unfinished ones, which may wait for a rank that has left."""
-
-
-def let_go_of_locals(error: BaseException | None) -> None:
-    """Clear the local variables in the traceback of ``error``.
-
-    A `dist.Work` among them would keep gloo's connections open.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

@@ -13,9 +13,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, store_of_group
-from gradwire.comm.transport import POLL_SECONDS
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
+POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 

@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from gradwire.comm.executor import CLOSED, Executor, Task
 from gradwire.comm.graphs import PiecewiseGraphs
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
@@ -27,8 +28,9 @@ class StreamExecutor(Executor):
         collectives        C1     C2    C1'           C3     C2'           C3'
 
     So the order of the collectives depends on the order of the tasks only, as on a CPU: the first collective of a task
-    comes before the later ones of the task before it. A task goes on when the next one is submitted, when it is the
-    last one of the step, or when its future is asked for the result.
+    comes before the later ones of the task before it. A task goes on when the next one is submitted, when its future is
+    asked for the result, by `finish`, and at the end of the backward: C++ does not ask Python's futures, and no task
+    may follow, because the last bucket of a backward is skipped or exchanged elsewhere.
 
     Once a task has failed, this rank issues no more collectives. So the task before it fails too, and all later ones.
     """
@@ -40,13 +42,14 @@ class StreamExecutor(Executor):
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._latest: _Run | None = None  # the latest task, unless it was enqueued to its end
         self._n_submitted = 0  # since all tasks were enqueued to their ends
+        self._backward = NO_BACKWARD  # at whose end `finish` will be called
         self._error: Exception | None = None
 
     @property
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future = Result(self, [self._device])
         if self._error is not None:
             future.set_exception(self._error)
@@ -57,12 +60,13 @@ class StreamExecutor(Executor):
         before, self._latest = self._latest, _Run(task(workspace), future)
         self._advance(self._latest)
         self._run_to_end(before)
-        if is_last:
-            self.finish()
+        backward = current_backward()
+        if backward not in (NO_BACKWARD, self._backward):
+            self._backward = backward
+            queue_callback(self.finish)
         return future
 
-    def finish(self) -> None:
-        """Enqueue what is left of the latest task."""
+    def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
         self._run_to_end(latest)
         self._n_submitted = 0  # a bucket usually gets the same workspace in each step, so cached views fit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -43,7 +43,10 @@ with private_names():
         _world,
     )
 
+    _engine: Any = torch.autograd.Variable._execution_engine
     _METHODS = (
+        _engine.queue_callback,
+        torch._C._current_graph_task_id,
         dist.ProcessGroup._allgather_base,
         dist.ProcessGroup._device_types,
         dist.ProcessGroup._get_backend,
@@ -52,19 +55,34 @@ with private_names():
     )
 
 __all__ = [
+    "NO_BACKWARD",
     "TESTED_TORCH",
     "PrefixStore",
     "Store",
     "all_gather",
     "all_to_all",
+    "current_backward",
     "default_group",
     "device_timeouts",
     "is_initialized_group",
     "lifetime_token",
     "private_names",
     "profiler_range",
+    "queue_callback",
     "store_of_group",
 ]
+
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant one has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the running backward, after those that were queued before."""
+    _engine.queue_callback(callback)
 
 
 def default_group() -> dist.ProcessGroup:

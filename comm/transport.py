@@ -9,8 +9,8 @@ notebook:
 
 from __future__ import annotations
 
-import ctypes
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.collectives import AllGather, AllReduce, AllToAll, Collective, SparseTurn, broadcast
+from gradwire.comm.groups import destroy
+from gradwire.comm.store_collectives import POLL_SECONDS
 
 T = TypeVar("T")
-POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
 # gloo announces that a rank can receive a message only behind the data that this rank sends in it. So a message on its
 # own uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
@@ -178,30 +179,23 @@ class GroupTransport(Transport):
         """Launch an in-place broadcast of ``tensor`` from the group's rank ``source``."""
         return broadcast(tensor, source, self.group)
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work, check: Callable[[], None] | None = None) -> None:
         """Wait for a collective that was launched.
+
+        Args:
+            work: its handle.
+            check: called every `POLL_SECONDS`, by default the transport's own; raises to end the wait.
 
         Raises:
             RuntimeError: the collective failed, or ``check`` raised.
         """
-        wait_for(work.get_future(), self._check)
+        wait_for(work.get_future(), check or self._check)
 
-    def close(self, timeout: float) -> None:
-        """Drop the process group. If nobody else holds it, its connections close after its last collective.
-
-        Args:
-            timeout: longest wait in seconds for the connections to close.
-        """
-        if not threading.main_thread().is_alive():
-            # The interpreter exits: a thread that returned from C++ later would abort it. Never drop the group; the end
-            # of the process closes its connections.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            self._group = None
-            return
-        group, self._group = [self._group], None
-        thread = threading.Thread(target=group.clear, name="gradwire closes a group", daemon=True)
-        thread.start()
-        thread.join(timeout)
+    def close(self) -> None:
+        """Drop the process group; gradwire's own is destroyed: its collectives fail, here and on the peers."""
+        if self._group is not None:
+            last, self._group = [self._group], None
+            destroy(last)
 
 
 def pieces_on_gloo(nbytes: int, world_size: int) -> int:
@@ -231,7 +225,38 @@ def wait_for(future: Future[T], check: Callable[[], None]) -> T:
         future.add_done_callback(lambda _: is_done.set())
         while not is_done.wait(POLL_SECONDS):
             check()
-    return future.wait()
+    try:
+        return future.wait()
+    except BaseException as error:
+        let_go_of_locals(error)
+        raise
+    finally:
+        del future  # it holds the error, whose traceback holds this frame
+
+
+def take_values(futures: list[Future[T] | None]) -> list[T | None]:
+    """The values of the futures that are done; None for others and for those that have failed. Empties the list."""
+    values: list[T | None] = []
+    while futures:
+        future = futures.pop(0)
+        try:
+            values.append(future.value() if future is not None and future.done() else None)
+        except Exception as error:
+            let_go_of_locals(error)
+            values.append(None)
+        finally:
+            del future  # as above
+    return values
+
+
+def let_go_of_locals(error: BaseException | None) -> None:
+    """Clear the local variables in the traceback of ``error``.
+
+    A `dist.Work` among them would keep gloo's connections open; a future, which holds the error, would never be freed.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

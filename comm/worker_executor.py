@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -15,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
-from gradwire.comm.executor import CLOSED, Executor, Task, let_go_of_locals
+from gradwire.comm.executor import CLOSED, TWO_THREADS, Executor, Task
+from gradwire.comm.groups import DESTROY_SECONDS, destroy
 from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
 MAX_TASKS_IN_FLIGHT = 2  # gloo works on two collectives of a group at a time
-EXIT_TIMEOUT_SECONDS = 2.0  # how long a worker that waits for a lost peer may delay the interpreter's exit
+EXIT_TIMEOUT_SECONDS = 2.0  # how long tasks in flight may delay the interpreter's exit
 
 
 class WorkerExecutor(Executor):
@@ -35,26 +38,31 @@ class WorkerExecutor(Executor):
     def __init__(self, transport: GroupTransport, later: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._is_closed = False
+        self._latest: weakref.ref[_Run] | None = None
         self._worker = _Worker(transport, later, self.workspaces)
         self._thread = threading.Thread(target=self._worker.work, name="gradwire", daemon=True)
         self._thread.start()
-        # Runs at interpreter exit too: a thread that returns from C++ after that aborts the process.
-        weakref.finalize(self, _end, self._worker.events, self._thread, EXIT_TIMEOUT_SECONDS)
+        # Not at the interpreter's exit, when `Connections.end` closes it, after a notice to the peers.
+        weakref.finalize(self, _end, self._worker, self._thread, EXIT_TIMEOUT_SECONDS).atexit = False
 
     @property
     def has_failed(self) -> bool:  # noqa: D102
         return self._worker.error is not None
 
-    def submit(self, task: Task, *, is_last: bool = False) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         if self._is_closed:
             raise RuntimeError(CLOSED)
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
+            task = _refuse  # and so fail on all ranks
         run = _Run(task)
+        self._latest = weakref.ref(run)
         self._worker.events.put(run)
         return run.future
 
     def close(self, timeout: float) -> None:  # noqa: D102
         self._is_closed = True
-        _end(self._worker.events, self._thread, timeout)
+        _end(self._worker, self._thread, timeout)
 
     def abandon(self) -> None:  # noqa: D102
         self._is_closed = True
@@ -66,6 +74,7 @@ class _Run:
     """A submitted task.
 
     Attributes:
+        thread: that submitted it.
         steps: the task's coroutine; None before it starts.
         works: handles of the collective that it awaits, one per message.
         messages: done when all of these are.
@@ -75,6 +84,7 @@ class _Run:
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.thread = threading.get_ident()
         self.future: Future[Any] = Future()
         self.steps: Steps[Any] | None = None
         self.works: list[dist.Work] = []
@@ -86,6 +96,10 @@ class _Run:
         """Wait for the awaited collective and drop its works, each of which keeps connections open."""
         while self.works:
             self.works.pop(0).wait()
+
+
+async def _refuse(_: Workspace) -> None:
+    raise RuntimeError(TWO_THREADS)
 
 
 class _Event(Enum):
@@ -110,7 +124,7 @@ class _Worker:
     Attributes:
         events: the queue that the loop reads.
         error: the first failure.
-        is_idle: set when the loop has ended.
+        is_idle: set when the loop has ended; no task touches memory any longer.
     """
 
     def __init__(self, transport: GroupTransport, later: dist.ProcessGroup, workspaces: list[Workspace]) -> None:
@@ -119,6 +133,7 @@ class _Worker:
         self._later: dist.ProcessGroup | None = later
         self._workspaces = workspaces
         self._free = set(range(len(workspaces)))
+        self._n_awaited = 0  # collectives that have not reported that they are done
         self._waiting: deque[_Run] = deque()
         self._in_flight: deque[tuple[_Run, int]] = deque()
         self.error: Exception | None = None
@@ -129,24 +144,31 @@ class _Worker:
         """Run until END has been received and all tasks submitted before it are done."""
         torch.set_grad_enabled(False)
         torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
-        while not self._is_ending or self._waiting or self._in_flight:
-            self._take(self.events.get())
-            while self._advance():
-                while not self.events.empty():
-                    self._take(self.events.get())
-            if self.error is not None and not self._in_flight:
-                self._leave()
-        self.is_idle.set()
-        self._leave()
+        try:
+            while not self._is_ending or self._waiting or self._in_flight:
+                self._take(self.events.get())
+                while self._advance():
+                    while not self.events.empty():
+                        self._take(self.events.get())
+                if self.error is not None and not self._in_flight:
+                    self._leave()
+            self._leave()
+        finally:
+            self.is_idle.set()
 
     def _leave(self) -> None:
-        self._transport.close(timeout=0)
-        self._later = None
+        """Destroy the groups, which ends all collectives in flight. A rank that waits for this one gets an error."""
+        self._transport.close()
+        if self._later is not None:
+            last, self._later = [self._later], None
+            destroy(last)
 
     def _take(self, event: _Run | _Event) -> None:
         """Record an event."""
         if isinstance(event, _Run):
             self._waiting.append(event)
+        elif event is _Event.DONE:
+            self._n_awaited -= 1
         elif event is _Event.END:
             self._is_ending = True
         elif event is _Event.ABANDON:
@@ -155,6 +177,10 @@ class _Worker:
 
     def _abandon(self) -> None:
         error = self.error = self.error or RuntimeError("The exchange was abandoned: a rank has left it.")
+        self._leave()
+        with suppress(queue.Empty):  # collectives that gloo has forgotten report nothing
+            while self._n_awaited > 0:
+                self._take(self.events.get(timeout=DESTROY_SECONDS))
         for run, _ in self._in_flight:
             run.works = []
             run.complete = run.complete or partial(run.future.set_exception, error)
@@ -188,7 +214,8 @@ class _Worker:
         try:
             run.wait()
             if self.error is not None and not run.precedes_error:
-                raise self.error
+                self._fail(run, self.error)
+                return
             if run.steps is None:
                 run.steps = run.task(workspace)
                 run.works = self._transport.start(run.steps.send(None))
@@ -197,10 +224,11 @@ class _Worker:
             # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
             run.messages = collect_all([work.get_future() for work in run.works])
             run.messages.add_done_callback(self._wake)
+            self._n_awaited += 1
         except StopIteration as end:
             run.complete = partial(run.future.set_result, end.value)
         except Exception as error:
-            self._fail(run, error)
+            self._fail(run, _with_traceback_as_text(error))
 
     def _fail(self, run: _Run, error: Exception) -> None:
         """Record the first failure; the task's future gets its exception in turn."""
@@ -211,14 +239,34 @@ class _Worker:
                     break
                 older.precedes_error = True
         run.works = []
-        let_go_of_locals(error)
         run.complete = partial(run.future.set_exception, error)
 
     def _wake(self, _: object) -> None:
         self.events.put(_Event.DONE)
 
 
-def _end(events: _Events, thread: threading.Thread, timeout: float) -> None:
-    events.put(_Event.END)
+def _with_traceback_as_text(error: Exception) -> Exception:
+    """The same error with its traceback as a note.
+
+    Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
+    """
+    error.add_note(f"In gradwire's worker thread:\n{''.join(traceback.format_exception(error))}")
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__context__
+    return error
+
+
+def _end(worker: _Worker, thread: threading.Thread, timeout: float) -> None:
+    """Let a worker end once its tasks are done; at the interpreter's exit after ``timeout`` seconds in any case.
+
+    No collective may end after the interpreter: this thread would return from C++, or gloo's call back into Python, and
+    either aborts the process.
+    """
+    worker.events.put(_Event.END)
     if thread is not threading.current_thread():
         thread.join(timeout)
+        if thread.is_alive() and not threading.main_thread().is_alive():
+            worker.events.put(_Event.ABANDON)
+            worker.is_idle.wait()
+            thread.join()

@@ -4,7 +4,8 @@
     s'  = the power of two that places max |g| a margin below the limit             (kernels/delayed_scaling.py)
 
 The reduced gradient is bitwise equal on all ranks, so all choose the same scale without a message. Only the first step
-of a bucket sends one, of 12 bytes: the ranks agree on their remembered exponents and on the largest |g|.
+of a bucket in a process group sends one, of 12 bytes: the ranks agree on their remembered exponents and on the largest
+|g|.
 
 limit is the largest value of the wire dtype / 2^(ceil(log2 n) + 1). The sum of n contributions cannot overflow in any
 order and with any rounding of partial sums, so a non-finite result means a non-finite gradient.
@@ -71,14 +72,14 @@ class BucketScale:
             it.
         scales: fp32 [2]: 2^exponent / world size to send, 2^-exponent to receive.
         absmax: fp32 [1]: the largest magnitude of the current step.
-        is_agreed: whether all ranks have this scale.
+        transport: the one whose ranks have agreed on this scale; None before the first step.
     """
 
     def __init__(self, exponent: Tensor) -> None:
         self.exponent = exponent
         self.scales = torch.empty(2, device=exponent.device)
         self.absmax = torch.zeros(1, device=exponent.device)
-        self.is_agreed = False
+        self.transport: Transport | None = None
 
 
 async def scaled_cast_all_reduce(
@@ -105,7 +106,7 @@ async def scaled_cast_all_reduce(
         transport: the all-reduce over the ranks.
         workspace: provides the wire buffer.
     """
-    if not scale.is_agreed:
+    if scale.transport is not transport:
         await _agree(source, scale, transport)
         _update(scaling, scale, counters, False, transport)
     wire = workspace.wire(source.table.numel, scaling.dtype)
@@ -133,7 +134,7 @@ async def _agree(source: Gradients, scale: BucketScale, transport: Transport) ->
     scale.absmax.view(torch.int32).copy_(message[0])
     lowered = 4 * MAX_EXPONENT * (1 - message[2])
     scale.exponent.copy_(torch.stack([-message[1] - lowered, message[2]]))
-    scale.is_agreed = True
+    scale.transport = transport
 
 
 def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool, transport: Transport) -> None:

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 StateCheck = Callable[[str, object], None]  # of the hook's name and its state
 
 
@@ -23,7 +25,7 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
     if value is not None and not isinstance(value, dist.ProcessGroup):
         raise TypeError(
             f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
-            "it, or None for the default group."
+            "it, or None for those of the model."
         )
 
 
@@ -67,6 +69,12 @@ def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
             check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
             return hook(*arguments, **named)
 
+        _hooks.add(checked)
         return cast("Hook", checked)
 
     return decorate
+
+
+def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
+    return any(each is hook for each in _hooks)  # a hook need not be hashable

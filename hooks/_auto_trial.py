@@ -11,7 +11,7 @@ from torch.futures import Future
 from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients
 from gradwire.hooks._error_feedback_state import ErrorFeedbackState
-from gradwire.hooks._reduce_bucket import bucket_device, bucket_work, is_sparse
+from gradwire.hooks._reduce_bucket import bucket_device, bucket_work, is_sparse, is_zero_copy_bucket
 from gradwire.hooks._samples import Algorithm, Mark, Recorder, T, Timeline, mark
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     def run(self, bucket: GradBucket, iteration: int, recorder: Recorder | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, ErrorFeedbackState):
-            self.state.iter = iteration  # it counts only the steps whose last bucket it gets
+            self.state.continue_at(iteration)  # it gets some of the buckets only
         self.state._recorder = recorder
         return self.hook(self.state, bucket)
 
@@ -100,6 +100,8 @@ class CopiedBucket:
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
+        if is_zero_copy_bucket(bucket):
+            self.process_group, self.model_parameters = bucket.process_group, bucket.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:

@@ -1,6 +1,8 @@
 """`ErrorFeedbackState`: step count and checkpoints of the hooks with error feedback."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -12,7 +14,8 @@ from gradwire.comm import Transport, executor_for
 from gradwire.comm.store_collectives import named_barrier
 from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._parameter_names import NamedState, is_number
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._state_validation import MAX_COUNT, check_count
+from gradwire.hooks._types import GradBucket, StepBoundary
 from gradwire.kernels import memory_order
 
 # How long a rank waits for the others. Short for `state_dict`: a rank that waits is probably the only one to call it.
@@ -21,28 +24,84 @@ PREPARE_TIMEOUT = timedelta(minutes=2)
 
 
 class Policy(Protocol):
-    """Options by name pattern."""
+    """When compression starts, and options by name pattern."""
+
+    @property
+    def start_iteration(self) -> int:
+        """The first compressed step."""
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first pattern that matches none of the names; None if all match."""
 
 
-class ErrorFeedbackState(NamedState):
-    """A hook's state with error memory by parameter name, which is summed over the ranks for a checkpoint.
+class CountingState(NamedState):
+    """A hook's state that counts steps.
 
     Args:
         hook: name of the hook, for error messages.
 
     Attributes:
-        iter: number of steps so far.
+        iter: number of steps so far, equal on all ranks, which compare it after an assignment.
     """
 
     def __init__(self, hook: str) -> None:
         super().__init__(hook)
-        self.iter = 0
+        self._iter = 0
+        self._boundary = StepBoundary()
+        self._is_counted = True  # whether ``iter`` includes the latest step
+
+    @property
+    def iter(self) -> int:
+        return self._iter
+
+    @iter.setter
+    def iter(self, iteration: int) -> None:
+        check_count("iter", iteration)
+        self.continue_at(iteration)
+        self.expect_handshake()
+
+    def continue_at(self, iteration: int) -> None:
+        """Let ``iteration`` be the number of the next step."""
+        self._iter, self._is_counted = iteration, True
+
+    def begins_step(self, bucket: GradBucket) -> bool:
+        """Whether ``bucket`` is the first of its step. Call it once for every bucket, before anything else.
+
+        If the last bucket of the step before was skipped or went to another hook, that step is counted now.
+        """
+        if not self._boundary.is_before(bucket):
+            return False
+        if not self._is_counted:
+            self.count_step()
+        return True
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count the step if ``bucket``, which raised no error, is its last."""
+        self._is_counted = False
+        if bucket.is_last():
+            self.count_step()
+
+    def count_step(self) -> None:
+        """Count a step that has ended."""
+        self.continue_at(min(self._iter + 1, MAX_COUNT))
+
+
+class ErrorFeedbackState(CountingState):
+    """A hook's state with error memory by parameter name, which is summed over the ranks for a checkpoint.
+
+    Args:
+        hook: name of the hook, for error messages.
+    """
+
+    options: Any
+
+    def __init__(self, hook: str) -> None:
+        super().__init__(hook)
+        self._settings_of_buckets: dict[str, object] | None = None
         self._is_loaded = False  # whether the memory is from a checkpoint
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+        self._has_announced_start = False
 
     @property
     def policy(self) -> Policy:
@@ -82,11 +141,36 @@ class ErrorFeedbackState(NamedState):
             )
         self._patterns_match = True
 
-    def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count the step if ``bucket`` is its last."""
-        if bucket.is_last():
-            self.iter += 1
-            self._names.close()
+    def announce_start(self, logger: logging.Logger) -> None:
+        """Log when compression starts, at the first call and on the first rank, if it has not started yet."""
+        start = self.policy.start_iteration
+        if not self._has_announced_start and self.iter < start and dist.get_rank(self._group) == 0:
+            # Two plain steps are no surprise: DDP rebuilds its buckets after the first.
+            level = logging.INFO if start <= 2 else logging.WARNING
+            logger.log(
+                level, "%s compresses from step %d on, and sends gradients in full until then.", self.hook_name, start
+            )
+        self._has_announced_start = True
+
+    def count_step(self) -> None:
+        """Count a step that has ended."""
+        super().count_step()
+        self._names.close()
+
+    def apply_options(self) -> None:
+        """Apply options that were assigned or modified since the last step: make buckets anew, which keep the errors.
+
+        Raises:
+            ValueError: an option has the wrong type or is out of range.
+        """
+        if self._settings_of_buckets != (settings := self.settings()):
+            self.options = replace(self.options)  # validates: dictionaries may have been modified in place
+            self._settings_of_buckets, self._patterns_match = settings, False
+            self.drop_buckets()
+
+    def drop_buckets(self) -> None:
+        """Drop all buckets, and keep their errors for those that follow."""
+        raise NotImplementedError
 
     def prepare_checkpoint(self) -> None:
         """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
@@ -158,7 +242,7 @@ def sum_errors(
 
     Args:
         errors: of this rank, by parameter name; the same names and shapes on all ranks.
-        process_group: the ranks; None for the default group.
+        process_group: the ranks; None for those of the model.
         parameters: of the model, if it is known. The collectives run on their device.
         divisor: 1 for the sum, the world size for the mean.
     """

@@ -3,10 +3,10 @@
 Ranks with different options would sum unrelated numbers and drift apart without an error. Therefore:
 
 1. Each bucket calls `HookSettings.agree`. If the settings are those that all ranks of the process group have agreed
-   on, it returns at once, after a look-up and a comparison.
+   on for this model, it returns at once, after two look-ups and a comparison.
 2. Otherwise the ranks exchange a digest of the settings, of the replicated state, of the bucket's layout and of
-   gradwire's version. This happens at the first bucket, after the state was loaded, after an option was changed, and
-   after ``resynchronize()``.
+   gradwire's version. This happens at the first bucket of a model, after the state was loaded, after an option was
+   changed, and after ``resynchronize()``.
    The exchange goes through the process group's store: no collective is issued, and nothing is modified before it.
 3. If the digests differ, every rank sees it. The ranks exchange the full text, and all raise the same error.
 
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
 from gradwire.comm.connections import connections_of
@@ -65,9 +66,7 @@ class HookSettings:
 
     def __init__(self, hook: str) -> None:
         self.hook_name = hook
-        # The settings that all ranks of a process group have, None after a load, and the generation of the connections
-        # in which they agreed: a handshake that one rank finished may have failed on another.
-        self._agreed: WeakKeyDictionary[dist.ProcessGroup, tuple[int, dict[str, object] | None]] = WeakKeyDictionary()
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreement] = WeakKeyDictionary()
         self._is_loaded_anew = False  # since the last handshake
 
     def settings(self) -> dict[str, object]:
@@ -85,14 +84,14 @@ class HookSettings:
     def expect_handshake(self) -> None:
         """Request a handshake at the next bucket; call it after the state was loaded."""
         self._is_loaded_anew = True
-        for group, (generation, _) in list(self._agreed.items()):
-            self._agreed[group] = generation, None
+        for agreement in self._agreed.values():
+            agreement.settings = None
 
     def agree(
         self,
         group: dist.ProcessGroup,
         bucket: GradBucket,
-        layout: Callable[[], Mapping[str, object]],
+        facts_of_bucket: Callable[[], tuple[Sequence[torch.Tensor], Mapping[str, object]]],
         recorder: Recorder | None = None,
     ) -> None:
         """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
@@ -100,7 +99,8 @@ class HookSettings:
         Args:
             group: the ranks.
             bucket: the current bucket.
-            layout: returns facts about the bucket that must be equal; called only in a handshake.
+            facts_of_bucket: returns the parameters of its model, and facts about the bucket that must be equal; called
+                only in a handshake.
             recorder: of the hook's state, whose settings must be equal, too; None if there is none.
 
         Raises:
@@ -109,10 +109,14 @@ class HookSettings:
         settings, generation = self.settings(), connections_of(group).generation
         if recorder is not None:
             settings = {**settings, **recorder.settings()}
-        agreed_in, agreed = self._agreed.get(group, (None, None))
-        if agreed_in == generation and agreed == settings:
+        agreement = self._agreed.get(group)
+        if agreement is None or agreement.generation != generation:
+            agreement = self._agreed[group] = _Agreement(generation)
+        (parameter, *_) = bucket.parameters()
+        if agreement.settings == settings and parameter in agreement.parameters:
             return
-        again = agreed_in == generation
+        again = parameter in agreement.parameters
+        parameters, layout = facts_of_bucket()
         names = self.parameter_names(bucket)
         facts = {
             "gradwire": __version__,
@@ -120,13 +124,29 @@ class HookSettings:
             "loaded since the last handshake": again and self._is_loaded_anew,
             **self.replicated(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
-            **layout(),
+            **layout,
         }
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
-        self._agreed[group] = generation, settings
+        agreement.settings = settings
+        agreement.parameters.update(dict.fromkeys(parameters, True))
         self._is_loaded_anew = False
         if recorder is not None:
             recorder.agreed()
+
+
+class _Agreement:
+    """What all ranks of a process group have agreed on.
+
+    Attributes:
+        generation: of the connections in which they did: a handshake that one rank finished may have failed on another.
+        settings: those of the hook; None before the first handshake, and after a load.
+        parameters: of the models whose handshake is over.
+    """
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.settings: dict[str, object] | None = None
+        self.parameters = WeakIdKeyDictionary()
 
 
 def digest(value: object) -> str:

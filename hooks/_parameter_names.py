@@ -1,9 +1,8 @@
 """Parameter names for hook states: unlike bucket indices, they survive rebuilds and restarts."""
 
 import functools
-import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from gradwire.hooks._arguments import check_process_group
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._reduce_bucket import is_zero_copy_bucket
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks._wrappers import registered_wrappers
 from gradwire.hooks.telemetry import Observed
 
 NUMBERED = "parameter."
@@ -60,34 +60,18 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
     return names
 
 
+def compressible_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """`parameter_names` of the trainable parameters whose gradients are dense, as DDP expects them."""
+    embeddings = (part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    names = parameter_names(module)
+    return {each: name for each, name in names.items() if each.requires_grad and id(each) not in sparse}
+
+
 def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
-    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one.
-
-    PyTorch's DDP keeps the registered (hook, state) pairs, so this is the live DDP that holds
-    ``state`` and has the parameters. If no DDP holds the state, because the user's own hook passes
-    it on, it is the only live DDP with a hook and these parameters. A DDP that ``gc.freeze()`` has
-    hidden is not found.
-
-    The search is one pass over all objects of Python's garbage collector: 50 ms for a million.
-    """
-    wanted = {id(parameter) for parameter in parameters}
-    hooked = [ddp for ddp in _live_ddps() if wanted <= {id(parameter) for parameter in ddp.module.parameters()}]
-    holders = [ddp for ddp in hooked if any(held is state for _, held in ddp._comm_hooks)]
-    modules = [unwrapped(ddp.module) for ddp in holders or (hooked if wanted else [])]
+    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one."""
+    modules = [unwrapped(ddp.module) for ddp in registered_wrappers(state, parameters)]
     return modules[0] if len(set(map(id, modules))) == 1 else None
-
-
-def _live_ddps() -> list[TorchDDP]:
-    """All live DDPs with a hook, including subclasses of PyTorch's class."""
-    objects = gc.get_referrers(*_with_subclasses(TorchDDP))  # an instance refers to its class
-    return [ddp for ddp in objects if TorchDDP in type(ddp).__mro__ and getattr(ddp, "_comm_hooks", None)]
-
-
-def _with_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for subclass in subclasses:
-        yield from _with_subclasses(subclass)
 
 
 class ParameterNames:
@@ -223,7 +207,7 @@ class NamedState(Observed, HookSettings):
         hook: name of the hook.
 
     Attributes:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
     """
 
     def __init__(self, hook: str) -> None:

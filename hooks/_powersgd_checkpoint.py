@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.compress import LowRankBucket, PowerSGDMemory
 from gradwire.compress.policy import LowRankPolicy
 from gradwire.hooks._error_feedback_state import sum_errors
-from gradwire.hooks._parameter_names import ParameterNames, parameter_names
+from gradwire.hooks._parameter_names import ParameterNames, compressible_parameters
 from gradwire.hooks._powersgd_options import PowerSGDOptions
 from gradwire.hooks._state_validation import Expected
 from gradwire.kernels import as_real, compute_dtype, gradient_layout
@@ -44,7 +44,7 @@ def averaged_entries(memory: Memory, process_group: dist.ProcessGroup | None, pa
 
     Args:
         memory: of this rank.
-        process_group: the ranks; None for the default group.
+        process_group: the ranks; None for those of the model.
         parameters: of the model, if it is known. The collectives run on their device.
     """
     entries = entries_of(memory)
@@ -56,19 +56,20 @@ def averaged_entries(memory: Memory, process_group: dist.ProcessGroup | None, pa
 def initial_memory(
     module: torch.nn.Module, memory: Memory, options: PowerSGDOptions, iteration: int, batched: bool
 ) -> dict[str, PowerSGDMemory]:
-    """The memory of every compressed parameter before the first compressed step; empty if ``memory`` has it already.
+    """The memory of every compressed parameter that no compressed step has had yet, as that step would create it.
 
     Without factors for `batched_powerSGD_hook`, whose factors belong to buckets that are not known yet.
     """
-    if entries_of(memory)["errors" if options.use_error_feedback else "q"]:
-        return {}
+    known = entries_of(memory)["errors" if options.use_error_feedback else "q"]
     made = {}
-    for parameter, name in parameter_names(module).items():
+    for parameter, name in compressible_parameters(module).items():
         layout = gradient_layout(parameter)
-        if parameter.requires_grad and batched:
+        if name in known or (batched and not options.use_error_feedback):
+            continue
+        if batched:
             error = PowerSGDMemory().error_like(as_real(layout), compute_dtype(layout.dtype.to_real()), name)
             made[name] = PowerSGDMemory(error=error)
-        elif parameter.requires_grad and (shape := options.policy.matrix_shape(name, layout)) is not None:
+        elif (shape := options.policy.matrix_shape(name, layout)) is not None:
             of = options.of_buckets(iteration)
             made |= LowRankBucket([as_real(layout)], [shape], names=[name], memory=memory, **of).memory
     return made

@@ -130,6 +130,9 @@ _REPLICATED = tuple(name for name in OPTION_NAMES if name not in ("compression_s
 _replicated = attrgetter(*_REPLICATED)
 
 
+_OF_PYTORCHS_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
+
+
 class OptionAttributes:
     """Options as attributes of a state, as in PyTorch.
 
@@ -141,6 +144,11 @@ class OptionAttributes:
     def __getattr__(self, name: str) -> Any:
         if name in OPTION_NAMES:
             return getattr(self.options, name)
+        if name in _OF_PYTORCHS_STATE:
+            raise AttributeError(
+                f"{name} belongs to PyTorch's PowerSGDState and powerSGD_hook. This state is gradwire's: register "
+                "gradwire.hooks.powerSGD_hook.powerSGD_hook with it."
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:

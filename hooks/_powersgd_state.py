@@ -13,7 +13,7 @@ from gradwire.hooks._error_feedback_state import ErrorFeedbackState
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
-from gradwire.hooks._state_validation import check_model, check_powersgd_state
+from gradwire.hooks._state_validation import MAX_COUNT, check_model, check_powersgd_state
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import as_real
 
@@ -31,7 +31,7 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     Every option is also an attribute, which you may assign between steps, equally on all ranks.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         matrix_approximation_rank: rank r of the approximation. For an n x m matrix, r (n + m)
             elements are sent, and compute time grows with r. Start with 1 to 4 and double it until
             the loss matches uncompressed training. The paper used 2 for an image model and 4 for a
@@ -120,7 +120,6 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         self._memory: dict[str, PowerSGDMemory] = {}
         # By parameter names, kept until the settings change; None where nothing is worth compressing.
         self._buckets: dict[tuple[str, ...], LowRankBucket | None] = {}
-        self._settings_of_buckets: dict[str, object] | None = None
         self._is_batched = False  # whether the hook of the latest step is batched_powerSGD_hook
         self._fits_parameters = True  # whether the loaded memory was compared with every parameter
         self._has_compressed = False  # whether a compressed step is over
@@ -140,12 +139,13 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         return {"hook": hook, **self.options.replicated()}
 
     def replicated(self) -> dict[str, object]:
-        """The number of steps; after a load also digests of the factors, because `alternating` sends one side only."""
+        """The number of steps; after a load, or if `alternating` sends one side only, also digests of the factors."""
         facts: dict[str, object] = {"iter": self.iter}
-        if self._is_loaded_anew:
-            entries = checkpoint.entries_of(self._memory)
+        entries = checkpoint.entries_of(self._memory)
+        if self._is_loaded_anew or self.options.alternating:
             for side in ("p", "q"):
-                facts[f"loaded factors {side}"] = f"{len(entries[side])}, digest {digest(entries[side])}"
+                facts[f"factors {side}"] = f"{len(entries[side])}, digest {digest(entries[side])}"
+        if self._is_loaded_anew:
             facts["loaded errors"] = len(entries["errors"])
         return facts
 
@@ -170,11 +170,15 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         """Bytes of the error memory on this rank."""
         return sum(each.error.nbytes for each in self._memory.values() if each.error is not None)
 
-    def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count the step if ``bucket`` is its last."""
-        super().maybe_increase_iter(bucket)
-        if bucket.is_last() and self.iter == self.options.start_powerSGD_iter:
+    def count_step(self) -> None:
+        """Count a step that has ended."""
+        super().count_step()
+        if self.iter == self.options.start_powerSGD_iter:
             logger.info("PowerSGD starts after %s steps.", self.iter)
+
+    def drop_buckets(self) -> None:
+        """Drop all buckets; their memory is the state's."""
+        self._buckets = {}
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements after) over all compressed steps."""
@@ -183,8 +187,8 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
 
     def _count(self, numel: int, sent_numel: int, is_last: bool) -> None:
         """Add a bucket to `compression_stats`, and log them every ``compression_stats_logging_frequency`` steps."""
-        self.total_numel_before_compression += numel
-        self.total_numel_after_compression += sent_numel
+        self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
+        self.total_numel_after_compression = min(self.total_numel_after_compression + sent_numel, MAX_COUNT)
         if is_last and self.iter >= self.next_stats_report:
             logger.info(
                 "Compression after %s steps: rate %.1f, elements %s -> %s", self.iter, *self.compression_stats()
@@ -261,10 +265,6 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch."""
-        if self.process_group is not None:
-            logger.warning(
-                "The process group of a PowerSGDState is not pickled; set state.process_group after loading."
-            )
         options = {name: getattr(self.options, name) for name in OPTION_NAMES}
         return {"options": options, "memory": self._with_counts(checkpoint.entries_of(self._memory))}
 

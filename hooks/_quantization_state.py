@@ -13,7 +13,7 @@ from gradwire.comm import Transport
 from gradwire.compress import Quantization, QuantizedBucket, WirePolicy
 from gradwire.compress._options import check_flag, check_whole_number
 from gradwire.hooks._error_feedback_state import ErrorFeedbackState, check_loaded_names, sum_errors
-from gradwire.hooks._parameter_names import parameter_names, plain_name
+from gradwire.hooks._parameter_names import compressible_parameters, plain_name
 from gradwire.hooks._state_validation import check_model, check_quantization_state
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, as_real, gradient_layout, layout_in_dtype
@@ -87,7 +87,7 @@ class QuantizationState(ErrorFeedbackState):
     """Options and error memory of `quantization_hook`, for one model.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         wire: wire format of the gradients. Start with "int4": 7.5 times fewer bytes than fp32. "int8"
             affects accuracy least. "int2" and "sign" send about a half and a third of int4's bytes,
             but take more steps. "fp8_e4m3" has the size of int8; it represents small elements of a
@@ -126,6 +126,7 @@ class QuantizationState(ErrorFeedbackState):
     """
 
     __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+    options: QuantizationOptions
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class QuantizationState(ErrorFeedbackState):
 
     def settings(self) -> dict[str, object]:
         """The options, which must be equal on all ranks."""
-        return {"hook": "quantization_hook", **self.options.values()}
+        return {"hook": "quantization_hook", **self.options.values(), "wires": dict(self.options.wires)}
 
     def replicated(self) -> dict[str, object]:
         """The number of steps; after a load also the number of errors."""
@@ -210,7 +211,7 @@ class QuantizationState(ErrorFeedbackState):
         self._check_patterns()
         parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
         layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
-        self._dissolve_buckets_of(names)
+        self.drop_buckets(names)
         share = {name: self._loaded[name] / transport.world_size for name in names if name in self._loaded}
         made = QuantizedBucket(
             layouts,
@@ -227,11 +228,10 @@ class QuantizationState(ErrorFeedbackState):
         self._buckets[names] = made
         return made
 
-    def _dissolve_buckets_of(self, names: tuple[str, ...]) -> None:
-        """Drop the buckets that share a parameter with a new one, and keep their errors of both shots."""
-        members = set(names)
+    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
+        """Drop the buckets that have one of these parameters, by default all, and keep their errors of both shots."""
         for key, bucket in list(self._buckets.items()):
-            if not members.isdisjoint(key):
+            if names is None or not set(names).isdisjoint(key):
                 self._errors.update(bucket.folded_errors())
                 del self._buckets[key]
 
@@ -252,7 +252,7 @@ class QuantizationState(ErrorFeedbackState):
         Any world size can resume from them, and nothing is lost. Later steps round differently from
         those of the uninterrupted run.
 
-        Every parameter has an entry even before the first step, so that
+        Every parameter with a dense gradient has an entry even before the first step, so that
         ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
         load.
 
@@ -263,15 +263,12 @@ class QuantizationState(ErrorFeedbackState):
         return super().state_dict()
 
     def _collected(self) -> dict[str, Any]:
-        errors = self._own_errors()
+        errors = sum_errors(self._own_errors(), self.process_group, self._names.parameters(), 1)
         module = self._names.module
-        if module is not None and self.options.use_error_feedback and not errors:
-            errors = {
-                name: torch.zeros(as_real(parameter).shape)
-                for parameter, name in parameter_names(module).items()
-                if parameter.requires_grad
-            }
-        return {"iter": self.iter, "errors": sum_errors(errors, self.process_group, self._names.parameters(), 1)}
+        if module is not None and self.options.use_error_feedback:
+            for parameter, name in compressible_parameters(module).items():
+                errors.setdefault(name, torch.zeros(as_real(parameter).shape, device="cpu"))
+        return {"iter": self.iter, "errors": errors}
 
     def _own_errors(self) -> dict[str, Tensor]:
         """This rank's errors of both shots and its share of the loaded ones, by parameter name."""
@@ -313,7 +310,7 @@ class QuantizationState(ErrorFeedbackState):
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Take the step count from another rank; keep this rank's errors."""
         check_quantization_state({**replicated, "errors": {}}, {})
-        self.iter = replicated["iter"]
+        self.iter, self._prepared = replicated["iter"], None
         self.expect_handshake()
 
     def __getstate__(self) -> dict[str, Any]:

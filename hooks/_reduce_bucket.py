@@ -6,8 +6,7 @@ the flat buffer and returns it, as PyTorch's hooks do.
 """
 
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
@@ -17,9 +16,11 @@ from torch.futures import Future
 from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import Gradients, sparse_all_reduce
+from gradwire.hooks._arguments import is_gradwire_hook
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._samples import Algorithm
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks._wrappers import registered_wrappers
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import SegmentTable, flatten, is_capturing
 
@@ -49,10 +50,14 @@ class ZeroCopyBucket(Protocol):
 
     Attributes:
         device: of the gradients.
+        process_group: that of its DistributedDataParallel.
+        model_parameters: all parameters of that model.
         zero_copy: whether `source` and `target` may be used; else the bucket is a flat buffer.
     """
 
     device: torch.device
+    process_group: dist.ProcessGroup
+    model_parameters: Sequence[torch.Tensor]
     zero_copy: bool
 
     def source(self) -> Gradients:
@@ -142,20 +147,63 @@ def agree(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
     observed: Observed | None = None,
-) -> None:
-    """Compare ``settings`` with the other ranks, once. Every hook calls it before anything else.
+) -> dist.ProcessGroup:
+    """Compare ``settings`` with the other ranks, once per model. Every hook calls it before anything else.
 
     Args:
         settings: of the hook.
-        process_group: the ranks; None for the default group.
+        process_group: the ranks; None for those of the DistributedDataParallel. PyTorch's does not tell them: there it
+            is the default group, which must have the same ranks.
         bucket: the current bucket.
         observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
 
+    Returns:
+        The process group to average over.
+
     Raises:
         RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
+        ValueError: PyTorch's DistributedDataParallel has other ranks.
     """
-    group = process_group if process_group is not None else default_group()
-    settings.agree(group, bucket, partial(_layout, bucket), observed._recorder if observed is not None else None)
+    group = process_group or getattr(bucket, "process_group", None) or default_group()
+
+    def facts() -> tuple[Sequence[torch.Tensor], dict[str, object]]:
+        parameters = getattr(bucket, "model_parameters", None)
+        if parameters is None:
+            parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
+        return parameters, _layout(bucket)
+
+    settings.agree(group, bucket, facts, observed._recorder if observed is not None else None)
+    return group
+
+
+def _parameters_in_pytorchs_ddp(
+    bucket: GradBucket, group: dist.ProcessGroup, is_default: bool
+) -> Sequence[torch.Tensor]:
+    """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
+
+    Raises:
+        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
+    """
+    parameters = bucket.parameters()
+    wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
+    if len(wrappers) != 1:
+        return parameters
+    (wrapper,) = wrappers
+    is_registered = any(is_gradwire_hook(hook) for hook, _ in wrapper._comm_hooks)  # not called by a hook of the user's
+    if is_default or is_registered:
+        check_same_ranks(group, wrapper.process_group, "default group" if is_default else "hook's process group")
+    return list(wrapper.module.parameters())
+
+
+def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
+    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
+    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
+    if set(ranks) != set(wanted):
+        raise ValueError(
+            f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
+            "other ranks than its parameters. Pass the hook or its state the process group of the model, "
+            "model.process_group."
+        )
 
 
 def reduce_bucket(
@@ -170,7 +218,7 @@ def reduce_bucket(
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         bucket: of either DDP. A sparse gradient is averaged without the algorithm.
         algorithm: an ``async`` function that awaits its collectives.
         name: of the hook, for profiler ranges.
@@ -201,7 +249,9 @@ def reduce_bucket(
         return result
 
     ranges = f"gradwire::{name}, bucket {bucket.index()}"
-    future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges), is_last=is_last)
+    future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges))
+    if is_last:
+        executor.finish()
     return cast("Future[torch.Tensor]", future)
 
 
@@ -212,7 +262,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     backward for the interpreter lock, would gain nothing: there is nothing to compute behind the collective.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         bucket: of either DDP.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)

@@ -4,7 +4,7 @@ Each function raises a ValueError that names the entry, its value and the expect
 """
 
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from gradwire.compress._options import check_whole_number
 from gradwire.compress.policy import MatrixShape
 from gradwire.kernels import MAX_EXPONENT
 
-MAX_COUNT = 2**62  # half of int64's range: a loaded counter can still count up
+MAX_COUNT = 2**62  # half of int64's range, so that a kernel can add one; a count stays there
+MAX_ERROR = torch.finfo(torch.bfloat16).max  # errors are kept in fp32 or bf16, those of fp64 gradients in fp64
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
 ARITHMETIC_DTYPES = (torch.float32, torch.float64)
 
@@ -39,12 +40,12 @@ def check_powersgd_state(state: object, parameters: Mapping[str, Expected]) -> N
         parameters: the known ones, by name. Entries of unknown parameters must fit each other.
     """
     state = _entries(state, "PowerSGDState", ("iter", "errors", "q", "p", "numel"))
-    _check_count("iter", state["iter"])
+    check_count("iter", state["iter"])
     numel = state["numel"]
     if not isinstance(numel, list) or len(numel) != 2:
         raise _wrong("numel", numel, "a list of two whole numbers")
     for i, count in enumerate(numel):
-        _check_count(f"numel[{i}]", count)
+        check_count(f"numel[{i}]", count)
     _check_errors(state["errors"])
     for key in ("q", "p"):
         for entry, factor in _tensors(key, state[key]):
@@ -86,9 +87,10 @@ def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) ->
         shapes: of the gradients of known parameters, complex numbers as real pairs, by name.
     """
     state = _entries(state, "QuantizationState", ("iter", "errors"))
-    _check_count("iter", state["iter"])
+    check_count("iter", state["iter"])
     _check_errors(state["errors"])
     for name, error in state["errors"].items():
+        check_range(name, error)
         if name in shapes and error.shape != shapes[name]:
             raise ValueError(
                 f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(shapes[name])}: "
@@ -96,26 +98,34 @@ def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) ->
             )
 
 
-def check_model(errors: Mapping[str, Tensor], parameters: Collection[str]) -> None:
-    """Raise ValueError if there are errors, but none of a parameter of this model.
+def check_model(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an error belongs to no parameter of this model, or is too large for its dtype.
 
     Args:
         errors: error memory by parameter name.
-        parameters: all names of the model.
+        parameters: all parameters of the model, by name.
     """
-    if errors and errors.keys().isdisjoint(parameters):
+    if unknown := [name for name in errors if name not in parameters]:
         raise ValueError(
-            f"The error memory is of other parameters, such as {next(iter(errors))!r}, than this model has, such as "
-            f"{next(iter(parameters), 'none')!r}: it belongs to another model. Load the state of this model, or start "
-            "with a new one."
+            f"{len(unknown)} of {len(errors)} entries of the error memory are of parameters that this model does not "
+            f"have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. It belongs to "
+            "another model. Load the state of this model, or start with a new one."
         )
+    for name, error in errors.items():
+        if parameters[name].dtype.to_real() != torch.float64:
+            check_range(name, error)
+
+
+def check_range(name: str, error: Tensor) -> None:
+    """Raise ValueError if an element of an error is beyond the range of the dtype in which it is kept."""
+    _check_elements(f"errors[{name!r}]", error, error.abs() <= MAX_ERROR, f"-{MAX_ERROR:.6g} to {MAX_ERROR:.6g}")
 
 
 def check_auto_state(state: object) -> None:
     """Raise ValueError unless ``state`` is an `AutoState.state_dict`, except for its states of hooks."""
     state = _entries(state, "AutoState", ("iter", "plan", "chosen", "states"))
-    _check_count("iter", state["iter"])
-    _check_count("chosen", state["chosen"])
+    check_count("iter", state["iter"])
+    check_count("chosen", state["chosen"])
     for key, kind in (("plan", str), ("states", Mapping)):
         entries = state[key]
         expected = "a dictionary from parameter names to candidates" if key == "plan" else "a dictionary of states"
@@ -164,7 +174,8 @@ def _entries(state: object, owner: str, names: Sequence[str]) -> Mapping[str, An
     return state
 
 
-def _check_count(entry: str, value: object) -> None:
+def check_count(entry: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a number of steps or elements."""
     check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
 
 

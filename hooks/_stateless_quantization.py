@@ -29,15 +29,15 @@ def quantized_reduction(
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         bucket: of either DDP. A sparse gradient is averaged uncompressed.
         wire: name of the format.
         block_size: elements that share a scale.
         settings: of the hook, which must be equal on all ranks.
         observed: the hook's state, which may measure this step; None without a state.
     """
-    agree(settings, process_group, bucket, observed)
-    executor = executor_for(process_group, bucket_device(bucket))
+    group = agree(settings, process_group, bucket, observed)
+    executor = executor_for(group, bucket_device(bucket))
     quantized = _quantized_bucket(executor, bucket, wire, block_size) if not is_sparse(bucket) else None
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
@@ -45,7 +45,7 @@ def quantized_reduction(
         gradients, results = source.each(quantized.layout), target.each(quantized.layout)
         await quantized_all_reduce(quantized, gradients, results, 0, transport, workspace)
 
-    return reduce_bucket(process_group, bucket, algorithm, settings.hook_name, observed=observed)
+    return reduce_bucket(group, bucket, algorithm, settings.hook_name, observed=observed)
 
 
 def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_size: int) -> QuantizedBucket:

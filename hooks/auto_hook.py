@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradwire.comm import Transport, executor_for
 from gradwire.compress._options import check_whole_number
-from gradwire.hooks._arguments import ddp_hook, needs_state
+from gradwire.hooks._arguments import check_process_group, ddp_hook, needs_state
 from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
 from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
-from gradwire.hooks._error_feedback_state import ErrorFeedbackState
+from gradwire.hooks._error_feedback_state import CountingState, ErrorFeedbackState
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import NamedState, parameter_names, plain_name
 from gradwire.hooks._reduce_bucket import agree, bucket_device, zero_copy
@@ -32,7 +32,7 @@ FIRST_STEPS = 2
 WARM_UP = 1
 
 
-class AutoState(NamedState):
+class AutoState(CountingState):
     """Options, measurements and choices of `auto_hook`, for one model.
 
     The first two steps use the plain all-reduce. Then each candidate is timed for ``1 + repeats`` steps, on copies of
@@ -45,7 +45,7 @@ class AutoState(NamedState):
     list only candidates whose accuracy you trust.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         candidates: names of compression methods, from the most to the least precise: "plain" first, then any of "bf16",
             "fp16", the wire formats of `QuantizationState` ("int8", "int4", "int2", "fp8_e4m3", ...), and "powersgd-rN"
             for PowerSGD with rank N.
@@ -77,15 +77,48 @@ class AutoState(NamedState):
         plan: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__("auto_hook")
-        self.process_group = process_group
-        self.candidates, self.repeats, self.min_gain = tuple(candidates), repeats, min_gain
-        self.iter = 0
-        self.plan = dict(plan or {})
-        self._check_options()
         self._exchanges: dict[str, Exchange] = {}
         self._trials: list[Trial] = []
+        self.process_group = process_group
+        self.candidates, self.repeats, self.min_gain = tuple(candidates), repeats, min_gain
+        self._plan = dict(plan or {})
+        self._check_options()
+        self._in_use = self._options_and_plan()
+        self._latest: dict[str, Exchange] = {}  # the exchange of each parameter's bucket in its latest step, by name
         self._first_trial = FIRST_STEPS  # the step of the first measurement
         self._checks_plan = True  # whether the plan must be compared with the model
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to average over, with every method; None for those of the model."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        check_process_group(process_group)
+        self._process_group = process_group
+        for exchange in (*self._exchanges.values(), *(trial.exchange for trial in self._trials)):
+            exchange.state.process_group = process_group
+
+    @property
+    def plan(self) -> dict[str, str]:
+        """The chosen candidate by parameter name; empty before the choice."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Mapping[str, str]) -> None:
+        self._plan = dict(plan)
+
+    def _apply_options(self) -> None:
+        """Apply options and a plan that were assigned or modified since the last step: measure again if need be."""
+        if self._in_use != (in_use := self._options_and_plan()):
+            self._check_options()
+            self._in_use = in_use
+            self._trials, self._first_trial, self._checks_plan = [], max(self.iter, self._first_trial), True
+            self.expect_handshake()
+
+    def _options_and_plan(self) -> dict[str, object]:
+        return {**self.settings(), "plan": dict(self._plan)}
 
     def _check_options(self) -> None:
         expected = f"a list of different names that begins with {PLAIN!r}"
@@ -133,7 +166,7 @@ class AutoState(NamedState):
 
     def take_back(self, name: str, gradient: Tensor) -> None:
         """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
-        exchange = self._exchanges.get(self.plan.get(plain_name(name), PLAIN))
+        exchange = self._latest.get(plain_name(name))
         if exchange is not None and isinstance(exchange.state, NamedState):
             exchange.state.take_back(name, gradient)
 
@@ -143,9 +176,9 @@ class AutoState(NamedState):
         A collective call: every rank must make it, between two steps.
 
         Raises:
-            RuntimeError: a rank has not called it within two minutes.
+            RuntimeError: the parameter names are not known, or a rank has not called it within two minutes.
         """
-        for _, state in self._with_memory():
+        for _, state in self._to_save():
             state.prepare_checkpoint()
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,12 +191,18 @@ class AutoState(NamedState):
         Raises:
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
         """
+        members = self._members()
+        states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._to_save()}
+        return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
+
+    def _to_save(self) -> list[tuple[str, ErrorFeedbackState]]:
+        """The states in a checkpoint, by name: also of planned methods that no step has used yet on this rank."""
         self._names.search()
         self._names.require("A checkpoint of an AutoState")
         self._make_planned()
-        members = self._members()
-        states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._with_memory()}
-        return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
+        if self._names.module is not None:
+            self.bind(self._names.module)  # also states made before the model was known
+        return self._with_memory()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` with its plan; if it has none, measure.
@@ -230,10 +269,12 @@ class AutoState(NamedState):
         return [(name, each.state) for name, each in found if isinstance(each.state, ErrorFeedbackState)]
 
     def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
-        self.iter, self.plan, self._exchanges = iteration, dict(plan), dict(exchanges)
-        self._trials = []
+        self.continue_at(iteration)
+        self._plan, self._exchanges = dict(plan), dict(exchanges)
+        self._latest, self._trials = {}, []
         self._first_trial = iteration + FIRST_STEPS
         self._checks_plan = True
+        self._in_use = self._options_and_plan()
         self.expect_handshake()
 
     def _members(self) -> dict[str, list[str]]:
@@ -282,8 +323,9 @@ class AutoState(NamedState):
                 )
             self._checks_plan = False
 
-    def _end_step(self) -> None:
-        self.iter += 1
+    def count_step(self) -> None:
+        """Count a step that has ended."""
+        super().count_step()
         if self._trials and self._trials[-1].buckets != self._trials[0].buckets:
             logger.info("The buckets have changed: the candidates are measured again.")
             self._trials, self._first_trial = [], self.iter
@@ -307,7 +349,7 @@ class AutoState(NamedState):
         ready = _samples([trial.ready() for trials in counted for trial in trials]).amin(0)
         executor = executor_for(process_group, device)
         times = torch.cat([costs.flatten(), ready]).to(device)
-        executor.submit(lambda _: _largest(times, executor.transport), is_last=True).wait()
+        executor.submit(lambda _: _largest(times, executor.transport)).wait()
         costs_ms, ready_ms = times[: costs.numel()].view(costs.shape).tolist(), times[costs.numel() :].tolist()
         of_buckets = [{name: Cost(*cost) for name, cost in zip(self.candidates, of, strict=True)} for of in costs_ms]
         chosen = choose(ready_ms, of_buckets, self.min_gain)
@@ -318,12 +360,15 @@ class AutoState(NamedState):
             logger.info("%s: %.1f ms from the first gradient to the last result (predicted)", name, time)
         logger.info("Chosen: %s", ", ".join(f"{name} for {len(of)} parameters" for name, of in self._members().items()))
         self._trials = []
+        self._in_use = self._options_and_plan()
 
     def _chosen(self, names: Sequence[str]) -> Exchange:
         """The exchange of a bucket: the most precise one that was chosen for any of its parameters."""
         chosen = {self.plan.get(name, PLAIN) for name in names}
         order = (*self.candidates, *sorted(chosen - set(self.candidates)))
-        return self.exchange(min(chosen, key=order.index))
+        exchange = self.exchange(min(chosen, key=order.index))
+        self._latest.update(dict.fromkeys(names, exchange))
+        return exchange
 
 
 def _samples(times: Sequence[Any]) -> Tensor:
@@ -357,14 +402,16 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         RuntimeError: the names of the parameters are not known, or a CUDA graph is captured before the choice.
         ValueError: the plan names a parameter that the model lacks.
     """
+    is_first = state.begins_step(bucket)
+    if is_first:
+        state._apply_options()
     agree(state, state.process_group, bucket, state)
     names = state.parameter_names(bucket)
-    if bucket.index() == 0:
+    if is_first:
         state._begin_step(bucket)
     if state._trials:
         result = state._trials[-1].run(bucket, names, state.iter, state.exchange(PLAIN), state._recorder)
     else:
         result = state._chosen(names).run(bucket, state.iter, state._recorder)
-    if bucket.is_last():
-        state._end_step()
+    state.maybe_increase_iter(bucket)
     return result

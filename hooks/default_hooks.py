@@ -4,6 +4,7 @@ Every hook averages over the ranks. PyTorch's fp16 hook casts and then divides b
 then cast, in one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from gradwire.hooks._arguments import (
 )
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._reduce_bucket import (
-    Tables,
     agree,
     all_reduce_on_cpu,
     bucket_device,
@@ -52,11 +52,12 @@ class CastState(Observed):
     Like every hook state, it can measure the hook's steps: see `observe`.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         accumulate: dtype of the sum over the ranks. "wire" sums in the dtype that the hook sends, with one all-reduce,
             as with a process group as the state. "fp32" sums in fp32 and rounds the sum once, so fp16 sums do not
-            overflow and the rounding error does not grow with the world size. It sends the same bytes in two messages.
-            Use it with 8 or more ranks, or if sums overflow.
+            overflow and the rounding error does not grow with the world size. It sends as many bytes per rank, in two
+            messages. Use it if sums overflow. With G GPUs per node, a node sends (G + 1) / 2 times as many bytes as
+            with "wire", because NCCL's all-reduce adds up the gradients of a node before it sends them.
 
     Raises:
         TypeError: ``process_group`` is not a process group.
@@ -67,12 +68,21 @@ class CastState(Observed):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, accumulate: str = "wire") -> None:
-        check_process_group(process_group)
         if accumulate not in ("wire", "fp32"):
             raise ValueError(f"accumulate is {accumulate!r}; expected 'wire' or 'fp32'.")
         self.process_group = process_group
         self.accumulate = accumulate
         self._settings: dict[str, HookSettings] = {}  # by hook
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to average over; None for those of the model."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        check_process_group(process_group)
+        self._process_group = process_group
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulate={self.accumulate!r})"
@@ -87,9 +97,20 @@ class CastState(Observed):
     def settings_of(self, hook: str) -> HookSettings:
         """The settings of a hook with this state, which must be equal on all ranks."""
         if hook not in self._settings:
-            name = hook if self.accumulate == "wire" else f"{hook}, accumulate {self.accumulate}"
-            self._settings[hook] = HookSettings(name)
+            self._settings[hook] = _CastSettings(hook, self)
         return self._settings[hook]
+
+
+class _CastSettings(HookSettings):
+    """The settings of a hook with a `CastState`."""
+
+    def __init__(self, hook: str, state: CastState) -> None:
+        super().__init__(hook)
+        self._state = weakref.proxy(state)
+
+    def settings(self) -> dict[str, object]:
+        """The hook's name, and how it sums."""
+        return {"hook": self.hook_name, "accumulate": self._state.accumulate}
 
 
 def _needs_cast_state(hook_name: str, state: object) -> None:
@@ -115,11 +136,11 @@ def _cast_hook(
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    agree(settings, process_group, bucket, observed)
+    group = agree(settings, process_group, bucket, observed)
     is_measured = observed is not None and observed._recorder is not None  # on all ranks, as they have agreed
     if dtype is None and not is_measured and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
-        return all_reduce_on_cpu(process_group, bucket)
-    return reduce_bucket(process_group, bucket, algorithm, hook, observed=observed)
+        return all_reduce_on_cpu(group, bucket)
+    return reduce_bucket(group, bucket, algorithm, hook, observed=observed)
 
 
 @zero_copy
@@ -130,7 +151,7 @@ def allreduce_hook(
     """All-reduce the mean of the gradients in their own dtype.
 
     Args:
-        process_group: the ranks to average over, None for the default group; or a `CastState`, to measure steps.
+        process_group: the ranks to average over, None for those of the model; or a `CastState`, to measure steps.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -152,7 +173,7 @@ def fp16_compress_hook(
     small, use bf16 or `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
 
     Args:
-        process_group: the ranks to average over, None for the default group; or a `CastState`.
+        process_group: the ranks to average over, None for those of the model; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -174,7 +195,7 @@ def bf16_compress_hook(
     NCCL and XCCL, as CPU builds are; gradwire's DDP accepts it.
 
     Args:
-        process_group: the ranks to average over, None for the default group; or a `CastState`.
+        process_group: the ranks to average over, None for those of the model; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -184,20 +205,13 @@ def bf16_compress_hook(
 
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
-    # By bucket index, kept from step to step: a stream may still read one after the hook has returned.
-    wires: dict[int, torch.Tensor] = {}
-    tables: Tables = {}
-
     @zero_copy
     @ddp_hook(needs_nothing)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         if is_sparse(bucket):
             return hook(hook_state, bucket)
-        work = bucket_work(bucket, tables)
-        numel, device = work.source.table.numel, work.result.device
-        wire = wires.get(bucket.index())
-        if wire is None or wire.numel() != numel or wire.device != device:
-            wire = wires[bucket.index()] = torch.empty(numel, dtype=dtype, device=device)
+        work = bucket_work(bucket, {})  # nothing is kept: buckets of several models may be in flight
+        wire = torch.empty(work.source.table.numel, dtype=dtype, device=work.result.device)
         flatten(work.source.tensors, wire, table=work.source.table)
         bucket.set_buffer(wire)
 
@@ -205,6 +219,8 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
             value = future.value()
             reduced = value if isinstance(value, torch.Tensor) else value[0]
             unflatten(reduced, work.target.tensors, table=work.target.table)
+            if wire.device.type == "cuda":  # this stream waits for those that use it
+                wire.record_stream(torch.cuda.current_stream(wire.device))
             return work.result
 
         return hook(hook_state, bucket).then(decompress)

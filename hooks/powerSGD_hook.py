@@ -5,8 +5,8 @@ all-reduces instead of three, and does not synchronize with the host. Error memo
 name instead of bucket index, so a checkpoint resumes on any world size.
 """
 
+import logging
 import warnings
-from dataclasses import replace
 from functools import partial
 from operator import is_
 
@@ -32,6 +32,8 @@ from gradwire.hooks._types import GradBucket
 from gradwire.kernels import MAX_RANK, as_real, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+logger = logging.getLogger(__name__)
 
 
 @zero_copy
@@ -75,10 +77,10 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
     """Average a bucket: with PowerSGD, or plainly before the start and if none of its matrices would shrink enough."""
     state._is_batched = batched
     state._prepared = None
-    agree(state, state.process_group, bucket, state)
-    if state._settings_of_buckets != (settings := state.settings()):
-        state.options = replace(state.options)  # validates: the user may have modified ranks and stacks in place
-        state._settings_of_buckets, state._buckets, state._patterns_match = settings, {}, False
+    state.begins_step(bucket)
+    group = agree(state, state.process_group, bucket, state)
+    state.announce_start(logger)
+    state.apply_options()
     names, iteration, options = state.parameter_names(bucket), state.iter, state.options
     state._names.note(names, bucket)
     state._check_patterns()
@@ -113,7 +115,7 @@ def _reduce(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[t
     if has_started and bucket.is_last():
         _warn_if_idle(state)
     name = "batched_powerSGD_hook" if batched else "powerSGD_hook"
-    return reduce_bucket(state.process_group, bucket, algorithm, name, observed=state)
+    return reduce_bucket(group, bucket, algorithm, name, observed=state)
 
 
 def _low_rank_bucket(state: PowerSGDState, names: tuple[str, ...], bucket: GradBucket) -> LowRankBucket | None:

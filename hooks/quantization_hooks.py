@@ -5,6 +5,8 @@ send 8 bits per element, without error feedback. PyTorch's hooks send every rank
 gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
 """
 
+import logging
+
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,8 @@ from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import GradBucket
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
+
+logger = logging.getLogger(__name__)
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
 _PER_TENSOR = HookSettings("quantization_pertensor_hook")
@@ -46,12 +50,15 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
         ValueError: the state belongs to another model, or a pattern in ``wires`` matches no parameter.
     """
     state._prepared = None
-    agree(state, state.process_group, bucket, state)
+    state.begins_step(bucket)
+    group = agree(state, state.process_group, bucket, state)
+    state.announce_start(logger)
+    state.apply_options()
     names, iteration = state.parameter_names(bucket), state.iter
     state._names.note(names, bucket)
     quantized = None
     if state.policy.has_started(iteration) and not is_sparse(bucket):
-        transport = executor_for(state.process_group, bucket_device(bucket)).transport
+        transport = executor_for(group, bucket_device(bucket)).transport
         quantized = state.bucket(names, bucket_dtype(bucket), bucket, transport)
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
@@ -62,7 +69,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
         await quantized_all_reduce(quantized, gradients, results, iteration, transport, workspace)
 
     state.maybe_increase_iter(bucket)
-    return reduce_bucket(state.process_group, bucket, algorithm, state.hook_name, observed=state)
+    return reduce_bucket(group, bucket, algorithm, state.hook_name, observed=state)
 
 
 @zero_copy
@@ -76,7 +83,7 @@ def quantization_pertensor_hook(
     New code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -96,7 +103,7 @@ def quantization_perchannel_hook(
     code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         bucket: the gradients. Overwritten with their mean.
         bucket_size: elements that share a scale, a power of two from 32 to 1024; equal on all ranks.
 

@@ -11,8 +11,8 @@ from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cas
 from gradwire.hooks._arguments import ddp_hook, needs_state
 from gradwire.hooks._parameter_names import NamedState
 from gradwire.hooks._reduce_bucket import agree, reduce_bucket, zero_copy
-from gradwire.hooks._state_validation import check_scaled_cast_state
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._state_validation import MAX_COUNT, check_scaled_cast_state
+from gradwire.hooks._types import GradBucket, StepBoundary
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -24,7 +24,7 @@ class ScaledCastState(NamedState):
     tune ``margin``.
 
     Args:
-        process_group: the ranks to average over; None for the default group.
+        process_group: the ranks to average over; None for those of the model.
         dtype: wire dtype, torch.float16 or torch.bfloat16. bf16 has the range of fp32 and rarely needs
             a scale.
         margin: headroom for gradients to grow from one step to the next, in powers of two, 1 to 12.
@@ -60,6 +60,8 @@ class ScaledCastState(NamedState):
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
+        self._boundary = StepBoundary()
+        self._is_open = False  # whether the latest step's last bucket has not come, which counts whether it is skipped
 
     @property
     def nonfinite_elements(self) -> int:
@@ -135,7 +137,7 @@ class ScaledCastState(NamedState):
         return {
             "names": names,
             "exponents": torch.stack(exponents) if exponents else torch.zeros(0, 2, dtype=torch.int32),
-            "counters": self._counters.cpu().clone(),
+            "counters": self._counters.cpu().clamp(max=MAX_COUNT),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -160,6 +162,7 @@ class ScaledCastState(NamedState):
         """Take scales and the number of skipped steps from another rank; keep this rank's element counts."""
         counters = replicated["counters"].clone()
         counters[:2] = self._counters[:2]
+        counters[3] = 0  # the step that failed is discarded
         self.load_state_dict({**replicated, "counters": counters})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,14 +189,19 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
         state: options, scales and counters. Modified.
         bucket: the gradients. Overwritten with their mean.
     """
-    agree(state, state.process_group, bucket, state)
+    group = agree(state, state.process_group, bucket, state)
     names = state._names.of(bucket)
     is_last = bucket.is_last()
+    is_left_open = state._boundary.is_before(bucket) and state._is_open
+    state._is_open = not is_last
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
         device = source.table.device
         scale = state.bucket_scale(names, device)
         counters = state.counters(device)
+        if is_left_open:
+            counters[2] += counters[3]
+            counters[3] = 0
         await scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
 
-    return reduce_bucket(state.process_group, bucket, algorithm, state.hook_name, observed=state)
+    return reduce_bucket(group, bucket, algorithm, state.hook_name, observed=state)

@@ -9,8 +9,9 @@ To start measuring, call `Observed.observe` of the hook's state on every rank::
 
 - ``step``: steps since `Observed.observe`.
 - ``gradient_bytes``, ``sent_bytes``, ``compression_ratio``: payload before and after compression, and their ratio.
+  Of n ranks, each sends 2 (n - 1) / n times its payload over the network.
 - ``uncompressed_buckets``: buckets sent in full: with sparse gradients, without a matrix worth compressing, or before
-  compression starts.
+  compression starts; also buckets so small that padding and scales exceed the savings.
 - ``encode_ms``, ``wire_ms``, ``decode_ms``: computation up to the last collective, collectives including their queue,
   and computation after the last collective; summed over the buckets. They overlap the backward pass.
 - ``residual_ratio``: norm of the error memory divided by norm of the result. It should level off. If it keeps growing,
@@ -32,7 +33,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradwire.hooks._samples import Recorder, Sample
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._types import GradBucket, StepBoundary
 
 __all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
 
@@ -172,7 +173,8 @@ class Telemetry:
         self._every = every
         self._exact_every = exact_every
         self._report = report
-        self._n_steps = 0
+        self._boundary = StepBoundary()
+        self._n_steps = 0  # that have begun
         self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
         self._sample: Sample | None = None  # of the current step
         self._pending: deque[Sample] = deque()
@@ -187,20 +189,18 @@ class Telemetry:
 
     def recorder(self, bucket: GradBucket) -> Sample | None:
         """The measurements to which ``bucket`` adds; None in a step that is not measured."""
-        if bucket.index() == 0:
+        if self._boundary.is_before(bucket):
             self.flush()
-            # All samples of earlier steps are complete, except those of steps that failed.
+            # All samples of earlier steps are complete, except those of steps that failed or whose last bucket was
+            # skipped.
             self._pending = deque(sample for sample in self._pending if sample.is_complete)
-            step = self._n_steps + 1
+            self._n_steps += 1
+            step = self._n_steps
             is_exact = self._exact_every > 0 and (step - self._agreed_at) % self._exact_every == 0
             self._sample = Sample(step, is_exact, self._state) if is_exact or step % self._every == 0 else None
             if self._sample is not None:
                 self._pending.append(self._sample)
-        sample = self._sample
-        if bucket.is_last():
-            self._n_steps += 1
-            self._sample = None
-        return sample
+        return self._sample
 
     def flush(self) -> None:
         """Take over the measurements that can be read now."""

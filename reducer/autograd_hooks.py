@@ -23,14 +23,14 @@ class AutogradHooks:
 
     Args:
         parameters: by index. None of their hooks is deferred.
-        notify: called without arguments; takes the indices from `recorded`. May be called from any of autograd's
-            threads, and may find that another call has taken them.
+        notify: called with the gradient that has come in; takes the indices from `recorded`. May be called from any of
+            autograd's threads, and may find that another call has taken them.
 
     Attributes:
         nodes: the autograd node of each parameter that accumulates its gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], notify: Callable[[], None]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self._recorded: list[int] = []
         self._deferred = bytearray(len(parameters))
@@ -47,7 +47,7 @@ class AutogradHooks:
 
     def record(self, index: int) -> None:
         """Act as the hook of a parameter whose gradient came through another autograd node."""
-        self._hooks[index](None, None)
+        self._hooks[index](None, (None,))
 
     def defer(self, mask: bytes | bytearray) -> None:
         """Defer the hooks of the parameters that have a 1 in ``mask``, once each; no others."""
@@ -79,16 +79,16 @@ class AutogradHooks:
 
 
 def _make_hook(
-    index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[], None]]
-) -> Callable[[object, object], None]:
+    index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
+) -> Callable[[object, Sequence[Tensor | None]], None]:
     record = recorded.append
 
-    def hook(_: object, __: object) -> None:
+    def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
         record(index)  # first, so that a thread that stops deferring it meanwhile finds it
         if deferred[index]:
             deferred[index] = 0
         elif (method := notify()) is not None:
-            method()
+            method(incoming[0])
 
     return hook
 

@@ -64,7 +64,7 @@ class Backward:
         ready_order: the parameters whose gradients autograd has completed, in that order; unused
             parameters are not listed.
         calls: with a static graph, how often each parameter's autograd hook was called.
-        n_launched: number of launched buckets.
+        n_launched: number of launched buckets, skipped ones included.
         futures: for each bucket the result of its reduction; None before its launch, and if it is not reduced.
     """
 

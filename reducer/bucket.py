@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress import Gradients
 from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
-from gradwire.reducer import errors
+from gradwire.reducer import errors, torch_internals
 
 __all__ = ["BucketBase", "BucketSpec", "DenseBucket", "TakeBack"]
 
@@ -30,6 +31,7 @@ class BucketSpec:
         members: indices of its parameters in the model.
         parameters: in the order of their gradients in the buffer.
         names: of the parameters, as in ``module.named_parameters()``.
+        model_parameters: all parameters that the reducer averages.
     """
 
     index: int
@@ -37,6 +39,7 @@ class BucketSpec:
     members: list[int]
     parameters: list[Tensor]
     names: list[str]
+    model_parameters: Sequence[Tensor] = ()
 
 
 class BucketBase:
@@ -45,8 +48,11 @@ class BucketBase:
     Attributes:
         members: indices of the parameters in the model.
         device: of the gradients.
+        process_group: the ranks to average over; set by the reducer.
+        model_parameters: all parameters that the reducer averages.
         divisor: divisor of a sum over ranks: the world size, or in `join` the number of ranks with
             inputs left.
+        is_last_launched: whether no bucket after it is launched in this backward.
         stand_ins: positions in the bucket of the parameters that this rank has no gradient for in this backward.
     """
 
@@ -57,7 +63,10 @@ class BucketBase:
         self._names = spec.names
         self.members = spec.members
         self.device = spec.parameters[0].device
+        self.process_group: dist.ProcessGroup | None = None
+        self.model_parameters = spec.model_parameters
         self.divisor = 1
+        self.is_last_launched = spec.is_last
         self.release()
 
     def index(self) -> int:
@@ -65,8 +74,8 @@ class BucketBase:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of a backward."""
-        return self._spec.is_last
+        """Whether this is the last bucket that is launched in this backward."""
+        return self.is_last_launched
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of their gradients in the buffer."""
@@ -95,7 +104,9 @@ class DenseBucket(BucketBase):
     """
 
     zero_copy: bool
-    _grads: Sequence[Tensor]
+    _grads: Sequence[Tensor]  # what the reduction reads and, without `as_view`, writes
+    _copied: list[int]  # positions of the gradients whose copies it writes instead: others can reach their memory
+    _scale: float  # of the result that `finish` has written
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
 
@@ -179,15 +190,25 @@ class DenseBucket(BucketBase):
                 view.div_(self.divisor)
         return buffer
 
-    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
+    def collect(
+        self,
+        zero_copy: bool,
+        unused: Sequence[int] = (),
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+    ) -> None:
         """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
 
-        A gradient in another layout than its parameter's, as a user may have assigned, is replaced by a copy.
+        A gradient in another layout than its parameter's, as a user may have assigned, is replaced by a copy. With
+        ``zero_copy`` the result is written before the backward ends, so a gradient that anything but its parameter's
+        ``.grad`` can reach is copied, and its result copied back in `finish`.
 
         Args:
             zero_copy: whether the hook may use `source` and `target`.
             unused: positions in the bucket of the parameters that this rank has no gradient for in this backward. If no
                 other rank has one either, their ``.grad`` must not change: a copy is reduced, or with ``as_view`` kept.
+            shared: positions of the parameters that another wrapper reduces, too.
+            incoming: see `owns_memory`.
 
         Raises:
             ValueError: a gradient has another dtype or shape than when the model was wrapped.
@@ -196,6 +217,8 @@ class DenseBucket(BucketBase):
             self._free_buffer()  # hooks may need it in their first steps only
         self._needs_buffer = False
         grads: list[Tensor] = []
+        copied: list[int] = []
+        writes_early = zero_copy and not self.as_view
         dtype, shapes = self._table.source_dtype, self._table.shapes
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
@@ -207,8 +230,11 @@ class DenseBucket(BucketBase):
                     parameter.grad = grad
             elif i in unused and not self.as_view:
                 grad = grad.clone()
+            elif writes_early and (i in shared or not torch_internals.owns_memory(grad, incoming)):
+                grad = grad.clone()
+                copied.append(i)
             grads.append(grad.detach() if grad.requires_grad else grad)
-        self.stand_ins = list(unused)
+        self.stand_ins, self._copied, self._scale = list(unused), copied, 1.0
         self._kept = {i: grads[i].clone() for i in unused} if self.as_view else {}
         self._grads = Fitting(grads, self._table)
         self._is_flat = False
@@ -238,7 +264,7 @@ class DenseBucket(BucketBase):
         return bucket
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
-        """Write a hook's result into the gradients, and release them.
+        """Write a hook's result into the gradients.
 
         Args:
             result: flat, of the bucket's number of elements; or the first tensor of `target`, if that has the result.
@@ -256,6 +282,11 @@ class DenseBucket(BucketBase):
             unflatten(result.reshape(-1), target.tensors, table=target.table)
         if scale != 1:
             torch._foreach_mul_(list(target.tensors), scale)
+            self._scale = scale
+        for i in self._copied:
+            gradient = self._parameters[i].grad
+            assert gradient is not None
+            gradient.copy_(self._grads[i])
         for i in self.stand_ins:
             if used[i]:
                 self._apply_stand_in(i)
@@ -263,7 +294,6 @@ class DenseBucket(BucketBase):
                 self._drop_stand_in(i, scale, take_back)
         if self.as_view:
             self.point_gradients_at_buffer()
-        self.release()
 
     def _apply_stand_in(self, i: int) -> None:
         """Make the result the gradient of a stand-in: some rank has a gradient for it."""
@@ -285,6 +315,7 @@ class DenseBucket(BucketBase):
         if take_back is not None:
             unscaled = result / scale
             take_back(self._names[i], unscaled if before is None else unscaled - before)
+            self._taken_back.add(i)
         if self.as_view and self._parameters[i].grad is not None:
             result.copy_(self._kept[i])
 
@@ -296,20 +327,22 @@ class DenseBucket(BucketBase):
         """Call ``take_back`` with every finite gradient of a result: the step will not be applied.
 
         Args:
-            result: as in `finish`.
+            result: as in `finish`, which may have written it.
             take_back: called with a parameter's name and its reduced gradient.
         """
-        is_flat = self.as_view or not self._is_in_target(result)
-        results = self._views(result.reshape(-1)) if is_flat else self._grads
-        for name, result in zip(self._names, results, strict=True):
-            if result.isfinite().all():
-                take_back(name, result)
+        is_in_target = self._is_in_target(result)
+        scale = self._scale if is_in_target else 1.0
+        results = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
+        for i, (name, result) in enumerate(zip(self._names, results, strict=True)):
+            if i not in self._taken_back and result.isfinite().all():
+                take_back(name, result / scale)
 
     def release(self) -> None:
         """Drop all tensors of this backward, and the buffer if it is to be freed."""
         super().release()
         self._grads = ()
-        self._kept = {}
+        self._copied, self._kept, self._scale = [], {}, 1.0
+        self._taken_back: set[int] = set()
         if self._frees_buffer:
             self._free_buffer()
         self._replaced = None

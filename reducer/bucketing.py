@@ -119,6 +119,7 @@ def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: 
             members=list(members),
             parameters=[options.parameters[i] for i in members],
             names=[options.names[i] for i in members],
+            model_parameters=options.parameters,
         )
         buckets.append(_make_bucket(spec, options, upcast_stream))
     return buckets

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.hooks._reduce_bucket import is_zero_copy
+from gradwire.hooks._registration import check_pairing, in_group
 from gradwire.reducer import errors
 from gradwire.reducer.backward import ForwardResults, Phase
 from gradwire.reducer.bucketing import Bucket, assign_first_buckets
@@ -31,10 +32,13 @@ class DDPReducer(Reducer):
 
         Raises:
             RuntimeError: a hook is registered already.
+            TypeError: ``hook`` is PyTorch's, ``state`` gradwire's.
+            ValueError: ``hook`` is gradwire's, and ``state`` has or is a process group of other ranks.
         """
         if self._hook is not None:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
-        self._hook, self.hook_state = hook, state
+        check_pairing(state, hook)
+        self._hook, self.hook_state = hook, in_group(state, hook, self.process_group)
         self._hook_is_zero_copy = is_zero_copy(hook)
 
     @property
@@ -67,7 +71,9 @@ class DDPReducer(Reducer):
             return
         self._static_calls = self._backward.calls
         self._unused = [index for index, calls in enumerate(self._static_calls) if calls == 0]
-        self._backward.phase = Phase.REDUCING
+        self._check_nodes(self._unused)
+        self._start_exchange()
+        self._find_last_launched()
         with self._lock:
             for index in range(len(self.parameters)):
                 self._mark_ready(index)
@@ -117,7 +123,7 @@ class DDPReducer(Reducer):
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
         for bucket in buckets:
-            bucket.divisor = self.process_group.size()
+            bucket.process_group, bucket.divisor = self.process_group, self.process_group.size()
         return buckets
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
@@ -147,8 +153,13 @@ class DDPReducer(Reducer):
     def restart(self) -> None:
         """Return to the state after construction, with the first buckets, equal on all ranks."""
         self._reset_state()
+        self._n_forwards = self._n_backwards = 0
         self._set_buckets(assign_first_buckets(self.options))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Average over other ranks from now on. A hook's state keeps its process group."""
+        """Average over other ranks from now on, as does a hook's state that had the process group."""
+        if self.hook_state is self.process_group:
+            self.hook_state = process_group
+        elif getattr(self.hook_state, "process_group", None) is self.process_group:
+            self.hook_state.process_group = process_group
         self.process_group = process_group

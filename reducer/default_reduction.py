@@ -28,7 +28,7 @@ def default_reduction(bucket: Bucket, exchange: Exchange) -> Future[Tensor]:
         bucket: the bucket; its gradients are collected and its ``divisor`` is set.
         exchange: its transport carries the sums of dense gradients on a CPU, which alone create it.
     """
-    if isinstance(bucket, DenseBucket) and bucket.device.type == "cpu":
+    if isinstance(bucket, DenseBucket) and not exchange.connections.has_streams(bucket.device):
         return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
+from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks import default_hooks
 from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer import errors, torch_internals
@@ -21,7 +23,8 @@ from gradwire.reducer.ddp_interface import DDPReducer
 from gradwire.reducer.ddp_logging import Logger
 from gradwire.reducer.mixed_precision import MixedPrecisionDDP, check_config, restore_parameters
 from gradwire.reducer.model_sync import broadcast_coalesced, verify_model
-from gradwire.reducer.nesting import refuse_wrapper_around, refuse_wrappers_inside
+from gradwire.reducer.model_watch import ModelWatch
+from gradwire.reducer.nesting import find_sharing_wrappers, refuse_wrapper_around, refuse_wrappers_inside
 from gradwire.reducer.resynchronization import begin_together, resynchronize
 
 __all__ = ["DistributedDataParallel"]
@@ -192,6 +195,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         self.reducer = DDPReducer(
             options, self.process_group, self.find_unused_parameters, self.skip_all_reduce_unused_params
         )
+        self.reducer.watch = ModelWatch(self.module, parameters, self.parameters_to_ignore)
         self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
         self.logger.set_construction_data_and_log(
@@ -235,7 +239,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         """Reduce at the end of the first backward of a static graph, which begins now."""
         if not self._static_graph_delay_allreduce_enqueued:
             self._static_graph_delay_allreduce_enqueued = True
-            torch_internals.queue_callback(self.reducer._delay_all_reduce)
+            queue_callback(self.reducer._delay_all_reduce)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the gradients of every bucket with ``hook(state, bucket)`` instead of the plain all-reduce.
@@ -303,6 +307,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         refuse_wrapper_around(self)
+        if self.reducer.times.iterations == 0:
+            find_sharing_wrappers(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.begin_forward()
@@ -313,8 +319,11 @@ class DistributedDataParallel(MixedPrecisionDDP):
     ) -> None:
         """Broadcast buffers before a forward, on a transport used for nothing else."""
         with self.reducer.leaving("the broadcast of buffers"):
-            transport = self.reducer.connections.transport("forward", self.reducer.device)
-            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank)
+            connections = self.reducer.connections
+            connections.enter("forward", threading.get_ident())
+            transport = connections.transport("forward", self.reducer.device)
+            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, self.reducer.announce_forward)
+            connections.leave("forward")
 
     def resynchronize(self, from_rank: int | None = None) -> None:
         """Recover from an error: discard the failed step, so that training can continue on all ranks.

@@ -20,13 +20,17 @@ __all__ = [
     "HOOK_WITH_MIXED_PRECISION",
     "JOIN_WITH_MIXED_PRECISION",
     "NOTHING_UNUSED",
+    "backward_skipped",
     "dense_gradient",
     "gradient_misfit",
     "gradient_strides",
     "graph_changed",
     "marked_twice",
     "no_future",
+    "parameter_cast",
+    "parameter_unknown",
     "result_misfit",
+    "sharded",
     "static_graph_too_late",
     "unfinished",
     "wrapped_by_another",
@@ -137,6 +141,14 @@ def marked_twice(name: str, index: int) -> str:
     )
 
 
+def backward_skipped(rank: int) -> str:
+    """A rank waits in a forward for this rank, which waits in a backward for its gradients."""
+    return (
+        f"Rank {rank} has begun its next forward pass without the backward pass that this rank is in, and both wait "
+        "for each other: its loss may have raised an exception. Call resynchronize() on every rank if a step fails."
+    )
+
+
 def graph_changed(name: str, index: int, calls: int) -> str:
     """A parameter got more gradients than in the first backward of a static graph.
 
@@ -192,6 +204,15 @@ def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
     )
 
 
+def sharded(name: str) -> str:
+    """A submodule is sharded by FSDP2."""
+    where = f"its submodule {name} is" if name else "it is"
+    return (
+        f"module cannot be wrapped: {where} sharded by fully_shard, which averages gradients by itself. Leave out the "
+        "wrapper, and use FSDP2 for the whole model: fully_shard for shards, replicate for copies."
+    )
+
+
 def no_future(result: object) -> str:
     """A hook returned a result that is not a future."""
     kind = type(result)
@@ -231,6 +252,15 @@ def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape
     return (
         f"{begin}The gradient of {name} is {gradient.dtype} {tuple(gradient.shape)}; when the model was wrapped, it "
         f"was {dtype} {tuple(shape)}. Wrap a model after changing its parameters."
+    )
+
+
+def parameter_unknown(name: str) -> str:
+    """A trainable parameter is not among those that the reducer averages."""
+    return (
+        f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be averaged. "
+        "Wrap the model again, or change it before you wrap it; load_state_dict without assign=True keeps parameters. "
+        "A parameter that each rank is to train by itself must be named in module._ddp_params_and_buffers_to_ignore."
     )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import ADVICE, Connections, connections_of
-from gradwire.comm.executor import let_go_of_locals
+from gradwire.comm.transport import let_go_of_locals
 from gradwire.reducer.ddp_logging import StepTimes
 
 __all__ = ["Exchange"]
@@ -74,7 +74,8 @@ class Exchange:
             message = f"{type(error).__name__} in {during}: {error}"
             elsewhere = self._fail(message)
             is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-            if elsewhere is not None and is_consequence and str(error) not in elsewhere:
+            is_told = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
+            if is_consequence and not is_told:
                 raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
             raise
 
@@ -90,6 +91,7 @@ class Exchange:
         elsewhere = connections.failure_elsewhere()
         rank = dist.get_rank(self.process_group)
         connections.fail(elsewhere or f"Step {self.times.iterations} failed on rank {rank}: {cause}")
+        self.connections.leave(self)
         self._discard_step()
         return elsewhere
 

@@ -7,7 +7,7 @@ parameters back at their own values. `LowPrecisionBucket` is the reducer's part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,22 +62,27 @@ class LowPrecisionBucket(DenseBucket):
     def _like_gradients(self) -> Iterable[Tensor]:
         return [parameter._mp_param for parameter in self._parameters]  # type: ignore[attr-defined]
 
-    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
+    def collect(
+        self,
+        zero_copy: bool,
+        unused: Sequence[int] = (),
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+    ) -> None:
         """Take the parameters' gradients; see `DenseBucket.collect`."""
-        super().collect(zero_copy, unused)
+        super().collect(zero_copy, unused, shared, incoming)
         self._absent = [i for i in unused if self._parameters[i].grad is None]
         for i in self._absent:  # PyTorch's hook casts every gradient
             self._parameters[i].grad = self._grads[i]
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
-        """Write the mean into the gradients, and release them; see `DenseBucket.finish`."""
+        """Write the mean into the gradients; see `DenseBucket.finish`."""
         torch.accelerator.current_stream().wait_stream(self._stream)
         reduced = [i for i in range(len(self._parameters)) if used.get(i, True)]
         if reduced:
             torch._foreach_copy_([self._gradient(i) for i in reduced], [self._view(result, i) for i in reduced])
         for i in set(self._absent).difference(reduced):
             self._parameters[i].grad = None
-        self.release()
 
     def _gradient(self, i: int) -> Tensor:
         gradient = self._parameters[i].grad

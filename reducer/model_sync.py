@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -87,7 +87,13 @@ def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: i
                 )
 
 
-def broadcast_coalesced(tensors: Sequence[Tensor], transport: GroupTransport, limit: int, source: int = 0) -> None:
+def broadcast_coalesced(
+    tensors: Sequence[Tensor],
+    transport: GroupTransport,
+    limit: int,
+    source: int = 0,
+    check: Callable[[], None] | None = None,
+) -> None:
     """Overwrite ``tensors`` with those of the group's rank ``source``. A collective call.
 
     Args:
@@ -95,19 +101,26 @@ def broadcast_coalesced(tensors: Sequence[Tensor], transport: GroupTransport, li
         transport: carries the broadcasts.
         limit: approximate size of a message in bytes.
         source: a rank of the group.
+        check: called from time to time while waiting, by default the transport's own; raises to end the wait.
     """
     in_flight: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
     for chunk in _chunks(tensors, limit):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         in_flight.append((transport.broadcast(flat.view(torch.uint8), source), flat, chunk))
         if len(in_flight) == MAX_BROADCASTS_IN_FLIGHT:
-            _unpack(transport, *in_flight.popleft())
+            _unpack(transport, check, *in_flight.popleft())
     while in_flight:
-        _unpack(transport, *in_flight.popleft())
+        _unpack(transport, check, *in_flight.popleft())
 
 
-def _unpack(transport: GroupTransport, work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]) -> None:
-    transport.wait(work)
+def _unpack(
+    transport: GroupTransport,
+    check: Callable[[], None] | None,
+    work: dist.Work,
+    flat: Tensor,
+    chunk: Sequence[Tensor],
+) -> None:
+    transport.wait(work, check)
     for tensor, values in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(values.view(tensor.shape))
 

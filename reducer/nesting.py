@@ -1,21 +1,23 @@
-"""Nested DDP wrappers: allowed unless two of them average the gradient of one parameter.
+"""Several DDP wrappers of one parameter: nested ones are refused, others read its gradient before anyone writes it.
 
-Averaging twice gives the same mean for twice the traffic. It only warns, because PyTorch's own
-tests nest wrappers. If the inner wrapper has a communication hook, it raises: the outer wrapper
-sends the same gradients without the hook.
+Averaging twice gives the same mean for twice the traffic. Nesting only warns, because PyTorch's own tests nest
+wrappers. If the inner wrapper has a communication hook, it raises: the outer wrapper sends the same gradients without
+the hook. Models that share a layer and are trained in one backward are no mistake.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
+from gradwire.hooks._wrappers import live_wrappers
 from gradwire.reducer import errors
 
-__all__ = ["refuse_wrapper_around", "refuse_wrappers_inside"]
+__all__ = ["find_sharing_wrappers", "refuse_wrapper_around", "refuse_wrappers_inside"]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -23,12 +25,27 @@ TorchDDP = nn.parallel.DistributedDataParallel
 _checked: WeakKeyDictionary[TorchDDP, WeakSet[TorchDDP]] = WeakKeyDictionary()
 
 
+def find_sharing_wrappers(wrapper: Any) -> None:
+    """Tell ``wrapper``, and gradwire's other live wrappers, which parameters they share; see `Reducer.share`."""
+    mine = {id(parameter) for parameter in wrapper.reducer.parameters}
+    other: Any
+    for other in live_wrappers():
+        shared = {id(parameter) for parameter in other.module.parameters()} & mine if other is not wrapper else None
+        if shared:
+            wrapper.reducer.share(other, shared)
+            if hasattr(other.reducer, "share"):
+                other.reducer.share(wrapper, shared)
+
+
 def refuse_wrappers_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
     Raises:
-        ValueError: that wrapper has a communication hook.
+        ValueError: that wrapper has a communication hook, or it is one of FSDP2.
     """
+    for name, part in module.named_modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without the import of FSDP
+            raise ValueError(errors.sharded(name))
     wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, TorchDDP)]
     if not wrappers:
         return

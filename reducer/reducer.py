@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,8 @@ from torch.autograd.graph import Node
 from torch.futures import Future
 
 from gradwire.comm.connections import ADVICE
-from gradwire.comm.torch_internals import profiler_range
+from gradwire.comm.torch_internals import profiler_range, queue_callback
+from gradwire.comm.transport import take_values, wait_for
 from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.autograd_hooks import AutogradHooks
@@ -32,6 +36,7 @@ from gradwire.reducer.bucketing import (
 )
 from gradwire.reducer.default_reduction import default_reduction
 from gradwire.reducer.exchange import Exchange
+from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.sparse_bucket import SparseBucket
 from gradwire.reducer.unused_parameters import UsedParameters, find_unused
 
@@ -100,6 +105,13 @@ class Reducer(Exchange):
         self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._graph_seems_static = True  # whether `_unused` has never changed
         self._used = UsedParameters(len(self.parameters), self.device)
+        self.watch: ModelWatch | None = None  # of the model that has the parameters
+        self._incoming: Tensor | None = None  # the gradient whose autograd hook runs
+        self._number = self.connections.new_user()
+        self._thread = 0  # that called the latest forward
+        self._n_forwards = self._n_backwards = 0  # that were synchronised, since the ranks last agreed
+        # The parameters that other wrappers reduce too, by index.
+        self._shared_with: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
         self._backward: Backward
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
         self._set_buckets(assign_first_buckets(options))
@@ -126,19 +138,25 @@ class Reducer(Exchange):
         """Count an iteration: the forward of a synchronised backward begins.
 
         Raises:
-            RuntimeError: the previous step failed, the process group was destroyed, or a parameter was cast.
+            RuntimeError: the previous step failed, the process group was destroyed, or a parameter was cast, replaced,
+                added or unfrozen.
         """
         self.connections.check()
         if self._forward_is_running:
             self._fail("the forward pass raised an exception")
             self.connections.check()
         self._check_not_cast()
+        if self.watch is not None and (name := self.watch.find_unknown()) is not None:
+            self._fail_and_raise(errors.parameter_unknown(name))
+        self._thread = threading.get_ident()
+        self._n_forwards += 1
         self.times.begin_forward()
 
     def _check_not_cast(self) -> None:
         """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
 
-        The first parameter's node also tells of casts that were undone. It stands for all others, to save time.
+        A cast that was undone shows in the autograd node. To save time, only the first parameter's is compared here,
+        and that of parameters that seem unused. Others are missing at the end of the backward.
         """
         if self._upcast_stream is not None:
             return
@@ -146,9 +164,14 @@ class Reducer(Exchange):
             changed = zip(self.options.names, self.parameters, self._dtypes, strict=True)
             name = next(name for name, parameter, before in changed if parameter.dtype != before)
             self._fail_and_raise(errors.parameter_cast(name))
-        first = self.parameters[0]
-        if first.requires_grad and torch_internals.gradient_node(first) is not self._autograd_hooks.nodes[0]:
-            self._fail_and_raise(errors.parameter_cast(self.options.names[0]))
+        self._check_nodes([0])
+
+    def _check_nodes(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if a parameter has another autograd node than the one with the reducer's hook."""
+        for i in indices if self._upcast_stream is None else ():
+            parameter, node = self.parameters[i], self._autograd_hooks.nodes[i]
+            if parameter.requires_grad and torch_internals.gradient_node(parameter) is not node:
+                self._fail_and_raise(errors.parameter_cast(self.options.names[i]))
 
     def begin_forward(self) -> None:
         """The module's own forward of a synchronised backward begins; it ends with `prepare_for_backward`."""
@@ -189,6 +212,7 @@ class Reducer(Exchange):
         self._forward_is_running = False
         if self.find_unused_parameters and not self.static_graph:
             unused = find_unused(outputs, self._gradient_nodes())
+            self._check_nodes(unused)
             if self.times.iterations > 1:
                 self._graph_seems_static &= unused == self._unused
             self._unused = unused
@@ -227,15 +251,21 @@ class Reducer(Exchange):
 
     # Phase 2: gradients become ready.
 
-    def _on_gradients(self) -> None:
-        """Autograd has accumulated gradients; at least one of them may complete a bucket."""
+    def _on_gradients(self, incoming: Tensor | None) -> None:
+        """Autograd has accumulated gradients; at least one of them may complete a bucket.
+
+        Args:
+            incoming: the gradient whose autograd hook calls.
+        """
         with self._lock:
+            self._incoming = incoming
             tracks_usage = self._may_leave_out and self._static_calls is None
             for index in self._autograd_hooks.recorded():
                 if tracks_usage and self.parameters[index].grad is not None:
                     self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
                 if self._backward.phase is not Phase.DONE:
                     self._accept(index)
+            self._incoming = None
 
     def _accept(self, index: int) -> None:
         """Autograd has accumulated a gradient, or one of several that are added up."""
@@ -249,7 +279,7 @@ class Reducer(Exchange):
         if backward.is_expected_last(index):
             backward.expect_last(index, self._autograd_hooks.expect_one(backward.missing_beside(index)))
         if backward.is_launched:
-            torch_internals.queue_callback(self._finalize)
+            queue_callback(self._finalize)
 
     def _is_last_call(self, index: int) -> bool:
         """With a static graph, count a call of a parameter's autograd hook; returns whether it is the last."""
@@ -269,11 +299,27 @@ class Reducer(Exchange):
 
     def _begin_reduction(self, first: int) -> None:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
-        self._backward.phase = Phase.REDUCING
+        self._start_exchange()
         self.times.record("backward_compute_time_start")
         self._autograd_hooks.defer(self._backward.deferrable(first, self._unused, self._static_calls))
+        self._find_last_launched()
         for index in self._unused:
             self._mark_ready(index)
+
+    def _start_exchange(self) -> None:
+        with self.leaving("the backward pass"):
+            self.connections.enter(self, self._thread)
+        self._backward.phase = Phase.REDUCING
+        self._n_backwards += 1
+
+    def _find_last_launched(self) -> None:
+        """Tell every bucket whether it is the last that will not be skipped."""
+        last = max((bucket.index() for bucket in self.buckets if not self._is_skipped(bucket)), default=-1)
+        for bucket in self.buckets:
+            bucket.is_last_launched = bucket.index() == last
+
+    def _is_skipped(self, bucket: Bucket) -> bool:
+        return self.skip_unused and set(bucket.members) <= set(self._unused)
 
     def _mark_ready(self, index: int) -> None:
         """Mark a gradient ready, and launch the buckets that are complete now."""
@@ -282,18 +328,18 @@ class Reducer(Exchange):
             self._fail_and_raise(errors.marked_twice(self.options.names[index], index))
         backward.mark_ready(index)
         while (bucket := backward.next_complete()) is not None:
-            if bucket.is_last():
+            if bucket is self.buckets[-1]:
                 self.times.record("backward_compute_time_end")
             self._launch(bucket)
             backward.n_launched += 1
-            if bucket.is_last() and self._may_leave_out:
+            if backward.is_launched and self._may_leave_out:
                 self._used.exchange(self.transport)
 
     # Phase 3: buckets are launched.
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of a complete bucket."""
-        if self.skip_unused and set(bucket.members) <= set(self._unused):
+        if self._is_skipped(bucket):
             return
         self.times.record("backward_comm_time_start")
         index = bucket.index()
@@ -302,14 +348,31 @@ class Reducer(Exchange):
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
+                bucket.process_group = self.process_group
                 bucket.divisor = self._forward_results.divisor(self.process_group.size())
                 is_used = self._used.local
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if self._may_leave_out else []
-                bucket.collect(self._is_zero_copy(bucket), unused)
+                bucket.collect(self._is_zero_copy(bucket), unused, self._shared(bucket), self._incoming)
                 future = self._run_comm_hook(bucket)
             if not torch_internals.is_future(future):
                 self._raise(errors.no_future(future))
             self._backward.futures[index] = future
+
+    def share(self, wrapper: object, parameters: Collection[int]) -> None:
+        """Copy the gradients of parameters that another wrapper reads and writes in the same backward, too.
+
+        Args:
+            wrapper: the other one, as long as it lives.
+            parameters: their ids.
+        """
+        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
+
+    def _shared(self, bucket: Bucket) -> list[int]:
+        """The positions in a bucket of the parameters that are shared with other wrappers."""
+        if not self._shared_with:
+            return []
+        shared = set(chain.from_iterable(self._shared_with.values()))
+        return [k for k, i in enumerate(bucket.members) if i in shared]
 
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
         if self._hook is not None:
@@ -320,7 +383,7 @@ class Reducer(Exchange):
         """Whether the reduction may read and write the gradients where they are."""
         if isinstance(bucket, SparseBucket):
             return False
-        return self._hook_is_zero_copy if self._hook is not None else bucket.device.type != "cpu"
+        return self._hook_is_zero_copy if self._hook is not None else self.connections.has_streams(bucket.device)
 
     # Phase 4: results become gradients.
 
@@ -334,10 +397,15 @@ class Reducer(Exchange):
         self.times.n_reduced = sum(future is not None for future in backward.futures)
         waiting = profiler_range("gradwire::wait for buckets")
         with waiting, self.leaving("the end of the backward pass"), torch.no_grad():
+            self.connections.finish()
             for bucket in self.buckets:
                 self._finish(bucket, scale)
             for future in self._forward_results.futures:
                 future.wait()
+        self.connections.leave(self)
+        for bucket in self.buckets:
+            bucket.release()
+        backward.futures.clear()
         self.times.record("backward_comm_time_end")
         self._forward_results = ForwardResults()
         if not self.static_graph:  # whose first backward has found the used parameters
@@ -348,19 +416,37 @@ class Reducer(Exchange):
         futures, index = self._backward.futures, bucket.index()
         future = futures[index]
         if future is None:
-            bucket.release()
             return
-        result = _tensor(self.connections.wait(future))
+        result = _tensor(wait_for(future, self._check_in_step))
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins}
         take_back = self.hook_state.take_back if isinstance(self.hook_state, NamedState) else None
         bucket.finish(result, scale, used, take_back)
-        futures[index] = None
         if self._runs_optimizers:
+            futures[index] = None  # applied: not to be returned if a later bucket fails
             _run_optimizers(bucket.parameters())
+
+    # Buffers are broadcast in a forward, gradients reduced in a backward. If the loss of a rank raises and its loop
+    # goes on, it waits in its next forward for peers that wait in their backwards for it.
+
+    def announce_forward(self) -> None:
+        """While a forward waits for other ranks: tell them where this one is; raise RuntimeError if one has left."""
+        here = [dist.get_rank(self.process_group), self._n_forwards, self._n_backwards]
+        self.connections.announce(f"forward/{self._number}", json.dumps(here))
+        self.connections.check_peers()
+
+    def _check_in_step(self) -> None:
+        """While a backward waits for other ranks: raise RuntimeError if one has left, or has skipped this backward."""
+        self.connections.check_peers()
+        text = self.connections.announced(f"forward/{self._number}")
+        if text is not None:
+            rank, forwards, backwards = json.loads(text)
+            if forwards > self._n_forwards and backwards < self._n_backwards:
+                raise RuntimeError(errors.backward_skipped(rank))
 
     def _discard_step(self) -> None:
         if isinstance(self.hook_state, NamedState):
-            _return_results(self.buckets, self._backward.futures, self.hook_state.take_back)
+            _return_results(self.buckets, take_values(self._backward.futures), self.hook_state.take_back)
+        self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)
         self._forward_results = ForwardResults()
         self._forward_is_running = False
@@ -381,9 +467,9 @@ def _run_optimizers(parameters: Sequence[Tensor]) -> None:
             parameter.grad = None
 
 
-def _return_results(buckets: Sequence[Bucket], futures: Sequence[Future[Any] | None], take_back: TakeBack) -> None:
+def _return_results(buckets: Sequence[Bucket], results: Sequence[Any], take_back: TakeBack) -> None:
     """Add results that nobody will apply to the hook's error memory."""
-    for bucket, future in zip(buckets, futures, strict=True):
-        if future is not None and future.done() and isinstance(bucket, DenseBucket):
+    for bucket, result in zip(buckets, results, strict=False):  # no results between two steps
+        if result is not None and isinstance(bucket, DenseBucket):
             with suppress(Exception), torch.no_grad():
-                bucket.give_back(_tensor(future.value()), take_back)
+                bucket.give_back(_tensor(result), take_back)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,13 @@ class SparseBucket(BucketBase):
         """Replace the tensor that `buffer` returns."""
         self._gradient = buffer
 
-    def collect(self, zero_copy: bool, unused: Sequence[int] = ()) -> None:
+    def collect(
+        self,
+        zero_copy: bool,
+        unused: Sequence[int] = (),
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+    ) -> None:
         """Copy the gradient; an undefined gradient becomes a sparse tensor without entries.
 
         Raises:
@@ -54,11 +60,10 @@ class SparseBucket(BucketBase):
         return bucket
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
-        """Make the hook's result the gradient, and release it. See `DenseBucket.finish`."""
+        """Make the hook's result the gradient. See `DenseBucket.finish`."""
         if used.get(0, True):
             result = result * scale if scale != 1 else result
             self._parameter.grad = result.to(self._parameter.dtype)
-        self.release()
 
     def release(self) -> None:
         """Drop all tensors of this backward."""

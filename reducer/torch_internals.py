@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -37,8 +37,7 @@ else:
 with private_names():
     from torch.nn.parallel.distributed import _find_tensors
 
-    _engine: Any = Variable._execution_engine
-    _ATTRIBUTES = (_engine.queue_callback, torch._C.Future)
+    _ATTRIBUTES = (torch._C.Future, torch._C._storage_Use_Count, Tensor._use_count)  # type: ignore[attr-defined]
 
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
@@ -52,7 +51,7 @@ __all__ = [
     "is_future",
     "not_compiled",
     "optimizer_hooks",
-    "queue_callback",
+    "owns_memory",
     "tensors_in",
     "uses_python_reducer",
 ]
@@ -75,9 +74,35 @@ def gradient_node(tensor: Tensor) -> Node:
     return get_gradient_edge(tensor).node
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the running backward."""
-    _engine.queue_callback(callback)
+def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
+    """Whether nobody can reach the memory of a parameter's ``.grad`` but through ``.grad``.
+
+    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nobody else holds that tensor. But the
+    tensor may be a view of one that other nodes of the graph read later, or that a hook or a function has kept:
+    ``h + p.view(...)`` gives both h and p views of one gradient.
+
+    Args:
+        gradient: ``.grad``, dense.
+        incoming: the gradient that has come in, while the hooks of its AccumulateGrad run: autograd holds it until they
+            have returned, and with it the tensor that it is a view of.
+    """
+    storage = gradient.untyped_storage()
+    others = torch._C._storage_Use_Count(storage._cdata) - 2  # but for ``gradient`` and ``storage``
+    if others == 0 or incoming is None or incoming.untyped_storage()._cdata != storage._cdata:
+        return bool(others == 0)
+    base = incoming._base
+    # The base is held by ``incoming`` and by its Python object, which nobody else holds.
+    is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _ONE_REFERENCE  # type: ignore[attr-defined]
+    return bool(others == 1 + is_base_theirs)
+
+
+def _count_of_one_reference() -> int:
+    """What ``sys.getrefcount`` says of an object that one local variable holds; it depends on the version of Python."""
+    local = object()
+    return sys.getrefcount(local)
+
+
+_ONE_REFERENCE = _count_of_one_reference()
 
 
 def assign_buckets(

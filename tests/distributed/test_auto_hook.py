@@ -67,6 +67,29 @@ def test_choice_is_plain_or_gains_enough(measured, min_gain):
         assert of_plan(ready, of_buckets, plan) <= TOLERANCE / min_gain * base * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("plain", "expected"),
+    [(124.5, "plain"), (125.0, "int4"), (125.5, "int4")],
+    ids=["just-below", "exactly", "just-above"],
+)
+def test_choice_compresses_from_exactly_min_gain_on(plain, expected):
+    """The fastest plan takes 100 ms, so a gain of 1.25 needs 125 ms without compression."""
+    of_bucket = {"plain": Cost(0, plain, 0), "int4": Cost(0, 100, 0)}
+    assert choose([0], [of_bucket], 1.25) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("precise", "expected"),
+    [(101.5, "int8"), (102.0, "int8"), (102.5, "int4")],
+    ids=["just-below", "exactly", "just-above"],
+)
+def test_more_precise_plan_is_chosen_up_to_exactly_the_tolerance(precise, expected):
+    """The fastest plan takes 100 ms, so a more precise one may take 102 ms."""
+    assert TOLERANCE == 1.02
+    of_bucket = {"plain": Cost(0, 200, 0), "int8": Cost(0, precise, 0), "int4": Cost(0, 100, 0)}
+    assert choose([0], [of_bucket], 1.05) == [expected]
+
+
 def test_choice_is_plain_on_a_fast_link():
     fast = {"plain": Cost(1, 1, 1), "int8": Cost(4, 0.3, 4), "int4": Cost(4, 0.1, 4)}
     assert choose([0, 5, 10], [fast] * 3, 1.05) == ["plain"] * 3
@@ -205,6 +228,30 @@ def test_candidate_that_is_fastest_by_chance_is_not_chosen(world):
     assert all(plan == {"plain"} for plan in world.run(chosen_under_load))
 
 
+def chosen_with_other_warm_ups(times, warm_ups):
+    """The plan if the first step of each candidate takes another time than its later steps."""
+    state = AutoState(candidates=tuple(times), repeats=1)
+
+    def faked(trial):
+        first = next(each for each in state._trials if each.candidate == trial.candidate)
+        of_step = warm_ups if trial is first else times
+        return [[0.0, of_step[trial.candidate], 0.0] for _ in trial.buckets]
+
+    with mock.patch.object(Trial, "costs", faked):
+        train("gradwire", "mlp", hook=(state, auto_hook), steps=2 + 2 * len(times) + 1, bucket_cap_mb=SMALL)
+    return set(state.plan.values())
+
+
+@pytest.mark.parametrize(
+    "warm_ups",
+    [{"plain": 10.0, "int4": 1000.0}, {"plain": 0.1, "int4": 1.0}],
+    ids=["expensive-candidate", "cheap-plain"],
+)
+def test_warm_up_step_of_a_candidate_does_not_count(world, warm_ups):
+    for plan in world.run(chosen_with_other_warm_ups, times={"plain": 10.0, "int4": 1.0}, warm_ups=warm_ups):
+        assert plan == {"int4"}
+
+
 def auto_and_direct():
     times = {"plain": 10.0, "int4": 1.0}
     auto, state = with_times(times, steps=12)
@@ -291,6 +338,27 @@ def test_resynchronized_ranks_have_the_same_methods(world, planned, extra_on):
     results = world.run(resynchronized_with_unequal_methods, planned=planned, extra_on=extra_on)
     assert_same_on_all_ranks(results)
     assert ("int4" in results[0][1]) == (planned or extra_on == 0)
+
+
+def methods_after_a_change_of_group(way):
+    """Whether each method of a state, and the candidate that is measured, has the state's new process group."""
+    names = [name for name, _ in build("mlp").named_parameters()]
+    options = {"candidates": ("plain", "int4"), "repeats": 1}
+    plan = {name: ("int4", "powersgd-r1")[i % 2] for i, name in enumerate(names)} if way != "measuring" else None
+    state = AutoState(plan=plan, **options)
+    train("gradwire", "mlp", hook=(state, auto_hook), steps=3, bucket_cap_mb=SMALLEST)
+    if way == "pickled":
+        state = pickle.loads(pickle.dumps(state))
+    state.process_group = group = dist.new_group()
+    exchanges = [*state._exchanges.values(), *(trial.exchange for trial in state._trials)]
+    return [exchange.state.process_group is group for exchange in exchanges]
+
+
+@pytest.mark.parametrize("way", ["planned", "measuring", "pickled"])
+def test_methods_follow_the_process_group_of_the_state(worlds, way):
+    # In three steps the first candidate is measured, with the plain all-reduce beside it.
+    for follow in worlds(2).run(methods_after_a_change_of_group, way=way):
+        assert follow == [True, True]
 
 
 def resumed(wrapper, way):

@@ -165,7 +165,7 @@ class Watcher:
         self.expects_others = expects_others
         self.expected_last = 0
 
-    def notify(self):
+    def notify(self, _):
         with self.lock:
             self.calls += 1
             for index in self.hooks.recorded():

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import logging
 import pickle
 import re
 
@@ -177,30 +176,11 @@ def test_hooks_can_be_called_by_keyword(worlds, hook, wrapper):
 # --- copies
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["copy", "file"]
-)
-def test_copying_a_state_without_a_process_group_does_not_warn(caplog, copied):
-    with caplog.at_level(logging.WARNING):
-        copied(PowerSGDState(None))
-    assert not caplog.records
+def copies_of_a_state_with_a_group():
+    state = PowerSGDState(dist.group.WORLD)
+    return [copied.process_group for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)))]
 
 
-def copy_with_a_group():
-    records = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            records.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("gradwire").addHandler(handler)
-    state = copy.deepcopy(PowerSGDState(dist.group.WORLD))
-    logging.getLogger("gradwire").removeHandler(handler)
-    return state.process_group, records
-
-
-def test_copying_a_state_with_a_process_group_warns_that_the_group_is_dropped(worlds):
-    for group, records in worlds(1).run(copy_with_a_group):
-        assert group is None
-        assert re.match("The process group of a PowerSGDState is not pickled; set state.process_group", *records)
+def test_copy_of_a_state_has_no_process_group(worlds):
+    # That of the model it is registered with; a group cannot be pickled.
+    assert worlds(1).run(copies_of_a_state_with_a_group) == [[None, None]]

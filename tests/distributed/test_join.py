@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
-from features import assert_parity, of_both, under_hooks, views, ways, wrap, zero_grad
-from training import error_of, gradients
+from features import UNDER_HOOKS, assert_parity, of_both, over, under_hooks, views, ways, wrap, zero_grad
+from torch import nn
+from training import error_of, gradients, one_thread_group
 from zoo import Probe
 
 
@@ -64,6 +65,62 @@ def test_joined_rank_adds_zeros_under_a_hook(worlds, lengths, divide, hook, view
     results = worlds(3).run(joined_and_zero_fed, lengths=lengths, divide=divide, hook=hook, view=view)
     for (joined, _), (fed, _) in results:
         assert_same_bits(joined, fed)
+
+
+class Words(nn.Module):
+    """Two sparse gradients and a dense one; all are whole multiples of 12, so that means are exact."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(7, 4, sparse=True)
+        self.second = nn.EmbeddingBag(5, 3, sparse=True, mode="sum")
+        self.vector = nn.Parameter(torch.ones(6))
+
+    def forward(self, words):
+        bags = self.second(words.remainder(5).view(-1, 2))
+        return 12 * (self.first(words).sum() + 2 * bags.sum() + (self.vector * words).sum())
+
+
+def words_of(rank, step):
+    return torch.randint(7, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def join_with_words(hook, view, lengths, divide, find_unused):
+    """The gradients of every step under `join`: whether they are sparse, and their values."""
+    rank = dist.get_rank()
+    group = {"process_group": one_thread_group()} if hook == "flat" else {}
+    ddp = wrap("gradwire", Words(), hook, view, find_unused_parameters=find_unused, **group)
+    seen = []
+    with ddp.join(divide_by_initial_world_size=divide):
+        for step in range(lengths[rank]):
+            ddp.zero_grad()
+            ddp(words_of(rank, step)).backward()
+            seen.append({name: (gradient.is_sparse, gradient.to_dense()) for name, gradient in gradients(ddp).items()})
+    return seen
+
+
+def mean_over_live_ranks(lengths, step, divide):
+    live = [rank for rank in range(len(lengths)) if lengths[rank] > step]
+    module = Words()
+    sum(module(words_of(rank, step)) for rank in live).backward()
+    divisor = len(lengths) if divide else len(live)
+    return {name: gradient.to_dense() / divisor for name, gradient in gradients(module).items()}
+
+
+@over([*UNDER_HOOKS, ("none", False), ("none", True), ("int4", False)])
+@divisions
+@uneven
+@pytest.mark.parametrize("find_unused", [False, True], ids=["all-used", "find-unused"])
+def test_join_averages_sparse_gradients_over_ranks_with_inputs(world, find_unused, lengths, divide, hook, view):
+    lengths = lengths[: world.size]
+    options = {"lengths": lengths, "divide": divide, "find_unused": find_unused}
+    results = world.run(join_with_words, hook=hook, view=view, **options)
+    for steps, length in zip(results, lengths, strict=True):
+        assert len(steps) == length
+        for step, found in enumerate(steps):
+            assert {name for name, (is_sparse, _) in found.items() if is_sparse} == {"first.weight", "second.weight"}
+            expected = mean_over_live_ranks(lengths, step, divide)
+            assert_same_bits({name: values for name, (_, values) in found.items()}, expected)
 
 
 def join_exactly(hook, view, divide, lengths):

@@ -75,7 +75,7 @@ def wrap(wrapper, module, dtype, **options):
 
 
 def steps_of(
-    wrapper, dtype, *, tied=False, accumulate=1, set_to_none=True, skip=False, twice=False, evaluate=False, **options
+    wrapper, dtype, *, tied=False, accumulate=1, set_to_none=True, skip=(), twice=False, evaluate=False, **options
 ):
     """The gradients of four steps; without a wrapper, this rank's own, of a module in ``param_dtype``.
 
@@ -83,7 +83,7 @@ def steps_of(
 
     Args:
         tied: whether two layers share a weight.
-        skip: whether a layer is left out.
+        skip: ranks that leave a layer out.
         twice: whether a backward goes over two forwards.
         evaluate: whether a forward without a graph comes before each step.
     """
@@ -104,7 +104,7 @@ def steps_of(
                 assert {p.dtype for p in model.parameters()} == {torch.float32}
             local = wrapper is not None and micro_batch < accumulate - 1
             with model.no_sync() if local else nullcontext():
-                sum(model(batch, skip) for batch in batches).backward()
+                sum(model(batch, dist.get_rank() in skip) for batch in batches).backward()
         seen.append(gradients(module))
     if wrapper is not None:
         tensors = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
@@ -150,19 +150,23 @@ def with_ours_and_the_mean(**options):
 
 
 def mean(of_ranks, dtype):
+    """None counts as zeros, unless all are None."""
     if all(gradient is None for gradient in of_ranks):
         return None
-    return sum(gradient.to(dtype) for gradient in of_ranks).div_(len(of_ranks)).float()
+    return sum(gradient.to(dtype) for gradient in of_ranks if gradient is not None).div(len(of_ranks)).float()
 
 
 LOOPS = {
     "plain": {},
     "to-zero": {"set_to_none": False},
     "accumulating": {"accumulate": 3},
-    "unused": {"find_unused_parameters": True, "skip": True},
+    "unused": {"find_unused_parameters": True, "skip": (0, 1)},
+    "unused-on-rank-0": {"find_unused_parameters": True, "skip": (0,)},
+    "unused-on-rank-1": {"find_unused_parameters": True, "skip": (1,)},
+    "unused-on-rank-1-to-zero": {"find_unused_parameters": True, "skip": (1,), "set_to_none": False},
     "all-used": {"find_unused_parameters": True},
     "static": {"static_graph": True},
-    "static-unused": {"static_graph": True, "skip": True},
+    "static-unused": {"static_graph": True, "skip": (0, 1)},
     "tied": {"tied": True},
     "two-forwards": {"twice": True},
     "evaluating": {"evaluate": True},

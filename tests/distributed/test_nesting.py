@@ -118,6 +118,76 @@ def test_nested_wrappers_of_different_parameters_train(worlds, outer, inner):
             assert_same_bits(nested, single)
 
 
+WEIGHT, BIAS = "part.module.weight", "part.module.bias"  # of the inner wrapper's layer, in the outer one's module
+# How the inner and the outer wrapper treat the layer's parameters, and those that both average.
+SHARES = {
+    "outer ignores nothing": ({}, {}, [WEIGHT, BIAS]),
+    "outer ignores all": ({}, {"ignores": [WEIGHT, BIAS]}, []),
+    "outer ignores one": ({}, {"ignores": [BIAS]}, [WEIGHT]),
+    "each ignores the other's": ({"ignores": ["weight"]}, {"ignores": [BIAS]}, []),
+    "inner delays": ({"delays": ["weight"]}, {"ignores": [BIAS]}, [WEIGHT]),
+    "inner delays, outer ignores": ({"delays": ["weight"]}, {"ignores": [WEIGHT, BIAS]}, []),
+    "outer delays": ({}, {"ignores": [BIAS], "delays": [WEIGHT]}, [WEIGHT]),
+    "outer delays, inner ignores": ({"ignores": ["weight"]}, {"ignores": [BIAS], "delays": [WEIGHT]}, []),
+    "both delay": ({"delays": ["weight"]}, {"ignores": [BIAS], "delays": [WEIGHT]}, [WEIGHT]),
+    "frozen": ({"freezes": ["weight"]}, {"ignores": [BIAS]}, []),
+    "frozen, the other not": ({"freezes": ["weight"]}, {}, [BIAS]),
+    "tied, outer ignores the first name": ({"ties": True}, {"ignores": ["first.weight", BIAS]}, [WEIGHT]),
+    "tied, outer ignores the second name": ({"ties": True}, {"ignores": [WEIGHT, BIAS]}, ["first.weight"]),
+    "tied, outer ignores both names": ({"ties": True}, {"ignores": [WEIGHT, BIAS, "first.weight"]}, []),
+    "tied and delayed": ({"ties": True, "delays": ["weight"]}, {"ignores": [WEIGHT, BIAS]}, ["first.weight"]),
+    "tied and frozen": ({"ties": True, "freezes": ["weight"]}, {"ignores": [WEIGHT, BIAS]}, []),
+}
+
+
+def wrap_part(wrapper, module, hook_at, ignores=(), delays=(), freezes=(), ties=False):
+    """A wrapper that ignores and delays parameters of these names; ``hook_at`` begins the sum of the delayed ones."""
+    named = dict(module.named_parameters())
+    for name in freezes:
+        named[name].requires_grad_(False)
+    THEIRS._set_params_and_buffers_to_ignore_for_model(module, list(ignores))
+    delayed = [(name, named[name]) for name in delays]
+    options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": named[hook_at]} if delays else {}
+    return wrapper(module, **options)
+
+
+def nest(outer, inner, hook, share):
+    """What is said when a wrapper in a module is wrapped with that module, and called once: (kind, text)."""
+    of_inner, of_outer, _ = SHARES[share]
+    module = WithPart(None)
+    if of_inner.get("ties"):
+        module.part.weight = module.first.weight
+    module.part = wrap_part(WRAPPERS[inner], module.part, "bias", **of_inner)
+    if hook is not None:
+        register(module.part, hook)
+
+    def wrap_and_call():
+        wrap_part(WRAPPERS[outer], module, "first.bias", **of_outer)(torch.ones(2, 5))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        error = message_of(wrap_and_call)
+    warned = [("warning", text) for each in caught if "averaged twice" in (text := str(each.message))]
+    return warned + ([error] if error is not None else [])
+
+
+def nest_in_all_ways(**arguments):
+    return {share: nest(share=share, **arguments) for share in SHARES}
+
+
+@pytest.mark.parametrize("hook", [None, "allreduce"])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("gradwire", "pytorch"), ("gradwire", "gradwire"), ("pytorch", "gradwire")]
+)
+def test_nested_wrappers_are_refused_exactly_if_both_average_a_parameter(worlds, outer, inner, hook):
+    kind = "warning" if hook is None else "ValueError" if outer == "gradwire" else "RuntimeError"
+    for said in worlds(2).run(nest_in_all_ways, outer=outer, inner=inner, hook=hook):
+        for share, (_, _, both) in SHARES.items():
+            assert {each for each, _ in said[share]} == ({kind} if both else set()), share
+            if both and outer == "gradwire":
+                assert f"averages {', '.join(sorted(both))} already" in said[share][0][1]
+
+
 class Student(nn.Module):
     """Asks a wrapped teacher within its own forward."""
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits, assert_same_on_all_ranks
+from states import STATES, Training, make
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
-from gradwire.hooks import _parameter_names
+from gradwire.hooks import _parameter_names, _wrappers
 from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -211,6 +212,33 @@ def test_names_are_found_if_a_model_is_wrapped_again(worlds):
         assert found == [expected, expected]
 
 
+def unregistered_beside_another_model(kind, wrapper):
+    """What a checkpoint of a state without a model says while another one trains; whose names it has then, and later.
+
+    The other model is of the same class, so its names would fit.
+    """
+    other = Training(kind, wrapper)
+    other.run(1)
+    module = build("mlp")
+    state, hook = make(kind, module)
+    message, found = message_of(state.state_dict), state._names.module
+    ddp = WRAPPERS[wrapper](module)
+    register(ddp, (state, hook))
+    state.state_dict()
+    return message, found is None, state._names.module is module
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", STATES)
+def test_unregistered_state_does_not_take_names_of_another_live_model(worlds, kind, wrapper):
+    for message, has_no_model, has_its_own in worlds(2).run(
+        unregistered_beside_another_model, kind=kind, wrapper=wrapper
+    ):
+        assert ("has no model yet" in message) == (kind != "scaled_fp16")
+        assert has_no_model
+        assert has_its_own
+
+
 # --- law 4 and options by name
 
 
@@ -393,7 +421,7 @@ def test_error_of_unused_parameter_is_kept_in_compiled_model(worlds):
 
 def hidden_models():
     """Lets no search find a model, as after ``gc.freeze()``."""
-    return mock.patch.object(_parameter_names, "_live_ddps", lambda: [])
+    return mock.patch.object(_wrappers, "live_wrappers", lambda: [])
 
 
 def message_of(call):

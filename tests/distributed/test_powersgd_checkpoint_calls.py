@@ -132,35 +132,6 @@ def test_one_rank_saves_alone_after_prepare_checkpoint(worlds, saver, wrapper):
     assert_same_bits([result[2:] for result in results], [result[2:] for result in quiet])
 
 
-def use_after_a_step(wrapper):
-    training = Training(wrapper)
-    training.state.prepare_checkpoint()
-    training.run(1)
-    with nobody_else(), pytest.raises(AssertionError, match="a call to the other ranks"):
-        training.state.state_dict()
-    return training.state.state_dict()["iter"]
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_prepared_copy_is_dropped_by_the_next_step(worlds, wrapper):
-    assert worlds(2).run(use_after_a_step, wrapper=wrapper) == [6, 6]
-
-
-def use_after_loading():
-    training = Training()
-    early = training.state.state_dict()
-    training.run(2)
-    training.state.prepare_checkpoint()
-    training.state.load_state_dict(early)
-    return early, training.state.state_dict()
-
-
-def test_prepared_copy_is_dropped_by_loading_another_state(worlds):
-    for early, after in worlds(2).run(use_after_loading):
-        assert after["iter"] == early["iter"] == 5
-        assert_same_bits(after["q"], early["q"])
-
-
 def change_the_dictionary():
     training = Training()
     training.state.prepare_checkpoint()

@@ -1,6 +1,7 @@
 """Memory of PowerSGD: bytes of errors, and no tensor of the size of a gradient in a step."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from training import SMALL, WRAPPERS, build, register
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, LowRankPolicy
+from gradwire.compress import LowRankBucket, LowRankPolicy, PowerSGDMemory, flat_low_rank_bucket
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
@@ -42,6 +43,17 @@ def test_bucket_continues_from_memory_and_does_not_modify_it(alternating):
     assert second.memory["w"].error is memory["w"].error  # updated in place by the next step, as the state expects
     assert second.memory["w"].q is not memory["w"].q
     assert_same_bits(step(second, 1), expected)
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (384,), (24, 17), (2, 12, 16)], ids=str)
+@pytest.mark.parametrize("is_flat", [False, True], ids=["matrices", "flat"])
+def test_bucket_rejects_an_error_of_another_shape(is_flat, shape):
+    gradients, memory = [torch.ones(24, 16)], {"w": PowerSGDMemory(error=torch.zeros(shape))}
+    with pytest.raises(ValueError, match=re.escape(f"error memory of w has shape {shape}, its gradient (24, 16)")):
+        if is_flat:
+            flat_low_rank_bucket(gradients, 1, names=["w"], memory=memory)
+        else:
+            LowRankBucket(gradients, LowRankPolicy().matrix_shapes(gradients), names=["w"], memory=memory)
 
 
 # --- errors

@@ -24,7 +24,7 @@ from powersgd_checkpoints import (
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
 from gradwire.hooks import powerSGD_hook as ours
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 # --- checkpoints
 
@@ -191,6 +191,16 @@ def test_new_bound_state_saves_zero_errors(worlds):
         weights = sorted(name for name, parameter in build("mlp").named_parameters() if parameter.dim() == 2)
         assert sorted(saved["errors"]) == sorted(saved["q"]) == weights
         assert all(not error.any() for error in saved["errors"].values())
+
+
+def new_batched_state_without_feedback():
+    state, _ = trained("gradwire", steps=1, hook=batched_powerSGD_hook, options={"use_error_feedback": False})
+    return state.state_dict()
+
+
+def test_new_batched_state_without_feedback_saves_no_errors(worlds):
+    (saved,) = worlds(1).run(new_batched_state_without_feedback)
+    assert saved["errors"] == saved["q"] == saved["p"] == {}
 
 
 def pickled(wrapper):

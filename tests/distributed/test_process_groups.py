@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALL, build, gradients, register
+from states import START, STATES, Ledger, Training, errors_of
+from training import HOOKS, SMALL, WRAPPERS, build, gradients, message_of, register
 from worker import leave_group
 
 import gradwire
@@ -132,3 +133,59 @@ def test_reinitialised_process_group_trains_with_every_hook(worlds, tmp_path, ho
         assert outcome.how == "returned", outcome
         _, before, after = outcome.value
         assert all(now <= then for now, then in zip(after, before, strict=True)), "threads and sockets"
+
+
+# --- another process group after some steps
+
+
+def train_in_another_group(kind, wrapper, first, then):
+    """Train in one of the groups of ranks ``first``, then in the group of ranks ``then``; None on other ranks.
+
+    Returns the gradients of the later steps, and the names of which more was lost in them than by rounding; or the
+    error of a step.
+    """
+    rank = dist.get_rank()
+    (group,) = (each for ranks in first if (each := dist.new_group(ranks)) is not dist.GroupMember.NON_GROUP_MEMBER)
+    training = Training(kind, wrapper, group=group)
+    training.run(START + 2)
+    group = dist.new_group(then)
+    if rank not in then:
+        return None
+    training.ddp._update_process_group(group)
+    training.state.process_group = group
+    local, ledger = build("mlp"), Ledger(training.module, group)
+    if kind != "scaled_fp16":
+        for name, error in errors_of(training.state.state_dict()).items():
+            ledger.lost[name] += error
+    generator, seen = torch.Generator().manual_seed(rank), []
+    for _ in range(4):
+        batch = local.batch(generator)
+        for each in (local, training.ddp):
+            each.zero_grad()
+            if (error := message_of(each(*batch).backward)) is not None:
+                return error
+        seen.append(gradients(training.module))
+        ledger.add(gradients(local), seen[-1])
+    if kind != "scaled_fp16":
+        return seen, ledger.close(training.state)
+    # Each step rounds to fp16 as many times as there are ranks, and once more.
+    bound = {name: (len(then) + 1) * 2.0**-11 * size.max() for name, size in ledger.size.items()}
+    return seen, [name for name, lost in ledger.lost.items() if (lost.abs() > bound[name]).any()]
+
+
+MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "others": ([[0, 1], [2]], [1, 2])}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("kind", STATES)
+def test_state_follows_its_process_group_to_other_ranks(worlds, kind, move, wrapper):
+    first, then = MOVES[move]
+    results = worlds(3).run(train_in_another_group, kind=kind, wrapper=wrapper, first=first, then=then)
+    moved = [results[rank] for rank in then]
+    assert_same_on_all_ranks(moved)
+    if kind == "powersgd_alternating" and len(first) > 1:
+        # Each group has factors of its own, of which a step sends one side only.
+        assert "factors p: 4, digest" in moved[0]
+    else:
+        assert moved[0][1] == [], "law 1"

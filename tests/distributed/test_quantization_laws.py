@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from unittest import mock
 
 import pytest
@@ -362,14 +363,9 @@ def test_new_bucket_continues_from_folded_errors():
     assert_same_bits(second.folded_errors(), before)
 
 
-def test_bucket_rejects_an_error_of_another_shape():
-    gradients = [torch.ones(4, 4)]
-    with pytest.raises(ValueError, match=r"error memory of w has shape \(5,\), its gradient \(4, 4\)"):
-        QuantizedBucket(
-            gradients,
-            [WIRE_FORMATS["int4"]],
-            LocalTransport(),
-            Quantization(),
-            names=["w"],
-            memory={"w": torch.zeros(5)},
-        )
+@pytest.mark.parametrize("shape", [(5,), (8, 4), (32,), (2, 2, 8)], ids=str)
+def test_bucket_rejects_an_error_of_another_shape(shape):
+    gradients, formats = [torch.ones(4, 8)], [WIRE_FORMATS["int4"]]
+    memory = {"w": torch.zeros(shape)}
+    with pytest.raises(ValueError, match=re.escape(f"error memory of w has shape {shape}, its gradient (4, 8)")):
+        QuantizedBucket(gradients, formats, LocalTransport(), Quantization(), names=["w"], memory=memory)

@@ -202,7 +202,7 @@ def resumed_after_rebuild(**options):
     """Errors summed over ranks before and after the buckets of a state are cut anew, without a step between."""
     _, state = trained(**options)
     before = {name: summed(error) for name, error in state._own_errors().items()}
-    state._dissolve_buckets_of(tuple(before))
+    state.drop_buckets(tuple(before))
     return before, {name: summed(error) for name, error in state._own_errors().items()}, bool(state._buckets)
 
 

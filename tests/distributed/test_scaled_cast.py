@@ -218,6 +218,31 @@ def test_saturated_elements_count_on_their_rank_and_scale_recovers(world):
     assert relative_errors(results, first_tensor_only)[-1] <= world.size * 2.0**-11 * (1 + 2.0**-8)
 
 
+def counts_around_resynchronization(from_rank):
+    """This rank's counts before and after a resynchronization, and after a step that follows it.
+
+    Counts differ between ranks, as after faults, and the step that failed had a non-finite gradient.
+    """
+    ddp = WRAPPERS["gradwire"](Probe((5,)))
+    state = register(ddp, (ScaledCastState(), scaled_cast_hook))
+    ddp(torch.ones(5)).backward()
+    rank = dist.get_rank()
+    state.counters(torch.device("cpu")).copy_(torch.tensor([10 + rank, 20 + rank, 30 + rank, 1]))
+    seen = []
+    for action in (lambda: None, lambda: ddp.resynchronize(from_rank), lambda: ddp(torch.ones(5)).backward()):
+        action()
+        seen.append((state.nonfinite_elements, state.saturated_elements, state.skipped_steps))
+    return seen
+
+
+@pytest.mark.parametrize("from_rank", [None, 0, 1])
+def test_resynchronization_keeps_own_element_counts_and_takes_skipped_steps_of_source(world, from_rank):
+    results = world.run(counts_around_resynchronization, from_rank=from_rank)
+    for rank, counts in enumerate(results):
+        own, source = (10 + rank, 20 + rank), 30 + (from_rank or 0)
+        assert counts == [(*own, 30 + rank), (*own, source), (*own, source)]
+
+
 # --- checkpoints
 
 

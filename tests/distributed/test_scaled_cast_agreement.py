@@ -18,9 +18,12 @@ from gradwire.kernels import SegmentTable
 CPU = torch.device("cpu")
 
 
-def step(scales, values, scaling=None, watch=None):
-    """One step of a bucket: rank r holds ``scales[r]`` and the gradient ``values[r]``, which becomes the mean."""
-    transport = Transport(len(scales))
+def step(scales, values, scaling=None, watch=None, transport=None):
+    """One step of a bucket: rank r holds ``scales[r]`` and the gradient ``values[r]``, which becomes the mean.
+
+    The ranks agree in the first step with a transport.
+    """
+    transport = transport or Transport(len(scales))
     algorithms = []
     for scale, value in zip(scales, values, strict=True):
         bucket = Gradients([value], SegmentTable([value]))
@@ -97,7 +100,7 @@ def test_new_bucket_starts_from_smallest_scale_of_its_parameters(case):
     scale = state.bucket_scale((*names, "a new parameter"), CPU)
     assert scale.exponent.tolist() == smallest
     assert state.exponents() == dict.fromkeys([*names, "a new parameter"], smallest[0])
-    assert not scale.is_agreed
+    assert scale.transport is None
 
 
 def one_step_from_loaded_states(exponents, wrapper):
@@ -161,10 +164,10 @@ def test_contributions_saturate_at_limit_and_their_sum_is_finite(dtype, world_si
         wires.extend(tensors[0].clone() for tensors in ranks if tensors[0].dtype == dtype)
 
     scales = remembered(*[(0, 0)] * world_size)
-    scaling = DelayedScaling(dtype=dtype)
-    step(scales, [torch.full((3,), 2.0**-60) for _ in range(world_size)], scaling)
+    scaling, transport = DelayedScaling(dtype=dtype), Transport(world_size)
+    step(scales, [torch.full((3,), 2.0**-60) for _ in range(world_size)], scaling, transport=transport)
     values = [torch.tensor([3e38, -3e38, 0.0]) for _ in range(world_size)]
-    step(scales, values, scaling, watch)
+    step(scales, values, scaling, watch, transport)
     limit = scaling.limit(world_size)
     assert [wire.tolist() for wire in wires] == [[limit, -limit, 0.0]] * world_size
     assert all(value.isfinite().all() for value in values)

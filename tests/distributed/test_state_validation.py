@@ -353,6 +353,37 @@ def test_factor_of_one_matrix_for_stack_of_three_raises_in_bound_state(side):
     )
 
 
+FACTORS_ABOVE_RANK_4 = {
+    "q of a wide matrix": (4, 9, "q", (1, 5, 9)),
+    "p of a tall matrix": (9, 4, "p", (1, 5, 9)),
+    "q of a stack": (8, 5, "q", (2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("known", ["bound", "exempt", "by its error", "at the first step"])
+@pytest.mark.parametrize("case", FACTORS_ABOVE_RANK_4)
+def test_factor_of_rank_above_its_matrix_raises(world_of_one, case, known):
+    # The factor is no longer than its matrix, and alone: the other side would be refused for its own shape.
+    rows, columns, side, shape = FACTORS_ABOVE_RANK_4[case]
+    model = Summed(nn.Linear(columns, rows, bias=False))
+    options = {"ranks": {"*": 0}} if known == "exempt" else {"stacks": {"*": shape[0]}}
+    state = PowerSGDState(None, **EARLY, **options)
+    if known in ("bound", "exempt"):
+        state.bind(model)
+    errors = {"inner.weight": torch.zeros(rows, columns)} if known == "by its error" else {}
+    good = {"iter": 4, "errors": errors, "q": {}, "p": {}, "numel": [0, 0]}
+    state.load_state_dict(changed(good, side, torch.full((shape[0], 4, shape[2]), 0.1), "inner.weight"))
+    damaged = changed(good, side, torch.full(shape, 0.1), "inner.weight")
+    if known != "at the first step":
+        assert_refuses(state, damaged, f"{side}['inner.weight'] has shape {shape}")
+        return
+    state.load_state_dict(damaged)
+    ddp = WRAPPERS["gradwire"](model)
+    register(ddp, (state, powerSGD_hook))
+    message = refusal(ddp(torch.ones(2, columns)).backward)
+    assert f"{side}['inner.weight'] has shape {shape}" in message
+
+
 def test_factor_of_bucket_that_does_not_fit_other_side_raises():
     good = powersgd_state() | {"errors": {}}
     for names in (good["q"], good["p"]):
@@ -703,7 +734,7 @@ def test_powersgd_that_compresses_does_not_warn(world_of_one, hook):
 
 
 def step_with_errors_of_other_names(wrapper, hook):
-    """Refusals of a state whose errors have names that the model lacks, and of one in which some have."""
+    """Refusals of states whose errors have names that the model lacks, all of them and one of them."""
     model = build("mlp")
     name, parameter = next(iter(model.named_parameters()))
     empty = {"q": {}, "p": {}, "numel": [0, 0]} if hook == "powersgd" else {}
@@ -726,5 +757,6 @@ def step_with_errors_of_other_names(wrapper, hook):
 @pytest.mark.parametrize("hook", ["powersgd", "int4"])
 def test_errors_of_another_models_parameters_are_refused(world, hook, wrapper):
     for all_unknown, some_unknown in world.run(step_with_errors_of_other_names, wrapper=wrapper, hook=hook):
-        assert "is of other parameters, such as 'elsewhere.weight', than this model has" in all_unknown
-        assert some_unknown is None
+        text = "entries of the error memory are of parameters that this model does not have, such as 'elsewhere.weight'"
+        assert f"1 of 1 {text}" in all_unknown
+        assert f"1 of 2 {text}" in some_unknown

@@ -108,7 +108,7 @@ def train(device, algorithm):
                 await hook(tensors, iteration, is_last, transport, workspace)
                 return tensors
 
-            futures.append(executor.submit(task, is_last=is_last))
+            futures.append(executor.submit(task))
         for future, tensors in zip(futures, buckets, strict=True):
             assert future.wait() is tensors
             for tensor in tensors:  # as the optimizer does
@@ -198,7 +198,7 @@ def test_first_collective_of_a_task_comes_before_later_ones_of_the_task_before()
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
         for _ in range(2):
-            futures = [executor.submit(noted(executor, events, k), is_last=k == 3) for k in (1, 2, 3)]
+            futures = [executor.submit(noted(executor, events, k)) for k in (1, 2, 3)]
             assert [future.wait() for future in futures] == [1, 2, 3]
     # A1, A2, B1, D1, A3, B2, D2, B3, D3: a collective stands behind each A and B.
     parts = [(1, 0), (2, 0), (1, 1), (1, 2), (3, 0), (2, 1), (2, 2), (3, 1), (3, 2)]
@@ -219,8 +219,9 @@ def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
             known.append(device.current[-1].known[executor._collectives.name])
             await transport.all_reduce(buffer)
 
-        for k in range(3):
-            executor.submit(task, is_last=k == 2)
+        for _ in range(3):
+            executor.submit(task)
+        executor.finish()
     # Of the collectives C1, C2, C1', C3, C2', C3': B1 comes behind the first, B2 behind D1 and thus the third, B3
     # behind D2 and the fifth.
     assert known == [1, 3, 5]
@@ -240,6 +241,21 @@ def test_future_of_a_task_before_the_last_completes_when_somebody_waits():
         assert executor.submit(noted(executor, events, 3)).value() == 3
 
 
+def test_last_future_of_a_backward_completes_although_nobody_asks():
+    """As C++ does: it calls no methods of Python's futures."""
+    events, futures = [], []
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+        x = torch.ones(3, requires_grad=True)
+        y, z = 2 * x, 3 * x
+        for k, each in enumerate((y, z)):
+            each.register_hook(lambda _, k=k: futures.append(executor.submit(noted(executor, events, k))))
+        for _ in range(2):
+            (y.sum() + z.sum()).backward(retain_graph=True)
+            assert [super(type(future), future).done() for future in futures] == [True] * len(futures)
+    assert len(futures) == 4
+
+
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
     events = []
@@ -247,8 +263,8 @@ def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
         executor = StreamExecutor(StreamTransport(device), CPU)
         first = executor.submit(noted(executor, events, 1))
         second = executor.submit(noted(executor, events, 2, fails_at=part))
-        third = executor.submit(noted(executor, events, 3), is_last=True)
-        fourth = executor.submit(noted(executor, events, 4), is_last=True)
+        third = executor.submit(noted(executor, events, 3))
+        fourth = executor.submit(noted(executor, events, 4))
         outcomes = []
         for future in (first, second, third, fourth):
             try:
@@ -270,5 +286,5 @@ def test_abandoned_executor_fails_the_task_in_flight():
         with pytest.raises(RuntimeError, match="The executor is closed"):
             future.wait()
         with pytest.raises(RuntimeError, match="The executor is closed"):
-            executor.submit(noted(executor, [], 2), is_last=True).wait()
+            executor.submit(noted(executor, [], 2)).wait()
         assert len(device.collectives) == 1

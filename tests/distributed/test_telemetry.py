@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from torch.profiler import profile
-from training import HOOKS, SMALL, WRAPPERS, FailsInBackward, build, error_of, gradients, register, train
+from training import HOOKS, SMALL, SMALLEST, WRAPPERS, FailsInBackward, build, error_of, gradients, register, train
 from zoo import SparseTable
 
 import gradwire
@@ -169,6 +169,90 @@ def test_nonfinite_step_is_measured_as_such(world, hook):
     for metrics, is_nonfinite in world.run(nonfinite_gradient, hook=hook):
         assert is_nonfinite
         assert not math.isfinite(metrics["relative_error"])
+
+
+class Given(torch.nn.Module):
+    """Matrices whose gradients are given."""
+
+    def __init__(self, shapes, dtype=torch.float32):
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, gradients):
+        return sum((matrix * gradient).sum() for matrix, gradient in zip(self.matrices, gradients, strict=True))
+
+
+def second_step(hook, gradients_of_ranks):
+    """Metrics of a second step with a list of gradients for each rank, one bucket for each matrix."""
+    state, function = hook
+    own = gradients_of_ranks[dist.get_rank()]
+    model = Given([gradient.shape for gradient in own], own[0].dtype)
+    ddp = gradwire.DistributedDataParallel(model, bucket_cap_mb=SMALLEST)
+    ddp.register_comm_hook(state, function)
+    state.observe(every=1, exact_every=1)
+    for _ in range(2):  # the first step ends with a bucket for each matrix
+        ddp.zero_grad()
+        ddp(own).backward()
+    return state.metrics()
+
+
+def with_tiny_matrix(sizes):
+    state = QuantizationState(None, "int8", start_iter=0)
+    return second_step((state, quantization_hook), [[torch.ones(size) for size in sizes]] * dist.get_world_size())
+
+
+def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed(world):
+    """A rank's cell of a 2 x 2 matrix has a header and a scale, of 16 bytes each, and a block of 64: 96 bytes."""
+    n = world.size
+    for metrics in world.run(with_tiny_matrix, sizes=[(2, 2)]):
+        assert metrics["gradient_bytes"] == 16
+        assert metrics["sent_bytes"] == 96 * n
+        assert metrics["compression_ratio"] == 16 / (96 * n) < 1
+        assert metrics["uncompressed_buckets"] == 1
+
+
+def test_small_bucket_counts_as_uncompressed_beside_a_compressed_one(world):
+    """192 x n x 64 elements are 192 blocks in each of n cells: a header, 192 scales of 2 bytes and 192 blocks of 64."""
+    n = world.size
+    for metrics in world.run(with_tiny_matrix, sizes=[(2, 2), (192 * n, 64)]):
+        assert metrics["gradient_bytes"] == 16 + 192 * n * 64 * 4
+        assert metrics["sent_bytes"] == 96 * n + (16 + 384 + 192 * 64) * n
+        assert metrics["uncompressed_buckets"] == 1
+
+
+def of_opposite_gradients():
+    gradients = [[torch.full((8, 8), value)] for value in (3.0, -1.0)]
+    return second_step((CastState(), fp16_compress_hook), gradients)
+
+
+def test_error_is_relative_to_the_mean_of_the_ranks_not_to_the_own_gradient(worlds):
+    for metrics in worlds(2).run(of_opposite_gradients):
+        assert metrics["relative_error"] == 0  # the mean is 1 in fp16, too
+        assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
+
+
+def of_signs():
+    gradient = torch.tensor([3.0] * 32 + [1.0] * 32)[None]
+    state = QuantizationState(None, "sign", start_iter=0, use_error_feedback=False)
+    return second_step((state, quantization_hook), [[gradient]] * 2)
+
+
+def test_error_is_relative_to_the_exact_norm(worlds):
+    """Signs make 2 of every 3 and 1: a difference of norm 8, of a mean of norm sqrt(320) and a result of norm 16."""
+    for metrics in worlds(2).run(of_signs):
+        assert metrics["relative_error"] == pytest.approx(8 / 320**0.5, rel=1e-6)
+        assert metrics["cosine"] == pytest.approx(256 / 320**0.5 / 16, rel=1e-6)
+
+
+def of_large_fp16():
+    gradients = [[torch.full((2, 2), 49_152.0, dtype=torch.float16)]] * 2  # of norm 98,304; fp16 ends at 65,504
+    return second_step((CastState(), fp16_compress_hook), gradients)
+
+
+def test_norms_of_fp16_gradients_do_not_overflow(worlds):
+    for metrics in worlds(2).run(of_large_fp16):
+        assert metrics["relative_error"] == 0
+        assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
 
 
 # --- which steps are measured

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from torch import nn
+from training import error_of
 
 import gradwire
 from gradwire.comm import GroupTransport
+from gradwire.comm.groups import duplicate_group
 
 
 class Unfinished:
@@ -94,26 +96,38 @@ def test_many_sparse_gradients_are_averaged_over_many_steps(worlds):
             assert_same_bits(gradient, mean[:, None].expand(50, 8))
 
 
-class Group:
-    """A process group whose end is noticed."""
-
-    def size(self):
-        return 2
-
-    def rank(self):
-        return 0
-
-
-@pytest.mark.parametrize("interpreter_exits", [False, True])
-def test_closed_transport_drops_its_group_unless_the_interpreter_exits(monkeypatch, interpreter_exits):
-    """A thread that returned from the group's destructor while the interpreter shuts down would abort the process."""
-    group = Group()
-    is_alive = weakref.ref(group)
-    transport = GroupTransport(group)
+def cut_a_collective(cuts):
+    """Rank 0 closes its transport while it waits for the other ranks; returns how its collectives end on each rank."""
+    store = dist.PrefixStore("cut", dist.distributed_c10d._get_default_store())
+    group = duplicate_group(dist.group.WORLD, store, cuts, lambda: None)
+    transport, is_alive = GroupTransport(group), weakref.ref(group)
     del group
-    if interpreter_exits:
-        monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
-    transport.close(timeout=60)
-    assert (is_alive() is not None) == interpreter_exits
+    value = torch.ones(1 << 20)
+    transport.wait(transport.start(transport.all_reduce(value))[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        works = [transport.start(transport.all_reduce(torch.ones(3)))[0] for _ in range(5)]
+        done = []
+        for work in works:
+            work.get_future().add_done_callback(lambda _: done.append(threading.current_thread()))
+        transport.close()
+        ended = len(done), is_alive() is None
+        store.set(f"{cuts}, closed", "")
+        return [error_of(work.wait)[0] for work in works], *ended
+    store.wait([f"{cuts}, closed"])
+    return error_of(lambda: transport.wait(transport.start(transport.all_reduce(torch.ones(3)))[0]))[0]
+
+
+def test_closed_transport_ends_its_collectives_at_once_on_all_ranks(world):
+    # Neither a timeout nor a peer ends them: the group's timeout is ten minutes, and no peer takes part or leaves.
+    first, *others = world.run(cut_a_collective, cuts=f"{world.size} ranks", limit=60)
+    assert first == (["RuntimeError"] * 5, 5, True), "with callbacks done, and the group destroyed"
+    assert others == ["RuntimeError"] * (world.size - 1)
+
+
+def test_closed_transport_drops_its_group():
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    transport = GroupTransport(group)
+    transport.close()
     with pytest.raises(RuntimeError, match="This transport is closed"):
         _ = transport.group

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
-from gradwire.comm.executor import let_go_of_locals
-from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES
+from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES, let_go_of_locals
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)

@@ -1,10 +1,13 @@
 """`find_unused_parameters` and `skip_all_reduce_unused_params`. See features.py for the oracle."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
+from bits import assert_same_bits, assert_same_on_all_ranks, differences
 from features import (
+    CAP,
     DDP,
     FEATURES,
     Parts,
@@ -21,6 +24,7 @@ from features import (
     wrap,
     zero_grad,
 )
+from states import FEEDBACK, START, STATES, Ledger, Training, errors_of
 from torch import nn
 from training import SMALLEST, gradients, register
 
@@ -191,6 +195,57 @@ def test_bucket_without_used_parameters_is_skipped(world):
     assert [len(seen) for seen in world.run(buckets_seen, cap=SMALLEST)] == [10] * world.size
 
 
+# The first step that uses each layer: the first, the second, or one in which the others are compressed already.
+FIRST_USED = (0, 1, 0, START + 2, 1)
+
+
+class LateParts(Parts):
+    """Layers that come into use one after another."""
+
+    def batch(self, generator, step):
+        return torch.randn(3, 4, generator=generator), [i for i in range(5) if step >= FIRST_USED[i]]
+
+
+def train_late_parts(wrapper, kind, feature):
+    """Gradients of each step, the parameters of which something was lost, and those with an entry in a checkpoint."""
+    torch.manual_seed(0)
+    module = LateParts()
+    local, training = copy.deepcopy(module), Training(kind, wrapper, module, bucket_cap_mb=CAP, **FEATURES[feature])
+    generator, ledger, seen = torch.Generator().manual_seed(dist.get_rank()), Ledger(module), []
+    for step in range(START + 4):
+        batch = module.batch(generator, step)
+        for each in (local, training.ddp):
+            each.zero_grad()
+            each(*batch).backward()
+        seen.append(gradients(module))
+        ledger.add(gradients(local), seen[-1])
+    if kind == "scaled_fp16":
+        return seen, [], sorted(training.state.exponents())
+    return seen, ledger.close(training.state), sorted(errors_of(training.state.state_dict()))
+
+
+def late_parts_of_both(**options):
+    return of_both(train_late_parts, **options)
+
+
+@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
+@pytest.mark.parametrize("kind", STATES)
+def test_parameter_that_first_appears_in_a_later_step_is_reduced_like_the_others(world, kind, feature):
+    names = sorted(name for name, _ in LateParts().named_parameters())
+    weights = [name for name in names if name.endswith("weight")]
+    results = world.run(late_parts_of_both, kind=kind, feature=feature)
+    assert_same_on_all_ranks(results)
+    for theirs, ours in results:
+        for steps, _, known in (theirs, ours):
+            assert [steps[0][name] is None for name in names] == [FIRST_USED[int(name[6])] > 0 for name in names]
+            assert all(steps[-1][name].any() for name in names)
+            assert known == (weights if kind.startswith("powersgd") else names)
+        assert ours[1] == []
+        # Of a matrix of a whole bucket, PyTorch's DDP loses the part that belongs to an unused parameter.
+        if kind != "batched_powersgd":
+            assert_same_bits(theirs, ours)
+
+
 def kept_errors(feature, view):
     """PowerSGD's error of layer 1 before and after each step, and whether the layer had a gradient then."""
     torch.manual_seed(0)
@@ -218,3 +273,43 @@ def test_law1_error_of_parameter_unused_on_all_ranks_is_kept(world, feature, vie
                 # An approximation in an orthonormal basis is no longer than the mean of the errors, here below 8.
                 assert before.norm() < 8
                 assert (after - before).abs().max() <= 2 * 16 * 2.0**-24
+
+
+def keep_gradients(kind, feature, view, clear):
+    """Names of which something was lost; the errors of layer 1, and whether its gradient was left alone when unused."""
+    torch.manual_seed(0)
+    module, rank = Parts(), dist.get_rank()
+    local = copy.deepcopy(module)
+    options = {"bucket_cap_mb": CAP, "gradient_as_bucket_view": view, **FEATURES[feature]}
+    training = Training(kind, model=module, **options)
+    generator, ledger, is_kept = torch.Generator().manual_seed(rank), Ledger(module), []
+    for step in range(START + 6):
+        used = (0, 1, 2, 3, 4) if step % 3 else (0, 2)
+        zero_grad(module, clear)
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None and int(name[6]) not in used:
+                parameter.grad += 1 + rank  # what is kept may differ between ranks
+        for mine, theirs in zip(local.parameters(), module.parameters(), strict=True):
+            mine.grad = None if theirs.grad is None else theirs.grad.clone()
+        batch, before = torch.randn(3, 4, generator=generator), gradients(module)
+        for each in (local, training.ddp):
+            each(batch, used).backward()
+        own, applied = gradients(local), gradients(module)
+        for name in applied:
+            if int(name[6]) not in used:
+                is_kept.append(not differences(applied[name], before[name]))
+                own[name] = applied[name] = None
+        ledger.add(own, applied)
+    return ledger.close(training.state), errors_of(training.state.state_dict())["parts.1.weight"], all(is_kept)
+
+
+# In the last step but one, layers 1, 3 and 4 are unused; PyTorch's DDP loses their errors.
+@pytest.mark.parametrize("clear", ["to-zero", "kept"])
+@views
+@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
+@pytest.mark.parametrize("kind", FEEDBACK)
+def test_law1_holds_if_the_gradient_of_an_unused_parameter_was_kept(world, kind, feature, view, clear):
+    for lost, error, is_kept in world.run(keep_gradients, kind=kind, feature=feature, view=view, clear=clear):
+        assert lost == []
+        assert error.any()
+        assert is_kept

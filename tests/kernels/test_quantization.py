@@ -31,6 +31,7 @@ from gradwire.kernels import (
     Rounding,
     commit_errors,
     commit_errors_bytes,
+    commit_errors_reference,
     dequantize,
     dequantize_bytes,
     quantize,
@@ -259,6 +260,21 @@ def test_flag_in_any_header_stops_commit(cell, device):
     gathered[..., :4] = 0
     commit_errors(gathered, pending, errors)
     assert errors.all()
+
+
+@pytest.mark.parametrize("flagged", [None, 0, 127, 128, 255, 256, 299])
+def test_flag_among_many_cells_stops_commit(flagged, device):
+    # The kernel reads the headers of 128 cells at a time.
+    gathered = torch.full((20, 15, 32), 255, dtype=torch.uint8, device=device)
+    gathered[..., :4] = 0
+    if flagged is not None:
+        gathered.view(300, 32)[flagged, 0] = 1
+    pending = torch.randn(4099, generator=torch.Generator().manual_seed(0)).to(device)
+    errors, expected = torch.zeros_like(pending), torch.zeros_like(pending)
+    commit_errors(gathered, pending, errors)
+    commit_errors_reference(gathered, pending, expected)
+    assert_same_bits(errors, expected, "the errors")
+    assert bool(errors.any()) == (flagged is None)
 
 
 @pytest.mark.parametrize("wire", FORMATS)

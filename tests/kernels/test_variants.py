@@ -92,14 +92,14 @@ def cast(model, dtype):
 
 
 def scaled_cast(model, dtype):
-    workspace, counters = Workspace(CPU), torch.zeros(4, dtype=torch.int64)
+    workspace, counters, transport = Workspace(CPU), torch.zeros(4, dtype=torch.int64), OneRank()
     each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
     scales = [BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each]
     for bucket in scales:
-        bucket.is_agreed = True
+        bucket.transport = transport
     scaling = DelayedScaling(dtype=dtype)
     return lambda _: [
-        scaled_cast_all_reduce(g, g, scaling, s, counters, g is each[-1], OneRank(), workspace)
+        scaled_cast_all_reduce(g, g, scaling, s, counters, g is each[-1], transport, workspace)
         for g, s in zip(each, scales, strict=True)
     ]
 

@@ -1,0 +1,53 @@
+"""What gradwire's DistributedDataParallel checks when a hook is registered: hook and state, and their process group."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.comm.torch_internals import is_initialized_group
+from gradwire.hooks._arguments import is_gradwire_hook
+from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks._reduce_bucket import check_same_ranks
+from gradwire.hooks.default_hooks import CastState
+
+PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+
+
+def check_pairing(state: object, hook: Callable[..., Any]) -> None:
+    """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
+    module = getattr(hook, "__module__", None) or ""
+    if module.startswith(PYTORCHS_HOOKS) and isinstance(state, NamedState | CastState):
+        name, kind = getattr(hook, "__name__", "hook"), type(state)
+        raise TypeError(
+            f"{name} is PyTorch's, its state a gradwire {kind.__name__}, which PyTorch's hook cannot use. Import the "
+            f"hook from gradwire too: from {kind.__module__} import {name}."
+        )
+
+
+def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
+    """The state to call a hook with, which averages over the ranks of its DistributedDataParallel.
+
+    A state without a process group takes ``group``. So does one with another group of the same ranks: gradwire's
+    connections belong to a group, and all of a model's fail and start again together.
+
+    Args:
+        state: passed to ``register_comm_hook``. Its ``process_group`` is set.
+        hook: likewise. A hook of the user's may pass its state to several of gradwire's, with groups of their own.
+        group: that of the DistributedDataParallel.
+
+    Raises:
+        ValueError: the state has or is a group of other ranks.
+    """
+    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, NamedState | CastState)
+    if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
+        return state
+    chosen = state.process_group if has_group else state
+    if chosen is not None and chosen is not group and is_initialized_group(chosen):
+        if not is_ours:
+            return state
+        check_same_ranks(chosen, group, "hook's process group")
+    if not has_group:
+        return group
+    state.process_group = group
+    return state

@@ -1,0 +1,74 @@
+"""`ModelWatch`: finds parameters that were replaced, added or unfrozen after their model was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from itertools import count
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+__all__ = ["ModelWatch"]
+
+LOOK_EVERY = 64  # forwards: also after changes that bypass `nn.Module.register_parameter`
+
+_requires_grad = attrgetter("requires_grad")
+_registrations = count()
+_latest = -1  # number of the latest registration of a parameter or a submodule, in any module of this process
+
+
+@cache
+def _count_registrations() -> None:
+    def counted(_: nn.Module, __: str, ___: Any) -> None:
+        global _latest
+        _latest = next(_registrations)
+
+    modules.register_module_parameter_registration_hook(counted)
+    modules.register_module_module_registration_hook(counted)
+
+
+class ModelWatch:
+    """Compares the trainable parameters of a model with those that its reducer averages.
+
+    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Only
+    after such a registration in this process, and every `LOOK_EVERY` forwards, are the names looked at: the watch costs
+    less than 1 us in other forwards, and 0.03 us for each frozen parameter.
+
+    Args:
+        module: the model.
+        known: the parameters that are averaged.
+        ignored: names of parameters that are not.
+    """
+
+    def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
+        _count_registrations()
+        self._module = module
+        self._known = list(known)  # alive, so that no other parameter gets the identity of one
+        self._identities = set(map(id, known))
+        self._ignored = ignored
+        self._remember()
+
+    def _remember(self) -> None:
+        self._seen = _latest
+        self._forwards = 0
+        self._frozen = [
+            parameter
+            for name, parameter in self._module.named_parameters()
+            if not parameter.requires_grad and name not in self._ignored
+        ]
+
+    def find_unknown(self) -> str | None:
+        """The name of a trainable parameter that is not averaged; None if there is none."""
+        self._forwards += 1
+        if self._seen == _latest and self._forwards < LOOK_EVERY and not any(map(_requires_grad, self._frozen)):
+            return None
+        for name, parameter in self._module.named_parameters():
+            # `torch.func.functional_call` puts plain tensors in the place of parameters.
+            is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
+            if is_trained and name not in self._ignored and id(parameter) not in self._identities:
+                return name
+        self._remember()
+        return None

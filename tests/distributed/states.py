@@ -1,0 +1,115 @@
+"""The hook states, for tests that hold for each of them, and a few steps of training with one."""
+
+import torch
+import torch.distributed as dist
+from training import SMALL, WRAPPERS, build, register
+
+from gradwire.hooks.auto_hook import AutoState, auto_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+
+START = 2  # the first compressed step of every state with error feedback
+
+
+def _powersgd(hook, **options):
+    options |= {"start_powerSGD_iter": START, "min_compression_rate": 1}
+    return lambda group, _: (PowerSGDState(group, **options), hook)
+
+
+def _int4(**options):
+    return lambda group, _: (
+        QuantizationState(group, "int4", block_size=32, start_iter=START, **options),
+        quantization_hook,
+    )
+
+
+def _auto(group, names):
+    """Every other pair of parameters takes another method with error feedback."""
+    plan = {name: ("int4", "powersgd-r1")[i // 2 % 2] for i, name in enumerate(names)}
+    return AutoState(group, plan=plan), auto_hook
+
+
+# Each makes (state, hook) for a process group and the model's parameter names.
+FEEDBACK = {
+    "powersgd": _powersgd(powerSGD_hook),
+    "powersgd_alternating": _powersgd(powerSGD_hook, alternating=True),
+    "batched_powersgd": _powersgd(batched_powerSGD_hook),
+    "int4": _int4(),
+    "auto": _auto,
+}
+STATES = FEEDBACK | {"scaled_fp16": lambda group, _: (ScaledCastState(group), scaled_cast_hook)}
+
+
+def make(kind, module, group=None):
+    """A new state of that kind for a model, and its hook."""
+    return STATES[kind](group, [name for name, _ in module.named_parameters()])
+
+
+def errors_of(saved):
+    """The errors in a checkpoint of any state, by name, all methods of an automatic choice together."""
+    errors = {}
+    for state in saved["states"].values() if "states" in saved else [saved]:
+        for name, error in state["errors"].items():
+            errors[name] = errors.get(name, 0) + error
+    return errors
+
+
+class Ledger:
+    """Law 1: the exact means that went into some steps, less the gradients that came out and the errors that are left.
+
+    Attributes:
+        lost: by parameter name.
+        size: by parameter name: sum of the magnitudes of all numbers that were added up.
+    """
+
+    def __init__(self, module, group=None):
+        self.lost = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in module.named_parameters()}
+        self.size = {name: torch.zeros_like(each) for name, each in self.lost.items()}
+        self._group, self._n_steps = group, 0
+
+    def add(self, own, applied):
+        """Count a step: this rank's gradients and the reduced ones, by name; None counts as zeros."""
+        self._n_steps += 1
+        for name, lost in self.lost.items():
+            gradient = torch.zeros_like(lost) if own[name] is None else own[name].double()
+            sums = torch.stack([gradient, gradient.abs()])
+            dist.all_reduce(sums, group=self._group)
+            reduced = torch.zeros_like(lost) if applied[name] is None else applied[name].double()
+            lost += sums[0] / dist.get_world_size(self._group) - reduced
+            self.size[name] += sums[1] + reduced.abs()
+
+    def close(self, state):
+        """Count the errors of a state; returns the names of the parameters of which more is lost than by rounding."""
+        for name, error in errors_of(state.state_dict()).items():
+            self.lost[name] -= error
+            self.size[name] += error.abs()
+        # Per step: M rounds twice, each of n contributions to a sum once, the sum's two errors and E once each.
+        roundings = (self._n_steps + 1) * (dist.get_world_size(self._group) + 4)
+        largest = {name: size.max().item() for name, size in self.size.items()}
+        return [name for name, lost in self.lost.items() if (lost.abs() > roundings * 2.0**-24 * largest[name]).any()]
+
+
+class Training:
+    """A model on this rank's own batches, with a state of that kind.
+
+    Args:
+        kind: a name in `STATES`.
+        model: a name of the zoo, or a module with batches.
+        load: a checkpoint that the state loads before it is registered.
+        options: for the constructor of the wrapper.
+    """
+
+    def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, **options):
+        self.module = build(model) if isinstance(model, str) else model
+        self.ddp = WRAPPERS[wrapper](self.module, process_group=group, **({"bucket_cap_mb": SMALL} | options))
+        self.state, hook = make(kind, self.module, group)
+        if load is not None:
+            self.state.load_state_dict(load)
+        register(self.ddp, (self.state, hook))
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def run(self, steps):
+        for _ in range(steps):
+            self.ddp.zero_grad()
+            self.ddp(*self.module.batch(self._generator)).backward()

@@ -1,0 +1,118 @@
+"""After an error on one rank every interpreter ends as Python ends: its exit code, and no line of a file lost.
+
+The ranks are processes that run a script and come to its end, unlike those of `harness`.
+"""
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+from harness import _reserved_port
+from worker import ENVIRONMENT
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import gradwire
+from gradwire.hooks import default_hooks, quantization_hooks
+
+how, name, wrapper, path = sys.argv[1:]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+lines = open(f"{path}/{rank}", "w")  # never closed
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+DDP = {"gradwire": gradwire.DistributedDataParallel, "pytorch": torch.nn.parallel.DistributedDataParallel}[wrapper]
+ddp = DDP(model, bucket_cap_mb=0.02)
+state = quantization_hooks.QuantizationState() if name == "int4" else None
+hook = {"fp16": default_hooks.fp16_compress_hook, "int4": quantization_hooks.quantization_hook}.get(name)
+fails = False
+
+def failing(state, bucket):
+    if fails and bucket.index() == 2:
+        raise ValueError("of rank 1")
+    return (hook or default_hooks.allreduce_hook)(state, bucket)
+
+if how != "dies" or hook is not None:
+    ddp.register_comm_hook(state, hook if how == "dies" else failing)
+
+def train(steps):
+    for step in range(steps):
+        ddp(torch.randn(4, 64)).square().mean().backward()
+        lines.write(f"step {step}\\n")
+
+train(3)
+if how == "dies" and rank == 1:
+    raise ValueError("of rank 1")
+fails = rank == 1
+try:
+    train(1)
+except (RuntimeError, ValueError) as error:
+    lines.write(f"{type(error).__name__}: {error}".replace("\\n", " ") + "\\n")
+fails = False
+if how == "resynchronizes":
+    ddp.resynchronize()
+    train(2)
+lines.write("end\\n")
+"""
+
+
+def run(how, hook, wrapper, folder):
+    """Exit codes, lines of the files and output of both ranks."""
+    with ExitStack() as stack:
+        port = stack.enter_context(_reserved_port())
+        launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        processes = []
+        for rank in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, how, hook, wrapper, str(folder)],
+                env=environment | ENVIRONMENT | launched | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    lines = [(folder / str(rank)).read_text().splitlines() for rank in range(2)]
+    return [process.returncode for process in processes], lines, outputs
+
+
+STEPS = ["step 0", "step 1", "step 2"]
+CASES = [
+    ("dies", "none", "gradwire"),
+    ("dies", "fp16", "gradwire"),
+    ("dies", "fp16", "pytorch"),
+    ("fails", "int4", "gradwire"),
+    ("fails", "none", "gradwire"),
+    ("resynchronizes", "fp16", "gradwire"),
+]
+
+
+def check(how, hook, wrapper, folder):
+    codes, (survivor, failed), outputs = run(how, hook, wrapper, folder)
+    assert codes == [0, 1 if how == "dies" else 0], outputs
+    assert survivor[:3] == failed[:3] == STEPS
+    assert survivor[-1] == "end"
+    if wrapper == "gradwire":
+        assert "rank 1" in survivor[3].lower() and "ValueError" in survivor[3] and "of rank 1" in survivor[3]
+    if how != "dies":
+        assert failed[3] == "ValueError: of rank 1"
+        assert survivor[4:] == failed[4:] == (["step 0", "step 1"] if how == "resynchronizes" else []) + ["end"]
+
+
+@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
+def test_interpreter_of_every_rank_ends_normally_after_an_error(tmp_path, how, hook, wrapper):
+    check(how, hook, wrapper, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repetition", range(8))
+@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
+def test_interpreter_of_every_rank_ends_normally_after_many_errors(tmp_path, how, hook, wrapper, repetition):
+    check(how, hook, wrapper, tmp_path)

@@ -1,0 +1,77 @@
+"""On a GPU a bucket's future completes although nobody asks for it: C++ never calls the methods of Python's futures.
+
+Each case hung the host without a timeout, on the double of a GPU as on a GPU.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import assert_same_bits
+from features import Parts
+from torch.futures import collect_all
+from training import SMALLEST, WRAPPERS, gradients, plainly_named
+
+from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
+from gradwire.hooks import default_hooks
+
+LIMIT = 20  # seconds
+SKIP = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+ALL, WITHOUT_THE_FIRST = (0, 1, 2, 3, 4), (1, 2, 3, 4)  # the first layer is in the last buckets
+
+
+def then(group, bucket):
+    return default_hooks.fp16_compress_hook(group, bucket).then(lambda future: future.value())
+
+
+def last_elsewhere(group, bucket):
+    if not bucket.is_last():
+        return default_hooks.fp16_compress_hook(group, bucket)
+    mean = bucket.buffer() / dist.get_world_size(group)
+    return dist.all_reduce(mean, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def collected(group, bucket):
+    future = collect_all([default_hooks.fp16_compress_hook(group, bucket)])
+    return future.then(lambda done: done.value()[0].value())
+
+
+# Wrapper, its options, hook, layers in use.
+CASES = {
+    "pytorch, last bucket skipped": ("pytorch", SKIP, default_hooks.fp16_compress_hook, WITHOUT_THE_FIRST),
+    "pytorch, last bucket skipped, then": ("pytorch", SKIP, then, WITHOUT_THE_FIRST),
+    "gradwire, last bucket skipped": ("gradwire", SKIP, default_hooks.fp16_compress_hook, WITHOUT_THE_FIRST),
+    "gradwire, last bucket skipped, then": ("gradwire", SKIP, then, WITHOUT_THE_FIRST),
+    "pytorch, last bucket elsewhere": ("pytorch", {}, last_elsewhere, ALL),
+    "gradwire, last bucket elsewhere": ("gradwire", {}, last_elsewhere, ALL),
+    "pytorch, collected": ("pytorch", {}, collected, ALL),
+    "gradwire, collected": ("gradwire", {}, collected, ALL),
+    "pytorch, static graph, then": ("pytorch", {"static_graph": True}, then, ALL),
+    "gradwire, static graph, then": ("gradwire", {"static_graph": True}, then, ALL),
+}
+
+
+def train(name, group):
+    wrapper, options, hook, layers = CASES[name]
+    torch.manual_seed(0)
+    ddp = WRAPPERS[wrapper](Parts(), process_group=group, bucket_cap_mb=SMALLEST, **options)
+    ddp.register_comm_hook(group, plainly_named(hook) if wrapper == "pytorch" else hook)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 4, generator=generator), layers).backward()
+        seen.append(gradients(ddp))
+    return seen
+
+
+def on_both(name):
+    """The gradients on a CPU and on the double of a GPU."""
+    expected = train(name, dist.new_group())
+    with gpu_on_cpu():
+        return expected, train(name, dist.new_group(backend=register_backend()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_future_that_nobody_asks_for_completes_at_the_end_of_the_backward(worlds, case):
+    for expected, seen in worlds(2).run(on_both, name=case, limit=LIMIT):
+        assert_same_bits(seen, expected)
