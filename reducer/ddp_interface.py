@@ -77,7 +77,8 @@ class DDPReducer(Reducer):
         with self._lock:
             for index in range(len(self.parameters)):
                 self._mark_ready(index)
-        self._finalize()
+        if not self.is_finalized_by_caller:
+            self._finalize()
 
     def _ddp_graph_static(self) -> bool:
         """Whether every backward so far has left out the same parameters."""

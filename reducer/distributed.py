@@ -196,6 +196,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
             options, self.process_group, self.find_unused_parameters, self.skip_all_reduce_unused_params
         )
         self.reducer.watch = ModelWatch(self.module, parameters, self.parameters_to_ignore)
+        self.reducer.is_finalized_by_caller = vars(self).get("_require_manual_backward_finalization", False)
         self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
         self.logger.set_construction_data_and_log(
@@ -240,6 +241,44 @@ class DistributedDataParallel(MixedPrecisionDDP):
         if not self._static_graph_delay_allreduce_enqueued:
             self._static_graph_delay_allreduce_enqueued = True
             queue_callback(self.reducer._delay_all_reduce)
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether each synchronized backward ends with a call of `finalize_backward`, as in PyTorch 2.15.
+
+        Other work can then overlap with the collectives that are in flight after the backward. Assign it between two
+        steps, equally on all ranks.
+        """
+        return bool(vars(self).get("_require_manual_backward_finalization", False))
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if self._delay_all_reduce_all_params:
+            if required:
+                raise RuntimeError(errors.FINALIZATION_WITHOUT_REDUCER)
+            return
+        self.reducer.set_finalized_by_caller(required)
+        self._require_manual_backward_finalization = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether to call `finalize_backward` behind the backward and not in one of its hooks.
+
+        If `require_manual_backward_finalization` is set, this is always so: before the end of the backward, autograd
+        may still read the memory of a gradient.
+        """
+        return self.require_manual_backward_finalization
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions of a backward that has returned, and write the results into the gradients.
+
+        Raises:
+            RuntimeError: a backward still runs, no reduction is in flight, or `require_manual_backward_finalization`
+                is not set.
+        """
+        if self._delay_all_reduce_all_params:
+            raise RuntimeError(errors.FINALIZATION_WITHOUT_REDUCER)
+        self.reducer.finalize_backward()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the gradients of every bucket with ``hook(state, bucket)`` instead of the plain all-reduce.

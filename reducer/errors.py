@@ -16,11 +16,14 @@ __all__ = [
     "BUILTIN_HOOK_REGISTERED_TWICE",
     "COPY_WITH_MIXED_PRECISION",
     "CREATE_GRAPH",
+    "FINALIZATION_WITHOUT_REDUCER",
     "HOOK_REGISTERED_TWICE",
     "HOOK_WITH_MIXED_PRECISION",
     "JOIN_WITH_MIXED_PRECISION",
     "NOTHING_UNUSED",
+    "NOT_FINALIZED",
     "backward_skipped",
+    "cannot_finalize",
     "dense_gradient",
     "gradient_misfit",
     "gradient_strides",
@@ -50,6 +53,14 @@ JOIN_WITH_MIXED_PRECISION = (
 COPY_WITH_MIXED_PRECISION = (
     "A DistributedDataParallel with mixed_precision can be neither copied nor pickled. Copy the module, and wrap the "
     "copy."
+)
+
+FINALIZATION_WITHOUT_REDUCER = (
+    "Manual backward finalization is not supported when all DDP parameters use delay_all_reduce_named_params."
+)
+NOT_FINALIZED = (
+    "finalize_backward() was not called for the last backward pass, whose gradients are not averaged. Call it behind "
+    "every synchronized backward pass, or set require_manual_backward_finalization to False."
 )
 
 CREATE_GRAPH = (
@@ -146,6 +157,14 @@ def backward_skipped(rank: int) -> str:
     return (
         f"Rank {rank} has begun its next forward pass without the backward pass that this rank is in, and both wait "
         "for each other: its loss may have raised an exception. Call resynchronize() on every rank if a step fails."
+    )
+
+
+def cannot_finalize(why: str) -> str:
+    """`finalize_backward` was called at a time when it has nothing to do, or must not do it."""
+    return (
+        f"finalize_backward() cannot run: {why}. Set require_manual_backward_finalization to True, and call "
+        "finalize_backward() once behind every synchronized backward pass."
     )
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.futures import Future
 
 from gradwire.comm.connections import ADVICE
-from gradwire.comm.torch_internals import profiler_range, queue_callback
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import take_values, wait_for
 from gradwire.hooks._parameter_names import NamedState
 from gradwire.reducer import errors, torch_internals
@@ -57,8 +57,8 @@ class Reducer(Exchange):
     3. `_launch`, once a bucket is complete and all buckets before it are launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; its work runs in the executor's
        stream or thread.
-    4. `_finalize`, queued by the last launch and called by autograd at the end of the backward: waits for each
-       bucket in order and writes its result into the gradients.
+    4. `_finalize`, queued by the last launch and called by autograd at the end of the backward, or called by
+       `finalize_backward`: waits for each bucket in order and writes its result into the gradients.
 
     With a static graph, the first backward only counts how often each parameter's autograd hook is
     called, and all buckets are reduced at its end; later, a gradient is ready after as many calls.
@@ -96,6 +96,7 @@ class Reducer(Exchange):
         self.hook_state: Any = None
         self._hook: CommHook | None = None
         self._hook_is_zero_copy = False
+        self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
@@ -226,6 +227,8 @@ class Reducer(Exchange):
             self._backward.ready[index] = 1
         if self._backward.missing:
             self._fail_and_raise(self._unfinished())
+        if self.is_finalized_by_caller:
+            self._fail_and_raise(errors.NOT_FINALIZED)
         self._fail("the backward pass raised an exception after all buckets were launched")
         self.connections.check()
 
@@ -278,7 +281,7 @@ class Reducer(Exchange):
         self._mark_ready(index)
         if backward.is_expected_last(index):
             backward.expect_last(index, self._autograd_hooks.expect_one(backward.missing_beside(index)))
-        if backward.is_launched:
+        if backward.is_launched and not self.is_finalized_by_caller:
             queue_callback(self._finalize)
 
     def _is_last_call(self, index: int) -> bool:
@@ -386,6 +389,26 @@ class Reducer(Exchange):
         return self._hook_is_zero_copy if self._hook is not None else self.connections.has_streams(bucket.device)
 
     # Phase 4: results become gradients.
+
+    def set_finalized_by_caller(self, required: bool) -> None:
+        """Choose whether `finalize_backward` ends a backward; see `DistributedDataParallel.finalize_backward`.
+
+        Raises:
+            RuntimeError: a backward is not finalized yet.
+        """
+        if self._backward.phase is Phase.REDUCING:
+            self._raise(errors.cannot_finalize("require_manual_backward_finalization changes within a backward pass"))
+        self.is_finalized_by_caller = required
+
+    def finalize_backward(self) -> None:
+        """End a backward that has returned; see `DistributedDataParallel.finalize_backward`."""
+        if not self.is_finalized_by_caller:
+            self._raise(errors.cannot_finalize("require_manual_backward_finalization is False"))
+        if current_backward() != NO_BACKWARD:
+            self._raise(errors.cannot_finalize("a backward pass runs, which may still read gradients"))
+        if self._backward.phase is not Phase.REDUCING or not self._backward.is_launched:
+            self._raise(errors.cannot_finalize("no complete reduction is in flight"))
+        self._finalize()
 
     def _finalize(self) -> None:
         """Wait for the results, in the order of the buckets, and write them into the gradients."""

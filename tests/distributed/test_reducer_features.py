@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits, assert_same_on_all_ranks
-from features import FEATURES, Parts, assert_parity, features, flat_hook, of_both, views, ways, wrap, zero_grad
+from features import DDP, FEATURES, Parts, assert_parity, features, flat_hook, of_both, views, ways, wrap, zero_grad
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, train
@@ -393,3 +393,84 @@ def test_lazy_buckets_hold_no_memory_between_steps_and_change_no_bits(world, hoo
         assert_same_bits(lazy, eager)
         assert (held > 0) == (view or hook != "powersgd"), "zero-copy hooks have no flat buffers"
         assert held_lazy == (held if view else 0)
+
+
+def train_in_two_ways(feature, hook, view):
+    """Gradients where the caller ends each backward, some of them accumulated, and where autograd does."""
+    seen = []
+    for is_manual in (True, False):
+        ddp = wrap("gradwire", build("mlp"), hook, view, **FEATURES.get(feature, {}))
+        ddp.require_manual_backward_finalization = is_manual
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        records = []
+        for step in range(5):
+            zero_grad(ddp, "to-none")
+            if step == 3:
+                with ddp.no_sync():
+                    ddp(*ddp.module.batch(generator)).backward()
+            ddp(*ddp.module.batch(generator)).backward()
+            assert ddp.should_finalize_after_backward == is_manual
+            if is_manual:
+                ddp.finalize_backward()
+            records.append(gradients(ddp))
+        seen.append(records)
+    return seen
+
+
+@pytest.mark.parametrize("feature", ["none", *FEATURES])
+@ways
+def test_backward_finalized_by_the_caller_has_the_same_bits(world, feature, hook, view):
+    for manual, automatic in world.run(train_in_two_ways, feature=feature, hook=hook, view=view):
+        assert_same_bits(manual, automatic)
+
+
+def finalize_at_wrong_times():
+    """What is raised, and the gradients of a step after it."""
+    ddp = wrap("gradwire", build("mlp"), "fp16")
+    batch = ddp.module.batch(torch.Generator().manual_seed(dist.get_rank()))
+    errors = {"not required": message_of(ddp.finalize_backward)}
+    ddp.require_manual_backward_finalization = True
+    errors["before"] = message_of(ddp.finalize_backward)
+    loss = ddp(*batch)
+    loss.register_hook(lambda _: errors.update({"within": message_of(ddp.finalize_backward)}))
+    loss.backward()
+    errors["change"] = message_of(setattr, ddp, "require_manual_backward_finalization", False)
+    ddp.finalize_backward()
+    errors["twice"] = message_of(ddp.finalize_backward)
+    ddp(*batch).backward()
+    errors["forgotten"] = message_of(ddp, *batch)
+    ddp.resynchronize()
+    ddp.zero_grad()
+    ddp(*batch).backward()
+    ddp.finalize_backward()
+    return errors, gradients(ddp)
+
+
+def test_backward_finalized_at_a_wrong_time_raises(world):
+    parts = {
+        "not required": "require_manual_backward_finalization is False",
+        "before": "no complete reduction is in flight",
+        "within": "a backward pass runs, which may still read gradients",
+        "change": "require_manual_backward_finalization changes within a backward pass",
+        "twice": "no complete reduction is in flight",
+        "forgotten": "finalize_backward() was not called for the last backward pass",
+    }
+    results = world.run(finalize_at_wrong_times)
+    for errors, _ in results:
+        for when, part in parts.items():
+            assert part in errors[when], when
+    assert_same_on_all_ranks([seen for _, seen in results])
+
+
+def copy_with_manual_finalization(how):
+    ddp = DDP(build("mlp"))
+    ddp.require_manual_backward_finalization = True
+    twin = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
+    twin(*twin.module.batch(torch.Generator().manual_seed(dist.get_rank()))).backward()
+    twin.finalize_backward()
+    return gradients(twin)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copy_is_finalized_by_its_caller_too(world, how):
+    assert_same_on_all_ranks(world.run(copy_with_manual_finalization, how=how))
