@@ -35,6 +35,11 @@ from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 PREFIXES = ("GRADWIRE_", "GLOO_", "NCCL_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 DRIVER_TIMEOUT_S = 30
+FSDP_REDUCES_IN_FP32 = (2, 15)  # the first such release of torch
+FSDP_REMEDY = (
+    "since torch 2.15, a MixedPrecisionPolicy with param_dtype and without reduce_dtype reduces the gradients of fp32 "
+    "parameters in fp32: twice the bytes. Pass reduce_dtype=torch.bfloat16"
+)
 _TEXT_COLUMN, _WIDTH = 22, 100
 
 
@@ -60,6 +65,8 @@ def versions() -> Iterator[Check]:
     is_tested = tuple(map(int, oldest.split("."))) <= release <= tuple(map(int, newest.split(".")))
     tested = f"gradwire is tested with {oldest} to {newest}"
     yield Check("torch", f"{torch.__version__} ({tested})", "ok" if is_tested else "warning")
+    if release >= FSDP_REDUCES_IN_FP32:
+        yield Check("FSDP2", FSDP_REMEDY, "warning")
     try:
         yield Check("triton", version("triton"))
     except PackageNotFoundError:

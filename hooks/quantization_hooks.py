@@ -99,7 +99,7 @@ def quantization_perchannel_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 8 bits, with one scale per block, without error feedback.
 
-    A replacement for PyTorch's hook of this name, which raises an IndexError in PyTorch 2.13. New
+    A replacement for PyTorch's hook of this name, which raises an IndexError on gloo before PyTorch 2.15. New
     code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:

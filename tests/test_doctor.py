@@ -103,6 +103,14 @@ def test_environment_reports_set_variables_and_unknown_interfaces(monkeypatch):
     assert "no interface none7 on this machine" in next(c.text for c in checks if c.name == "GLOO_SOCKET_IFNAME")
 
 
+def test_change_of_fsdps_reductions_is_a_warning_since_torch_2_15(monkeypatch):
+    for release, is_warned in [("2.14.1", False), ("2.15.0+cu130", True), ("3.0.0", True)]:
+        monkeypatch.setattr(torch, "__version__", release)
+        found = [check for check in doctor.versions() if check.name == "FSDP2"]
+        assert [check.status for check in found] == ["warning"] * is_warned
+        assert all("reduce_dtype=torch.bfloat16" in check.text for check in found)
+
+
 @pytest.mark.parametrize(
     ("release", "status"), [("2.10.1", "warning"), (TESTED_TORCH[0] + ".0+cpu", "ok"), ("3.0.0a0+git", "warning")]
 )

@@ -200,9 +200,11 @@ def outcome_of_pytorchs(hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", PYTORCH_HOOKS)
-def test_pytorchs_quantization_hooks_fail_on_gloo(worlds, hook):
-    # Documented: where this fails, PyTorch has repaired its hook, and the docstring and the benches must follow.
-    assert all("IndexError" in message for message in worlds(2).run(outcome_of_pytorchs, hook=hook))
+def test_pytorchs_quantization_hooks_fail_on_gloo_before_2_15(worlds, hook):
+    # Documented in the docstrings and in docs/migrating.md.
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    outcomes = worlds(2).run(outcome_of_pytorchs, hook=hook)
+    assert all(message is None if release >= (2, 15) else "IndexError" in message for message in outcomes)
 
 
 @pytest.mark.parametrize("bucket_size", [0, 31, 48, 2048, 64.0, True, None])
