@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_on_all_ranks
+from training import error_of
 
 from gradwire.comm import connections
 from gradwire.comm.connections import Connections, executor_for
@@ -256,3 +257,15 @@ def outlive_groups():
 
 def test_connections_end_with_their_process_group(world):
     assert world.run(outlive_groups) == [(0, world.size)] * world.size
+
+
+def executors_of_other_accelerators():
+    made = connections.connections_of(dist.new_group())
+    return {kind: error_of(made.executor, torch.device(kind)) for kind in ("xpu", "hpu", "mps", "meta")}
+
+
+def test_devices_without_cuda_streams_are_refused_by_name(worlds):
+    (errors,) = worlds(1).run(executors_of_other_accelerators)
+    for kind, (error, message) in errors.items():
+        assert error == "NotImplementedError"
+        assert f"The gradients are on {kind}; gradwire runs on CUDA and ROCm GPUs" in message
