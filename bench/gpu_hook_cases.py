@@ -33,7 +33,6 @@ from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -281,7 +280,7 @@ def powersgd_loses_nothing(device: torch.device) -> None:
             assert module.weight.grad is not None
             balance += columns.double() - module.weight.grad.double()
             largest = max(largest, columns.abs().max().item())
-        balance -= entries_of(state._memory)["errors"]["weight"].double()
+        balance -= state.tensors("errors")["weight"].double()
         dist.all_reduce(balance)
         # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
         bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
@@ -298,14 +297,14 @@ def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
     batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(4):
         take_step(model, batch)
-    before = {key: entries["weight"].clone() for key, entries in entries_of(state._memory).items() if entries}
+    before = {entry: state.tensors(entry)["weight"].clone() for entry in state.memory if state.tensors(entry)}
     bad = batch.clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         bad[0, 0] = float("inf")
     take_step(model, bad)
     assert module.weight.grad is not None
     require(module.weight.grad.isnan().all(), "the gradient is not NaN on all ranks")
-    after = entries_of(state._memory)
+    after = {entry: state.tensors(entry) for entry in state.memory}
     require(torch.equal(after["errors"]["weight"], before["errors"]), "the error memory changed")
     require(torch.equal(after["q"]["weight"], before["q"]), "the factors changed")
     take_step(model, batch)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls, synchronize
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -181,10 +180,10 @@ class Implementation:
 def error_memory(state: object) -> dict[Any, Tensor]:
     """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
     if isinstance(state, PowerSGDState):
-        errors = entries_of(state._memory)["errors"]  # of this rank; state_dict() has the mean over all
+        errors = state.tensors("errors")  # of this rank; state_dict() has the mean over all
     elif isinstance(state, QuantizationState):
         ranks = dist.get_world_size()  # its errors are parts of the mean gradient
-        errors = {name: ranks * error for name, error in state._own_errors().items()}
+        errors = {name: ranks * error for name, error in state.tensors("errors").items()}
     else:
         errors = getattr(state, "error_dict", {})
     return {key: error.clone() for key, error in errors.items()}

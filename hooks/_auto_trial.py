@@ -10,11 +10,11 @@ from torch.futures import Future
 
 from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients
-from gradwire.hooks._error_feedback_state import ErrorFeedbackState
 from gradwire.hooks._reduce_bucket import bucket_device, bucket_work, is_sparse, is_zero_copy_bucket
 from gradwire.hooks._samples import Algorithm, Mark, Recorder, T, Timeline, mark
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS, flatten
@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
 
     def run(self, bucket: GradBucket, iteration: int, recorder: Recorder | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
-        if isinstance(self.state, ErrorFeedbackState):
+        if isinstance(self.state, HookState):
             self.state.continue_at(iteration)  # it gets some of the buckets only
         self.state._recorder = recorder
         return self.hook(self.state, bucket)

@@ -3,19 +3,14 @@
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.hooks._arguments import check_process_group
-from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._reduce_bucket import is_zero_copy_bucket
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks._wrappers import registered_wrappers
-from gradwire.hooks.telemetry import Observed
 
 NUMBERED = "parameter."
 # Name components that torch.compile, activation checkpointing and FSDP add.
@@ -198,66 +193,3 @@ class ParameterNames:
             "hooks, and no model, or more than one, was found for this state. Call state.bind(model) before the first "
             "step, on every rank."
         )
-
-
-class NamedState(Observed, HookSettings):
-    """A hook's state with memory by parameter name.
-
-    Args:
-        hook: name of the hook.
-
-    Attributes:
-        process_group: the ranks to average over; None for those of the model.
-    """
-
-    def __init__(self, hook: str) -> None:
-        super().__init__(hook)
-        self._names = ParameterNames(self)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        check_process_group(process_group)
-        self._process_group = process_group
-
-    def bind(self, module: torch.nn.Module) -> None:
-        """Take parameter names from ``module``.
-
-        Rarely needed: gradwire's DDP binds the state when the hook is registered, and the model in
-        PyTorch's DDP is found at the first step or checkpoint. It is not found if several models share
-        parameters and your own hook passes the state on, or if ``gc.freeze()`` has hidden the DDP.
-        Parameters are numbered then. Training works, with random columns that depend on the
-        numbers; options by name and checkpoints raise.
-
-        Args:
-            module: the model, wrapped or not.
-
-        Raises:
-            ValueError: the state belongs to another model, or has trained without names.
-        """
-        self._names.bind(module)
-
-    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
-        return self._names.of(bucket)
-
-    def take_back(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep a reduced gradient that was not applied, for the next step. Does nothing by default.
-
-        gradwire's DistributedDataParallel calls it for a parameter that no rank used in a step: its
-        ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a
-        nonzero gradient.
-
-        Args:
-            name: of the parameter.
-            gradient: the reduced gradient minus this rank's contribution.
-        """
-
-    def replicated_state(self) -> dict[str, Any]:
-        """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
-        return {}
-
-    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Continue from the `replicated_state` of another rank; keep this rank's error memory."""

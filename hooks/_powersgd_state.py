@@ -1,21 +1,29 @@
 """`PowerSGDState`: the options and the memory of PowerSGD's hooks."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradwire.compress import LowRankBucket, LowRankPolicy, PowerSGDMemory
-from gradwire.hooks import _powersgd_checkpoint as checkpoint
-from gradwire.hooks._error_feedback_state import ErrorFeedbackState
+from gradwire.compress import LowRankBucket, PowerSGDMemory, flat_low_rank_bucket
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import plain_name
+from gradwire.hooks._parameter_names import compressible_parameters
 from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
-from gradwire.hooks._state_validation import MAX_COUNT, check_model, check_powersgd_state
+from gradwire.hooks._reduce_bucket import bucket_dtype
+from gradwire.hooks._state_validation import (
+    MAX_COUNT,
+    Expected,
+    check_model,
+    check_powersgd_shapes,
+    check_powersgd_state,
+)
 from gradwire.hooks._types import GradBucket
-from gradwire.kernels import as_real
+from gradwire.hooks.hook_state import ERRORS, HookState, Memory, check_loaded_names
+from gradwire.kernels import MAX_RANK, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
@@ -24,7 +32,7 @@ logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 LOW_RANK_BUCKET_CAP_MB = 100
 
 
-class PowerSGDState(OptionAttributes, ErrorFeedbackState):
+class PowerSGDState(OptionAttributes, HookState):
     """Options, error memory and factors of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
 
     The arguments up to ``batch_tensors_with_same_shape`` are PyTorch's, with PyTorch's defaults.
@@ -88,6 +96,12 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
     """
 
     __module__ = "gradwire.hooks.powerSGD_hook"  # where it is imported from, and where pickles look for it
+    memory: ClassVar[Mapping[str, Memory]] = {
+        ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
+        "q": Memory(merge="same"),
+        "p": Memory(merge="same"),
+    }
+    options: PowerSGDOptions
 
     def __init__(
         self,
@@ -110,18 +124,14 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         cuda_graphs: bool = False,
     ) -> None:
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
-        options = locals()
-        self.options = PowerSGDOptions(**{name: options[name] for name in OPTION_NAMES})
-        super().__init__("powerSGD_hook")
-        self.process_group = process_group
+        values = locals()
+        options = PowerSGDOptions(**{name: values[name] for name in OPTION_NAMES})
+        super().__init__("powerSGD_hook", process_group, options)
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._memory: dict[str, PowerSGDMemory] = {}
         # By parameter names, kept until the settings change; None where nothing is worth compressing.
         self._buckets: dict[tuple[str, ...], LowRankBucket | None] = {}
-        self._is_batched = False  # whether the hook of the latest step is batched_powerSGD_hook
-        self._fits_parameters = True  # whether the loaded memory was compared with every parameter
         self._has_compressed = False  # whether a compressed step is over
 
     def __repr__(self) -> str:
@@ -129,33 +139,36 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         return f"{type(self).__name__}(iter={self.iter}, {options})"
 
     @property
-    def policy(self) -> LowRankPolicy:
-        """Which parameters are compressed, under the current options."""
-        return self.options.policy
+    def _is_batched(self) -> bool:
+        """Whether the hook of the latest step is batched_powerSGD_hook."""
+        return self.hook_name == "batched_powerSGD_hook"
+
+    @property
+    def start_iteration(self) -> int:
+        """The first compressed step."""
+        return self.options.start_powerSGD_iter
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern in ``ranks`` or ``stacks`` that matches none of the names; see `HookState`."""
+        return self.options.policy.unmatched_pattern(names)
 
     def settings(self) -> dict[str, object]:
         """The hook and its options, which must be equal on all ranks; see `PowerSGDOptions.replicated`."""
-        hook = "batched_powerSGD_hook" if self._is_batched else "powerSGD_hook"
-        return {"hook": hook, **self.options.replicated()}
+        return {"hook": self.hook_name, **self.options.replicated()}
 
     def replicated(self) -> dict[str, object]:
         """The number of steps; after a load, or if `alternating` sends one side only, also digests of the factors."""
         facts: dict[str, object] = {"iter": self.iter}
-        entries = checkpoint.entries_of(self._memory)
         if self._is_loaded_anew or self.options.alternating:
             for side in ("p", "q"):
-                facts[f"factors {side}"] = f"{len(entries[side])}, digest {digest(entries[side])}"
+                facts[f"factors {side}"] = f"{len(self._tensors[side])}, digest {digest(self._tensors[side])}"
         if self._is_loaded_anew:
-            facts["loaded errors"] = len(entries["errors"])
+            facts["loaded errors"] = len(self._tensors[ERRORS])
         return facts
 
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
         has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
         return self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
-
-    def residuals(self) -> list[torch.Tensor]:
-        """This rank's error memory, for `metrics`."""
-        return [each.error for each in list(self._memory.values()) if each.error is not None]
 
     @property
     def preferred_bucket_cap_mb(self) -> int | None:
@@ -165,16 +178,14 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
         """
         return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
 
-    @property
-    def error_memory_bytes(self) -> int:
-        """Bytes of the error memory on this rank."""
-        return sum(each.error.nbytes for each in self._memory.values() if each.error is not None)
-
     def count_step(self) -> None:
         """Count a step that has ended."""
         super().count_step()
         if self.iter == self.options.start_powerSGD_iter:
             logger.info("PowerSGD starts after %s steps.", self.iter)
+        if self.iter > self.options.start_powerSGD_iter and not self._has_compressed:
+            self._warn_if_idle()
+            self._has_compressed = True
 
     def drop_buckets(self) -> None:
         """Drop all buckets; their memory is the state's."""
@@ -195,78 +206,148 @@ class PowerSGDState(OptionAttributes, ErrorFeedbackState):
             )
             self.next_stats_report = self.iter + self.options.compression_stats_logging_frequency
 
-    def take_back(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
-        memory = self._memory.get(plain_name(name))
-        if memory is not None and memory.error is not None:
-            memory.error.add_(as_real(gradient))
+    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
+        """The `LowRankBucket` of a bucket, kept from step to step; None if none of its matrices would shrink enough."""
+        dtype, low_rank = bucket_dtype(bucket), self._buckets.get(names)
+        if names not in self._buckets or (low_rank is not None and low_rank.layout.dtype != dtype):
+            self._check_loaded(names)
+            low_rank = self._new_bucket([gradient_layout(each) for each in bucket.parameters()], dtype, names)
+            members = set(names)  # a bucket that shared a parameter with this one no longer exists
+            self._buckets = {key: each for key, each in self._buckets.items() if members.isdisjoint(key)}
+            self._buckets[names] = low_rank
+        numel = sum(as_real(parameter).numel() for parameter in bucket.parameters())
+        self._count(numel, low_rank.sent_numel(self.iter) if low_rank is not None else numel, bucket.is_last())
+        return low_rank
 
-    def state_dict(self) -> dict[str, Any]:
-        """Step count, errors and factors as plain CPU tensors, for ``torch.load(weights_only=True)``.
+    def _new_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]
+    ) -> LowRankBucket | None:
+        layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameters]
+        options, memory = self.options.of_buckets(self.iter), self._known()
+        made: LowRankBucket | None = None
+        if self._is_batched:
+            rank = self.options.matrix_approximation_rank
+            made = flat_low_rank_bucket(layouts, rank, names=names, memory=memory, **options)
+        elif any(shapes := self.options.policy.matrix_shapes(parameters, names)):
+            made = LowRankBucket(layouts, shapes, names=names, memory=memory, **options)
+        if made is not None:
+            self._keep(made.memory)
+            if self.options.cuda_graphs and not made.can_capture:
+                warnings.warn(
+                    f"cuda_graphs=True has no effect for {dtype} gradients on {made.table.device} at rank "
+                    f"{made.table.largest_rank}. It needs Triton's kernels: a GPU, fp32 or 16-bit gradients, ranks up "
+                    f"to {MAX_RANK}. Results are the same without it; pass cuda_graphs=False.",
+                    stacklevel=2,
+                )
+        return made
 
-        A collective call: every rank must make it, between two steps. The result is equal on all
-        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
-        returns the prepared copy, and two such calls share tensors.
+    def _warn_if_idle(self) -> None:
+        """Warn after the first compressed step if it has compressed nothing, and tell why."""
+        if any(self._buckets.values()):
+            return
+        known = self._names.known()
+        numel = sum(as_real(known[name]).numel() for names in self._buckets for name in names if name in known)
+        if self._is_batched:
+            why = "No bucket is large enough: lower matrix_approximation_rank or raise bucket_cap_mb."
+        else:
+            layouts = {name: gradient_layout(each) for name, each in known.items() if each.requires_grad}
+            why = self.options.why_nothing_is_compressed(layouts)
+        warnings.warn(
+            f"PowerSGD compresses nothing here: it sends all {numel:,} elements. {why} Otherwise use another hook: "
+            "fp16_compress_hook halves the bytes of any model.",
+            stacklevel=2,
+        )
 
-        Errors are averaged over the ranks. PowerSGD depends only on their mean, so a run resumed on
-        any world size equals the uninterrupted one up to rounding.
+    def _known(self) -> dict[str, PowerSGDMemory]:
+        """The memory of every parameter and bucket, by name."""
+        errors, q, p = (self._tensors[entry] for entry in (ERRORS, "q", "p"))
+        names = dict.fromkeys([*errors, *q, *p])
+        return {name: PowerSGDMemory(error=errors.get(name), p=p.get(name), q=q.get(name)) for name in names}
 
-        Every compressed parameter has an entry even before the first step, so that
-        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
-        load. With `batched_powerSGD_hook`, factors belong to buckets and have entries only after a
-        compressed step.
+    def _keep(self, memory: Mapping[str, PowerSGDMemory]) -> None:
+        """Keep the memory of a bucket, whose tensors its steps update in place."""
+        for entry, attribute in ((ERRORS, "error"), ("q", "q"), ("p", "p")):
+            for name, each in memory.items():
+                if (tensor := getattr(each, attribute)) is not None:
+                    self._tensors[entry][name] = tensor
+                else:
+                    self._tensors[entry].pop(name, None)
 
-        Raises:
-            RuntimeError: the parameter names are not known, or a rank has not called it within ten
-                seconds. A later call on all ranks works.
+    def _initialize(self, module: torch.nn.Module) -> None:
+        """Allocate the memory of every compressed parameter that no compressed step has had yet, as that step would.
+
+        Without factors for `batched_powerSGD_hook`, whose factors belong to buckets that are not known yet.
         """
-        return super().state_dict()
+        kept = self._tensors[ERRORS if self.options.use_error_feedback else "q"]
+        for parameter, name in compressible_parameters(module).items():
+            layout = gradient_layout(parameter)
+            if name in kept or (self._is_batched and not self.options.use_error_feedback):
+                continue
+            if self._is_batched:
+                dtype = compute_dtype(layout.dtype.to_real())
+                self._tensors[ERRORS][name] = PowerSGDMemory().error_like(as_real(layout), dtype, name)
+            elif (shape := self.options.policy.matrix_shape(name, layout)) is not None:
+                options = self.options.of_buckets(self.iter)
+                self._keep(
+                    LowRankBucket([as_real(layout)], [shape], names=[name], memory=self._known(), **options).memory
+                )
+
+    def keeps(self, entry: str, name: str, layout: Tensor) -> bool:
+        """No entries besides those that `_initialize` has made."""
+        return False
+
+    def _counts(self) -> dict[str, Any]:
+        return {"numel": [self.total_numel_before_compression, self.total_numel_after_compression]}
 
     def _collected(self) -> dict[str, Any]:
-        module = self._names.module
-        if module is not None:
-            self._memory.update(
-                checkpoint.initial_memory(module, self._memory, self.options, self.iter, self._is_batched)
-            )
-        entries = checkpoint.averaged_entries(self._memory, self.process_group, self._names.parameters())
-        return self._with_counts(entries)
-
-    def _with_counts(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        numel = [self.total_numel_before_compression, self.total_numel_after_compression]
-        return {"iter": self.iter, **entries, "numel": numel}
+        if self._names.module is not None:
+            self._initialize(self._names.module)
+        return super()._collected() | self._counts()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, with any buckets and on any world size.
+        """Continue from a `state_dict`, with any buckets and on any world size; see `HookState.load_state_dict`.
 
-        Entries are checked against the parameters; if those are not known yet, before the first compressed step.
         Factors of a different rank r start from scratch, as when r changes during training.
-
-        Raises:
-            ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
-                message names the entry. The state is not modified.
         """
-        check_powersgd_state(state_dict, checkpoint.expected_of(self._names, self.policy))
-        if self._names.is_complete:
-            check_model(state_dict["errors"], self._names.known())
-        self._memory = checkpoint.memory_of(state_dict)
-        self.iter = state_dict["iter"]
+        super().load_state_dict(state_dict)
+        self._tensors, self._loaded = self._loaded, self._tensors  # a rank's share is the mean itself
         self.total_numel_before_compression, self.total_numel_after_compression = state_dict["numel"]
-        self._buckets, self._prepared = {}, None
-        self._is_loaded, self._fits_parameters = True, False
-        self.expect_handshake()
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        check_powersgd_state(state_dict, self._expected())
+        if self._names.is_complete:
+            check_model(state_dict[ERRORS], self._names.known())
+
+    def _check_loaded(self, names: Sequence[str]) -> None:
+        errors, q, p = (self._tensors[entry] for entry in (ERRORS, "q", "p"))
+        if self._is_loaded:
+            check_loaded_names(errors | q, names)
+        if not self._fits_model:
+            check_powersgd_shapes(errors, q, p, parameters=self._expected())
+            if self._names.is_complete:
+                check_model(errors, self._names.known())
+                self._fits_model = True
+
+    def _expected(self) -> dict[str, Expected]:
+        """The shapes that errors and factors must fit, for every parameter known so far."""
+        layouts = {name: gradient_layout(parameter) for name, parameter in self._names.known().items()}
+        policy = self.options.policy
+        return {
+            name: Expected(as_real(layout).shape, policy.matrix_shape(name, layout)) for name, layout in layouts.items()
+        }
 
     def replicated_state(self) -> dict[str, Any]:
-        """Step count and factors; see `NamedState.replicated_state`."""
-        return self._with_counts({side: checkpoint.entries_of(self._memory)[side] for side in ("q", "p")})
+        """Step count and factors; see `HookState.replicated_state`."""
+        return super().replicated_state() | self._counts()
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Take step count and factors from another rank; keep this rank's errors."""
-        self.load_state_dict({**replicated, "errors": checkpoint.entries_of(self._memory)["errors"]})
+        self.load_state_dict({**replicated, ERRORS: self._tensors[ERRORS]})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch."""
-        options = {name: getattr(self.options, name) for name in OPTION_NAMES}
-        return {"options": options, "memory": self._with_counts(checkpoint.entries_of(self._memory))}
+        memory = {"iter": self.iter, **self._tensors, **self._counts()}
+        return {"options": self._option_values(), "memory": memory}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]

@@ -1,21 +1,20 @@
 """`QuantizationState`: the options and the error memory of `quantization_hook`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Transport
+from gradwire.comm import executor_for
 from gradwire.compress import Quantization, QuantizedBucket, WirePolicy
 from gradwire.compress._options import check_flag, check_whole_number
-from gradwire.hooks._error_feedback_state import ErrorFeedbackState, check_loaded_names, sum_errors
-from gradwire.hooks._parameter_names import compressible_parameters, plain_name
-from gradwire.hooks._state_validation import check_model, check_quantization_state
+from gradwire.hooks._reduce_bucket import bucket_device, bucket_dtype
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.hook_state import ERRORS, HookState, Memory
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, as_real, gradient_layout, layout_in_dtype
 
 DEFAULT_EXEMPT = ("*.bias", "*norm*")
@@ -50,10 +49,6 @@ class QuantizationOptions:
         _ = self.policy  # validates the other options
         object.__setattr__(self, "wires", dict(self.wires))
 
-    def values(self) -> dict[str, Any]:
-        """The options by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
     @cached_property
     def policy(self) -> WirePolicy:
         """The wire format of each parameter."""
@@ -83,7 +78,7 @@ def check_block_size(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}; expected {expected}.")
 
 
-class QuantizationState(ErrorFeedbackState):
+class QuantizationState(HookState):
     """Options and error memory of `quantization_hook`, for one model.
 
     Args:
@@ -126,6 +121,7 @@ class QuantizationState(ErrorFeedbackState):
     """
 
     __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+    memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     options: QuantizationOptions
 
     def __init__(
@@ -142,89 +138,53 @@ class QuantizationState(ErrorFeedbackState):
         error_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        super().__init__("quantization_hook")
         if isinstance(exempt, list):
             exempt = tuple(exempt)
         wires = {} if wires is None else wires
-        options = locals()
-        self.options = QuantizationOptions(**{each.name: options[each.name] for each in fields(QuantizationOptions)})
-        self.process_group = process_group
-        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}
-        # This rank's errors, in units of the mean gradient: views of the buckets', or what earlier buckets left.
-        self._errors: dict[str, Tensor] = {}
-        # The errors of all ranks together, from a checkpoint, until a bucket takes this rank's share.
-        self._loaded: dict[str, Tensor] = {}
-        self._fits_model = True  # whether the loaded errors were compared with the model's names
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.values().items())
-        return f"{type(self).__name__}(iter={self.iter}, {options})"
-
-    def settings(self) -> dict[str, object]:
-        """The options, which must be equal on all ranks."""
-        return {"hook": "quantization_hook", **self.options.values(), "wires": dict(self.options.wires)}
-
-    def replicated(self) -> dict[str, object]:
-        """The number of steps; after a load also the number of errors."""
-        loaded = {"loaded errors": len(self._loaded)} if self._is_loaded_anew else {}
-        return {"iter": self.iter, **loaded}
+        values = locals()
+        options = QuantizationOptions(**{each.name: values[each.name] for each in fields(QuantizationOptions)})
+        super().__init__("quantization_hook", process_group, options)
+        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}  # the error memory is a view of theirs
 
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
         return self._names.of(bucket, "A pattern in wires or exempt" if self.options.needs_names else None)
 
-    @property
-    def policy(self) -> WirePolicy:
-        """The wire format of each parameter."""
-        return self.options.policy
-
-    @property
-    def error_memory_bytes(self) -> int:
-        """Bytes of the error memory on this rank."""
-        return sum(errors.nbytes for errors in self.residuals())
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern in ``wires`` or ``exempt`` that matches none of the names; see `HookState`."""
+        return self.options.policy.unmatched_pattern(names)
 
     def residuals(self) -> list[Tensor]:
         """This rank's error memory of both shots, for `metrics`."""
         return [bucket.errors for bucket in list(self._buckets.values()) if bucket.errors is not None]
 
-    def bucket(
-        self, names: tuple[str, ...], dtype: torch.dtype, bucket: GradBucket, transport: Transport
-    ) -> QuantizedBucket:
-        """The `QuantizedBucket` of a bucket, kept from step to step.
-
-        Args:
-            names: of its parameters.
-            dtype: of its gradients, real.
-            bucket: of either DDP.
-            transport: of its collectives.
+    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> QuantizedBucket:
+        """The `QuantizedBucket` of a bucket, kept from step to step; see `HookState.prepare`.
 
         Raises:
-            ValueError: a loaded error has another shape than its gradient, or a pattern matches no parameter.
+            ValueError: a loaded error has another shape than its gradient.
         """
+        dtype, transport = bucket_dtype(bucket), executor_for(group, bucket_device(bucket)).transport
         kept = self._buckets.get(names)
         if kept is not None and kept.fits(dtype, transport):
             return kept
-        if self._is_loaded:
-            check_loaded_names(self._loaded, names)
-            if self._names.is_complete and not self._fits_model:
-                check_model(self._loaded, self._names.known())
-            self._fits_model = True
-        self._check_patterns()
+        self._check_loaded(names)
         parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
         layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
         self.drop_buckets(names)
-        share = {name: self._loaded[name] / transport.world_size for name in names if name in self._loaded}
+        errors, loaded = self._tensors[ERRORS], self._loaded[ERRORS]
+        share = {name: self._share(ERRORS, loaded[name], group) for name in names if name in loaded}
         made = QuantizedBucket(
             layouts,
-            self.policy.wire_formats(parameter_layouts, names),
+            self.options.policy.wire_formats(parameter_layouts, names),
             transport,
             self.options.quantization,
             names=names,
-            memory=self._errors | share,
+            memory=errors | share,
             iteration=self.iter,
         )
         for name in share:
-            del self._loaded[name]
-        self._errors.update(made.memory)
+            del loaded[name]
+        errors.update(made.memory)
         self._buckets[names] = made
         return made
 
@@ -232,98 +192,16 @@ class QuantizationState(ErrorFeedbackState):
         """Drop the buckets that have one of these parameters, by default all, and keep their errors of both shots."""
         for key, bucket in list(self._buckets.items()):
             if names is None or not set(names).isdisjoint(key):
-                self._errors.update(bucket.folded_errors())
+                self._tensors[ERRORS].update(bucket.folded_errors())
                 del self._buckets[key]
 
-    def take_back(self, name: str, gradient: Tensor) -> None:
-        """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
-        error = self._errors.get(plain_name(name))
-        if error is not None:
-            error.add_(as_real(gradient), alpha=1 / dist.get_world_size(self._group))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step count and errors as plain CPU tensors, for ``torch.load(weights_only=True)``.
-
-        A collective call: every rank must make it, between two steps. The result is equal on all
-        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
-        returns the prepared copy, and two such calls share tensors.
-
-        All errors are summed over the ranks: the part of the gradients that has not been applied yet.
-        Any world size can resume from them, and nothing is lost. Later steps round differently from
-        those of the uninterrupted run.
-
-        Every parameter with a dense gradient has an entry even before the first step, so that
-        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
-        load.
-
-        Raises:
-            RuntimeError: the parameter names are not known, or a rank has not called it within ten
-                seconds. A later call on all ranks works.
-        """
-        return super().state_dict()
-
-    def _collected(self) -> dict[str, Any]:
-        errors = sum_errors(self._own_errors(), self.process_group, self._names.parameters(), 1)
-        module = self._names.module
-        if module is not None and self.options.use_error_feedback:
-            for parameter, name in compressible_parameters(module).items():
-                errors.setdefault(name, torch.zeros(as_real(parameter).shape, device="cpu"))
-        return {"iter": self.iter, "errors": errors}
-
-    def _own_errors(self) -> dict[str, Tensor]:
-        """This rank's errors of both shots and its share of the loaded ones, by parameter name."""
-        if not self._loaded:
-            return self._folded_errors()
-        world_size = dist.get_world_size(self._group)
-        return self._folded_errors() | {name: error / world_size for name, error in self._loaded.items()}
-
-    def _folded_errors(self) -> dict[str, Tensor]:
-        """This rank's errors of both shots, by parameter name, without loaded ones."""
-        errors = dict(self._errors)
+    def _trained(self, entry: str) -> dict[str, Tensor]:
+        """This rank's errors of both shots, by parameter name."""
+        errors = super()._trained(entry)
         for bucket in self._buckets.values():
             errors |= bucket.folded_errors()
         return errors
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, with any buckets and on any world size.
-
-        Errors are checked against the parameters; if those are not known yet, before the first quantized step.
-
-        Raises:
-            ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
-                message names the entry. The state is not modified.
-        """
-        shapes = {name: as_real(parameter).shape for name, parameter in self._names.known().items()}
-        check_quantization_state(state_dict, shapes)
-        if self._names.is_complete:
-            check_model(state_dict["errors"], self._names.known())
-        self._loaded = {name: error.detach().float().clone() for name, error in state_dict["errors"].items()}
-        self._errors, self._buckets, self._prepared = {}, {}, None
-        self.iter = state_dict["iter"]
-        self._is_loaded, self._fits_model = True, False
-        self.expect_handshake()
-
-    def replicated_state(self) -> dict[str, Any]:
-        """The step count; see `NamedState.replicated_state`."""
-        return {"iter": self.iter}
-
-    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Take the step count from another rank; keep this rank's errors."""
-        check_quantization_state({**replicated, "errors": {}}, {})
-        self.iter, self._prepared = replicated["iter"], None
-        self.expect_handshake()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
-        return {
-            "options": self.options.values(),
-            "iter": self.iter,
-            "errors": self._folded_errors(),
-            "loaded": self._loaded,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(None, **state["options"])  # type: ignore[misc]
-        self.iter, self._errors, self._loaded = state["iter"], dict(state["errors"]), dict(state["loaded"])
-        self._is_loaded = True
-        self.expect_handshake()
+    def keeps(self, entry: str, name: str, layout: Tensor) -> bool:
+        """Every parameter has errors, unless error feedback is off."""
+        return self.options.use_error_feedback

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from gradwire.comm.torch_internals import is_initialized_group
 from gradwire.hooks._arguments import is_gradwire_hook
-from gradwire.hooks._parameter_names import NamedState
 from gradwire.hooks._reduce_bucket import check_same_ranks
 from gradwire.hooks.default_hooks import CastState
+from gradwire.hooks.hook_state import HookState
 
 PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
@@ -17,7 +17,7 @@ PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 def check_pairing(state: object, hook: Callable[..., Any]) -> None:
     """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
     module = getattr(hook, "__module__", None) or ""
-    if module.startswith(PYTORCHS_HOOKS) and isinstance(state, NamedState | CastState):
+    if module.startswith(PYTORCHS_HOOKS) and isinstance(state, HookState | CastState):
         name, kind = getattr(hook, "__name__", "hook"), type(state)
         raise TypeError(
             f"{name} is PyTorch's, its state a gradwire {kind.__name__}, which PyTorch's hook cannot use. Import the "
@@ -39,7 +39,7 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     Raises:
         ValueError: the state has or is a group of other ranks.
     """
-    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, NamedState | CastState)
+    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, HookState | CastState)
     if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
         return state
     chosen = state.process_group if has_group else state

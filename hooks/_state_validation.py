@@ -4,7 +4,7 @@ Each function raises a ValueError that names the entry, its value and the expect
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,23 +79,30 @@ def check_powersgd_shapes(
             _check_size_of_factors(name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2], f"q[{name!r}]")
 
 
-def check_quantization_state(state: object, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError unless ``state`` is a `QuantizationState.state_dict` of a model with these parameters.
+def check_memory(
+    state: object, owner: str, declared: Mapping[str, Mapping[str, tuple[int, ...]]], limited: Collection[str]
+) -> None:
+    """Raise ValueError unless ``state`` is the `HookState.state_dict` of a state.
 
     Args:
-        state: the argument of ``load_state_dict``.
-        shapes: of the gradients of known parameters, complex numbers as real pairs, by name.
+        state: to check.
+        owner: name of the class.
+        declared: for each entry, the shapes of the tensors of known parameters, by name.
+        limited: the entries whose tensors are kept in fp32 or less, whatever the dtype of the gradients.
     """
-    state = _entries(state, "QuantizationState", ("iter", "errors"))
+    state = _entries(state, owner, ("iter", *declared))
     check_count("iter", state["iter"])
-    _check_errors(state["errors"])
-    for name, error in state["errors"].items():
-        check_range(name, error)
-        if name in shapes and error.shape != shapes[name]:
-            raise ValueError(
-                f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(shapes[name])}: "
-                f"errors[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
-            )
+    for key, shapes in declared.items():
+        for entry, tensor in _tensors(key, state[key]):
+            _check_elements(entry, tensor, tensor.isfinite(), "a finite number")
+        for name, tensor in state[key].items():
+            if key in limited:
+                check_range(name, tensor)
+            if name in shapes and tensor.shape != shapes[name]:
+                raise ValueError(
+                    f"The error memory of {name} has shape {tuple(tensor.shape)}, its gradient {shapes[name]}: "
+                    f"{key}[{name!r}] belongs to another model. Load the state of this model, or begin with a new one."
+                )
 
 
 def check_model(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

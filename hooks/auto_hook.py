@@ -10,15 +10,15 @@ from torch import Tensor
 
 from gradwire.comm import Transport, executor_for
 from gradwire.compress._options import check_whole_number
-from gradwire.hooks._arguments import check_process_group, ddp_hook, needs_state
+from gradwire.hooks._arguments import check_process_group
 from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
 from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
-from gradwire.hooks._error_feedback_state import CountingState, ErrorFeedbackState
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import NamedState, parameter_names, plain_name
-from gradwire.hooks._reduce_bucket import agree, bucket_device, zero_copy
+from gradwire.hooks._parameter_names import parameter_names, plain_name
+from gradwire.hooks._reduce_bucket import agree, bucket_device
 from gradwire.hooks._state_validation import check_auto_state
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.hook_state import HookState, communication_hook
 from gradwire.kernels import is_capturing
 
 __all__ = ["AutoState", "auto_hook"]
@@ -32,7 +32,7 @@ FIRST_STEPS = 2
 WARM_UP = 1
 
 
-class AutoState(CountingState):
+class AutoState(HookState):
     """Options, measurements and choices of `auto_hook`, for one model.
 
     The first two steps use the plain all-reduce. Then each candidate is timed for ``1 + repeats`` steps, on copies of
@@ -76,10 +76,9 @@ class AutoState(CountingState):
         min_gain: float = 1.05,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__("auto_hook")
         self._exchanges: dict[str, Exchange] = {}
         self._trials: list[Trial] = []
-        self.process_group = process_group
+        super().__init__("auto_hook", process_group)
         self.candidates, self.repeats, self.min_gain = tuple(candidates), repeats, min_gain
         self._plan = dict(plan or {})
         self._check_options()
@@ -165,9 +164,9 @@ class AutoState(CountingState):
             self.exchange(name)
 
     def take_back(self, name: str, gradient: Tensor) -> None:
-        """Add a reduced gradient that was not applied to the parameter's error; see `NamedState.take_back`."""
+        """Add a reduced gradient that was not applied to the parameter's error; see `HookState.take_back`."""
         exchange = self._latest.get(plain_name(name))
-        if exchange is not None and isinstance(exchange.state, NamedState):
+        if exchange is not None and isinstance(exchange.state, HookState):
             exchange.state.take_back(name, gradient)
 
     def prepare_checkpoint(self) -> None:
@@ -195,7 +194,7 @@ class AutoState(CountingState):
         states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._to_save()}
         return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
 
-    def _to_save(self) -> list[tuple[str, ErrorFeedbackState]]:
+    def _to_save(self) -> list[tuple[str, HookState]]:
         """The states in a checkpoint, by name: also of planned methods that no step has used yet on this rank."""
         self._names.search()
         self._names.require("A checkpoint of an AutoState")
@@ -213,7 +212,7 @@ class AutoState(CountingState):
         check_auto_state(state_dict)
         exchanges = {name: self._make(name) for name in state_dict["states"]}
         for name, exchange in exchanges.items():
-            if not isinstance(exchange.state, ErrorFeedbackState):
+            if not isinstance(exchange.state, HookState):
                 raise ValueError(f"states has an entry {name!r}, but {name} keeps nothing. Leave it out.")
             exchange.state.load_state_dict(state_dict["states"][name])
         for name in state_dict["plan"].values():
@@ -221,7 +220,7 @@ class AutoState(CountingState):
         self._restart(state_dict["iter"], state_dict["plan"], exchanges)
 
     def replicated_state(self) -> dict[str, Any]:
-        """Step count, plan and factors; see `NamedState.replicated_state`."""
+        """Step count, plan and factors; see `HookState.replicated_state`."""
         self._make_planned()
         states = {name: state.replicated_state() for name, state in self._with_memory()}
         return {"iter": self.iter, "plan": dict(self.plan), "states": states}
@@ -234,7 +233,7 @@ class AutoState(CountingState):
         """
         for name, state in replicated["states"].items():
             kept = self.exchange(name).state
-            assert isinstance(kept, ErrorFeedbackState)
+            assert isinstance(kept, HookState)
             kept.load_replicated_state(state)
         unknown = {name for name, _ in self._with_memory()} - replicated["states"].keys()
         exchanges = {name: exchange for name, exchange in self._exchanges.items() if name not in unknown}
@@ -253,20 +252,20 @@ class AutoState(CountingState):
 
     def _make(self, name: str) -> Exchange:
         exchange = make_exchange(name, self.process_group, FIRST_STEPS)
-        if self._names.module is not None and isinstance(exchange.state, NamedState):
+        if self._names.module is not None and isinstance(exchange.state, HookState):
             exchange.state.bind(self._names.module)
         return exchange
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Take parameter names from ``module``; see `NamedState.bind`."""
+        """Take parameter names from ``module``; see `HookState.bind`."""
         super().bind(module)
         for _, state in self._with_memory():
             state.bind(module)
 
-    def _with_memory(self) -> list[tuple[str, ErrorFeedbackState]]:
+    def _with_memory(self) -> list[tuple[str, HookState]]:
         """The exchanges in use that keep error memory, by name."""
         found = sorted(self._exchanges.items())
-        return [(name, each.state) for name, each in found if isinstance(each.state, ErrorFeedbackState)]
+        return [(name, each.state) for name, each in found if isinstance(each.state, HookState)]
 
     def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
         self.continue_at(iteration)
@@ -389,8 +388,7 @@ async def _largest(times: Tensor, transport: Transport) -> None:
     await transport.all_reduce_max(times)
 
 
-@zero_copy
-@ddp_hook(needs_state(AutoState))
+@communication_hook(AutoState)
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients: time the candidates in the first steps, then use the fastest per bucket.
 

@@ -5,31 +5,26 @@ send 8 bits per element, without error feedback. PyTorch's hooks send every rank
 gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
 """
 
-import logging
-
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Transport, Workspace, executor_for
-from gradwire.compress import Gradients, cast_all_reduce, quantized_all_reduce
-from gradwire.hooks._arguments import ddp_hook, needs_process_group, needs_state
+from gradwire.compress import quantized_all_reduce
+from gradwire.hooks._arguments import ddp_hook, needs_process_group
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._quantization_state import QuantizationState, check_block_size
-from gradwire.hooks._reduce_bucket import agree, bucket_device, bucket_dtype, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._reduce_bucket import zero_copy
 from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.hook_state import Step, communication_hook
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
-
-logger = logging.getLogger(__name__)
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
 _PER_TENSOR = HookSettings("quantization_pertensor_hook")
 _PER_CHANNEL: dict[int, HookSettings] = {}  # by block size
 
 
-@zero_copy
-@ddp_hook(needs_state(QuantizationState))
+@communication_hook(QuantizationState)
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 1 to 16 bits per element, with error feedback.
 
@@ -49,27 +44,13 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     Raises:
         ValueError: the state belongs to another model, or a pattern in ``wires`` matches no parameter.
     """
-    state._prepared = None
-    state.begins_step(bucket)
-    group = agree(state, state.process_group, bucket, state)
-    state.announce_start(logger)
-    state.apply_options()
-    names, iteration = state.parameter_names(bucket), state.iter
-    state._names.note(names, bucket)
-    quantized = None
-    if state.policy.has_started(iteration) and not is_sparse(bucket):
-        transport = executor_for(group, bucket_device(bucket)).transport
-        quantized = state.bucket(names, bucket_dtype(bucket), bucket, transport)
+    return state.run(bucket, _quantized)
 
-    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-        if quantized is None:
-            await cast_all_reduce(source, target, source.table.dtype, transport, workspace)
-            return
-        gradients, results = source.each(quantized.layout), target.each(quantized.layout)
-        await quantized_all_reduce(quantized, gradients, results, iteration, transport, workspace)
 
-    state.maybe_increase_iter(bucket)
-    return reduce_bucket(group, bucket, algorithm, state.hook_name, observed=state)
+async def _quantized(step: Step) -> None:
+    await quantized_all_reduce(
+        step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace
+    )
 
 
 @zero_copy

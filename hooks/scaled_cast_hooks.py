@@ -1,23 +1,35 @@
 """16-bit all-reduce with delayed scaling: the precision of fp16 without its narrow range."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Transport, Workspace
-from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
-from gradwire.hooks._arguments import ddp_hook, needs_state
-from gradwire.hooks._parameter_names import NamedState
-from gradwire.hooks._reduce_bucket import agree, reduce_bucket, zero_copy
+from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.hooks._state_validation import MAX_COUNT, check_scaled_cast_state
-from gradwire.hooks._types import GradBucket, StepBoundary
+from gradwire.hooks._types import GradBucket
+from gradwire.hooks.hook_state import HookState, Step, communication_hook
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
-class ScaledCastState(NamedState):
+class _Bucket(NamedTuple):
+    """A bucket in one step.
+
+    Attributes:
+        names: names of its parameters.
+        is_last: whether it is the last of its step.
+        closes_step: whether the step before has ended without its last bucket.
+    """
+
+    names: tuple[str, ...]
+    is_last: bool
+    closes_step: bool
+
+
+class ScaledCastState(HookState):
     """Options and scales of `scaled_cast_hook`, for one model.
 
     Each bucket has one scale, stored by parameter name. The defaults suit most models. Watch `saturated_elements` to
@@ -53,15 +65,13 @@ class ScaledCastState(NamedState):
         growth: int = 1,
         backoff: int = 4,
     ) -> None:
-        super().__init__("scaled_cast_hook")
-        self.process_group = process_group
-        self.scaling = DelayedScaling(dtype=dtype, margin=margin, growth=growth, backoff=backoff)
+        options = DelayedScaling(dtype=dtype, margin=margin, growth=growth, backoff=backoff)
+        super().__init__("scaled_cast_hook", process_group, options)
         self._buckets: dict[tuple[str, ...], BucketScale] = {}
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
-        self._boundary = StepBoundary()
-        self._is_open = False  # whether the latest step's last bucket has not come, which counts whether it is skipped
+        self._is_left_open = False  # whether the last bucket of the step before, which counts skipped steps, never came
 
     @property
     def nonfinite_elements(self) -> int:
@@ -86,13 +96,25 @@ class ScaledCastState(NamedState):
         """The three totals, for `metrics`."""
         return dict(zip(("nonfinite_elements", "saturated_elements", "skipped_steps"), self._counters, strict=False))
 
-    def settings(self) -> dict[str, object]:
-        """The options, which must be equal on all ranks. Scales need not be: the ranks agree on them."""
-        return {"hook": self.hook_name, **vars(self.scaling)}
-
     def exponents(self) -> dict[str, int]:
         """The exponent of the current scale, 2^exponent, by parameter name. Waits for the device."""
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
+
+    @property
+    def scaling(self) -> DelayedScaling:
+        """The options."""
+        return cast("DelayedScaling", self.options)
+
+    def begins_step(self, bucket: GradBucket) -> bool:
+        """Whether ``bucket`` is the first of its step; see `HookState.begins_step`."""
+        is_open = not self._is_counted
+        begins = super().begins_step(bucket)
+        self._is_left_open = begins and is_open
+        return begins
+
+    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
+        """What the algorithm knows of a bucket; its scale is made on the stream or thread where it is used."""
+        return _Bucket(names, bucket.is_last(), self._is_left_open)
 
     def bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""
@@ -155,7 +177,7 @@ class ScaledCastState(NamedState):
         self.expect_handshake()
 
     def replicated_state(self) -> dict[str, Any]:
-        """Scales and the number of skipped steps; see `NamedState.replicated_state`."""
+        """Scales and the number of skipped steps; see `HookState.replicated_state`."""
         return self.state_dict()
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
@@ -171,12 +193,11 @@ class ScaledCastState(NamedState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.scaling = state["scaling"]
+        self.options = state["scaling"]
         self.load_state_dict(state["state"])
 
 
-@zero_copy
-@ddp_hook(needs_state(ScaledCastState))
+@communication_hook(ScaledCastState)
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bits, scaled by a power of two that follows the previous step.
 
@@ -189,19 +210,15 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
         state: options, scales and counters. Modified.
         bucket: the gradients. Overwritten with their mean.
     """
-    group = agree(state, state.process_group, bucket, state)
-    names = state._names.of(bucket)
-    is_last = bucket.is_last()
-    is_left_open = state._boundary.is_before(bucket) and state._is_open
-    state._is_open = not is_last
+    return state.run(bucket, partial(_scaled_cast, state))
 
-    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-        device = source.table.device
-        scale = state.bucket_scale(names, device)
-        counters = state.counters(device)
-        if is_left_open:
-            counters[2] += counters[3]
-            counters[3] = 0
-        await scaled_cast_all_reduce(source, target, state.scaling, scale, counters, is_last, transport, workspace)
 
-    return reduce_bucket(group, bucket, algorithm, state.hook_name, observed=state)
+async def _scaled_cast(state: ScaledCastState, step: Step) -> None:
+    source, of = step.source, step.memory
+    device = source.table.device
+    scale, counters = state.bucket_scale(of.names, device), state.counters(device)
+    if of.closes_step:
+        counters[2] += counters[3]
+        counters[3] = 0
+    arguments = (state.scaling, scale, counters, of.is_last, step.transport, step.workspace)
+    await scaled_cast_all_reduce(source, step.target, *arguments)

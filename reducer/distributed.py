@@ -15,7 +15,7 @@ from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
 from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks import default_hooks
-from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.arguments import check_bucket_sizes, check_comm_hook, check_ranks
 from gradwire.reducer.bucketing import BucketOptions
@@ -302,7 +302,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         self._comm_hooks.append((hook, state))
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        if isinstance(state, NamedState):
+        if isinstance(state, HookState):
             state.bind(self.module)
         self.reducer.register_comm_hook(state, hook)
 

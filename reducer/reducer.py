@@ -20,7 +20,7 @@ from torch.futures import Future
 from gradwire.comm.connections import ADVICE
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import take_values, wait_for
-from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.autograd_hooks import AutogradHooks
 from gradwire.reducer.backward import Backward, ForwardResults, Phase
@@ -442,7 +442,7 @@ class Reducer(Exchange):
             return
         result = _tensor(wait_for(future, self._check_in_step))
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins}
-        take_back = self.hook_state.take_back if isinstance(self.hook_state, NamedState) else None
+        take_back = self.hook_state.take_back if isinstance(self.hook_state, HookState) else None
         bucket.finish(result, scale, used, take_back)
         if self._runs_optimizers:
             futures[index] = None  # applied: not to be returned if a later bucket fails
@@ -467,7 +467,7 @@ class Reducer(Exchange):
                 raise RuntimeError(errors.backward_skipped(rank))
 
     def _discard_step(self) -> None:
-        if isinstance(self.hook_state, NamedState):
+        if isinstance(self.hook_state, HookState):
             _return_results(self.buckets, take_values(self._backward.futures), self.hook_state.take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)

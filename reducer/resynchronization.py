@@ -17,7 +17,7 @@ from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import collective_timeout, store_all_gather
 from gradwire.hooks._handshake import hash_bytes
-from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks.hook_state import HookState
 from gradwire.reducer.ddp_interface import DDPReducer
 from gradwire.reducer.model_sync import broadcast_coalesced
 
@@ -64,7 +64,7 @@ def resynchronize(
             broadcast_coalesced(
                 [tensor.detach() for tensor in (*parameters.values(), *buffers)], reducer.transport, limit, source
             )
-        if isinstance(reducer.hook_state, NamedState):
+        if isinstance(reducer.hook_state, HookState):
             _share_hook_state(reducer.hook_state, reducer.transport, source, group.rank(), reducer.device)
 
 
@@ -132,7 +132,7 @@ def _by_rank(values: Sequence[Any]) -> str:
 
 
 def _share_hook_state(
-    state: NamedState, transport: GroupTransport, source: int, rank: int, device: torch.device
+    state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device
 ) -> None:
     """Load the replicated part of the hook state of rank ``source`` on every rank."""
     content = b""

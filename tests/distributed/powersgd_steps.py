@@ -10,7 +10,6 @@ from torch import nn
 from training import WRAPPERS, gradients, register
 
 from gradwire.hooks import default_hooks
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 START = 2  # the first compressed step, as early as a state with error feedback allows
@@ -91,7 +90,7 @@ def run_steps(
         ddp.zero_grad()
         ddp(*tensors).backward()
         reduced = list(gradients(ddp).values())
-        memory = entries_of(state._memory).values() if remember else ({}, {}, {})
+        memory = {entry: state.tensors(entry) for entry in state.memory}.values() if remember else ({}, {}, {})
         steps.append(Step(reduced, *({name: tensor.clone() for name, tensor in kind.items()} for kind in memory)))
     return steps
 

@@ -18,7 +18,7 @@ from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._parameter_names import NamedState
+from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -137,7 +137,7 @@ def last_rank_differs(difference, wrapper):
     ddp = WRAPPERS[wrapper](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
     state, hook = DIFFERENCES[difference][is_last](group)
     counted = getattr(state, "iter", 0)
-    if isinstance(state, NamedState):
+    if isinstance(state, HookState):
         state.bind(ddp)
     register(ddp, (state, hook))
     before = [parameter.detach().clone() for parameter in ddp.parameters()]

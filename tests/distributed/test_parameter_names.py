@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
 from gradwire.hooks import _parameter_names, _wrappers
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
@@ -102,7 +101,7 @@ def remembered_names(model, cap, hook):
             step(ddp)
         module = ddp.module
         expected = sorted(name for name, p in module.named_parameters() if p.requires_grad and p.dim() == 2)
-        found.append((sorted(entries_of(state._memory)["errors"]), sorted(entries_of(state._memory)["q"]), expected))
+        found.append((sorted(state.tensors("errors")), sorted(state.tensors("q")), expected))
     return found
 
 
@@ -135,7 +134,7 @@ def names_behind_a_users_hook():
         ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
         for _ in range(4):
             step(ddp)
-        found.append(sorted(entries_of(state._memory)["errors"]))
+        found.append(sorted(state.tensors("errors")))
     return found
 
 
@@ -281,7 +280,7 @@ def stacks_without_bind():
         register(ddp, (state, powerSGD_hook))
         for _ in range(4):
             step(ddp)
-        found.append({name: tuple(factor.shape) for name, factor in entries_of(state._memory)["q"].items()})
+        found.append({name: tuple(factor.shape) for name, factor in state.tensors("q").items()})
     return found
 
 
@@ -331,7 +330,7 @@ def interrupted(path, first, second, options):
     dcp.load(restored, checkpoint_id=path)
     ddp.module.load_state_dict(restored["model"])
     optimizer.load_state_dict(restored["optimizer"])
-    return whole, train_steps(ddp, optimizer, range(CUT, TOTAL)), sorted(entries_of(state._memory)["errors"])
+    return whole, train_steps(ddp, optimizer, range(CUT, TOTAL)), sorted(state.tensors("errors"))
 
 
 @pytest.mark.parametrize("options", [{}, {"alternating": True}], ids=["both-sides", "alternating"])
@@ -401,7 +400,7 @@ def unused_in_a_compiled_model():
     state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
     for _ in range(4):
         step(ddp)
-    layers, error = module.layers, entries_of(state._memory)["errors"]["layers.1.weight"]
+    layers, error = module.layers, state.tensors("errors")["layers.1.weight"]
     before = error.clone()
     module.layers = layers[:1]
     module._modules["rest"] = layers[1]
@@ -443,12 +442,12 @@ def unknown_names():
         step(other)
         copies = copy.deepcopy((state, scales))
         return {
-            "remembers": sorted(entries_of(state._memory)["errors"]),
+            "remembers": sorted(state.tensors("errors")),
             "state_dict": message_of(state.state_dict),
             "prepare_checkpoint": message_of(state.prepare_checkpoint),
             "bind": message_of(lambda: state.bind(ddp)),
             "scales": message_of(scales.state_dict),
-            "copied": (sorted(entries_of(copies[0]._memory)["errors"]), sorted(copies[1].exponents())),
+            "copied": (sorted(copies[0].tensors("errors")), sorted(copies[1].exponents())),
         }
 
 
@@ -474,7 +473,7 @@ def options_by_name(option):
         register(again, (state, powerSGD_hook))
         for _ in range(4):
             step(again)
-        return message, state.iter, sorted(entries_of(state._memory)["errors"])
+        return message, state.iter, sorted(state.tensors("errors"))
 
 
 @pytest.mark.parametrize("option", ["ranks", "stacks"])

@@ -21,7 +21,6 @@ from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorithm
 from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
 from gradwire.compress import LowRankBucket
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.kernels import MatrixTable, SegmentTable
 
 START = 2  # the first compressed step
@@ -101,7 +100,7 @@ def run(
             ddp(*tensors).backward()
             kept.append([p.grad for p in ddp.parameters()])  # so that every step has other addresses
             seen.append(gradients(ddp))
-        memory = entries_of(state._memory)
+        memory = {entry: state.tensors(entry) for entry in state.memory}
         result = Run(seen, memory, GraphOnCpu.captures, GraphOnCpu.replays)
         dist.destroy_process_group(group)
     return result

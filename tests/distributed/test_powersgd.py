@@ -28,7 +28,6 @@ from powersgd_steps import (
 from training import SMALL, SMALLEST, WRAPPERS, gradients, register, train
 
 from gradwire.comm import Transport
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 
 # --- law 1: error feedback loses nothing
@@ -141,7 +140,7 @@ def run_with_delays(options, hook, wrapper, steps=START + 20):
         for ranks in values:
             ddp.zero_grad()
             ddp(*ranks[dist.get_rank()]).backward()
-            entries = entries_of(state._memory)
+            entries = {entry: state.tensors(entry) for entry in state.memory}
             tensors = [*gradients(ddp).values(), *entries["q"].values(), *entries["p"].values()]
             seen.append(torch.cat([tensor.flatten() for tensor in tensors]))
     return seen, len(state._buckets)
@@ -186,7 +185,7 @@ OFF = {
 def on_and_off(model, wrapper, options, **ddp_options):
     state = new_state(**options)
     compressed = train(wrapper, model, hook=(state, powerSGD_hook), steps=5, **ddp_options)
-    assert not entries_of(state._memory)["errors"]
+    assert not state.tensors("errors")
     return compressed, train(wrapper, model, hook="allreduce", steps=5, **ddp_options)
 
 

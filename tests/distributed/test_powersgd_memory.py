@@ -76,7 +76,7 @@ def memory(wrapper, model, hook, options):
             real = parameter.numel() * (2 if parameter.is_complex() else 1)
             nbytes = real * (8 if parameter.dtype == torch.float64 else 4)
             everything += nbytes
-            compressed += nbytes if state.policy.matrix_shape(name, parameter) is not None else 0
+            compressed += nbytes if state.options.policy.matrix_shape(name, parameter) is not None else 0
     storages = {
         error.untyped_storage()._cdata: error.untyped_storage().nbytes()
         for error in own_memory(state)["errors"].values()

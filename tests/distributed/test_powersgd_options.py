@@ -103,8 +103,8 @@ def test_assigned_option_applies_to_policy_and_settings():
     before = state.settings()
     state.matrix_approximation_rank = 5
     state.ranks["b"] = 3
-    assert state.policy.rank == state.options.matrix_approximation_rank == 5
-    assert state.policy.ranks == {"a": 1, "b": 3}
+    assert state.options.policy.rank == state.options.matrix_approximation_rank == 5
+    assert state.options.policy.ranks == {"a": 1, "b": 3}
     assert state.settings() == before | {"matrix_approximation_rank": 5, "ranks": {"a": 1, "b": 3}}
 
 

@@ -59,7 +59,7 @@ def kept_errors(feature, view):
     for step in range(6):
         ddp.zero_grad()
         ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (3, 5) else (0, 1, 2)).backward()
-        before, error = error, summed(state._own_errors()["parts.1.weight"])
+        before, error = error, summed(state.tensors("errors")["parts.1.weight"])
         seen.append((before, error, ddp.module.parts[1].weight.grad is not None))
     return seen
 
@@ -147,7 +147,7 @@ def scaled_training(wrapper):
         scaler.step(optimizer)
         scaler.update()
         parameters = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
-        seen.append((scaler.get_scale(), parameters, copy.deepcopy(state._own_errors())))
+        seen.append((scaler.get_scale(), parameters, copy.deepcopy(state.tensors("errors"))))
     return seen
 
 

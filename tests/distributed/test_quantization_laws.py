@@ -123,7 +123,7 @@ def unapplied(wrapper, model, steps, **options):
             mean = summed(as_real(gradient)) / dist.get_world_size()
             missing[name] = missing.get(name, 0) + mean - as_real(applied[name])
             sizes[name] = sizes.get(name, 0) + summed(as_real(gradient).abs()) + as_real(applied[name]).abs()
-    for name, error in state._own_errors().items():
+    for name, error in state.tensors("errors").items():
         missing[name] = missing[name] - summed(error)
         sizes[name] = sizes[name] + summed(error.abs())
     return missing, sizes
@@ -178,7 +178,7 @@ def errors_around_a_failed_step(is_wrapped, view):
 
     for _ in range(3):
         step()
-    before = {name: summed(error) for name, error in state._own_errors().items()}
+    before = {name: summed(error) for name, error in state.tensors("errors").items()}
     run = ddp.reducer._run_comm_hook
 
     def run_up_to_the_last(bucket):
@@ -191,7 +191,7 @@ def errors_around_a_failed_step(is_wrapped, view):
     with mock.patch.object(ddp.reducer, "_run_comm_hook", run_up_to_the_last):
         error_of(step)
     of_last = ddp.reducer.buckets[-1].parameter_names()
-    after = {name: summed(error) for name, error in state._own_errors().items()}
+    after = {name: summed(error) for name, error in state.tensors("errors").items()}
     means = {name: summed(gradient) / dist.get_world_size() for name, gradient in gradients(local).items()}
     ddp.resynchronize()
     return before, after, means, of_last
@@ -259,12 +259,12 @@ def poisoned_step(wrapper, value, **options):
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(3):
         ddp.zero_grad()
-        before = copy.deepcopy(state._own_errors())
+        before = copy.deepcopy(state.tensors("errors"))
         loss = ddp(*build("mlp").batch(generator))
         if step == 2 and dist.get_rank() == 1:
             loss = loss + ddp.module.layers[2].weight[3, 5] * value
         loss.backward()
-    return gradients(ddp), before, state._own_errors()
+    return gradients(ddp), before, state.tensors("errors")
 
 
 @formats
@@ -293,7 +293,7 @@ def saved(wrapper, steps, **options):
         ddp(*ddp.module.batch(generator)).backward()
     buffer = io.BytesIO()
     torch.save(state.state_dict(), buffer)
-    return buffer.getvalue(), {name: summed(error) for name, error in state._own_errors().items()}
+    return buffer.getvalue(), {name: summed(error) for name, error in state.tensors("errors").items()}
 
 
 def resumed(wrapper, checkpoint, **options):
@@ -301,13 +301,13 @@ def resumed(wrapper, checkpoint, **options):
     ddp, state = wrapped(wrapper, "conv", hook_of(**options))
     state.load_state_dict(torch.load(io.BytesIO(checkpoint), weights_only=True))
     iteration = state.iter
-    before = {name: summed(error) for name, error in state._own_errors().items()}
+    before = {name: summed(error) for name, error in state.tensors("errors").items()}
     local = build("conv")
     batch = local.batch(torch.Generator().manual_seed(dist.get_rank()))
     ddp(*batch).backward()
     local(*batch).backward()
     means = {name: summed(gradient) / dist.get_world_size() for name, gradient in gradients(local).items()}
-    after = {name: summed(error) for name, error in state._own_errors().items()}
+    after = {name: summed(error) for name, error in state.tensors("errors").items()}
     return iteration, before, after, gradients(ddp), means
 
 

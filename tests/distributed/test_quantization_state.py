@@ -110,7 +110,7 @@ def trained(wrapper="gradwire", steps=3, model="mlp", **options):
 def saved_state(**options):
     _, state = trained(**options)
     saved = state.state_dict()
-    return saved, {name: summed(error) for name, error in state._own_errors().items()}
+    return saved, {name: summed(error) for name, error in state.tensors("errors").items()}
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -150,7 +150,7 @@ def saving_changes_nothing():
         generator = torch.Generator().manual_seed(7 + dist.get_rank())
         ddp.zero_grad()
         ddp(*ddp.module.batch(generator)).backward()
-        runs.append((gradients(ddp), state._own_errors()))
+        runs.append((gradients(ddp), state.tensors("errors")))
     return runs
 
 
@@ -189,7 +189,7 @@ def test_state_loads_from_a_distributed_checkpoint(worlds, tmp_path):
 def pickled_state():
     _, state = trained()
     again = pickle.loads(pickle.dumps(state))
-    return state._own_errors(), again._own_errors(), (state.iter, repr(state)), (again.iter, repr(again))
+    return state.tensors("errors"), again.tensors("errors"), (state.iter, repr(state)), (again.iter, repr(again))
 
 
 def test_pickled_state_keeps_options_and_own_errors(worlds):
@@ -201,9 +201,9 @@ def test_pickled_state_keeps_options_and_own_errors(worlds):
 def resumed_after_rebuild(**options):
     """Errors summed over ranks before and after the buckets of a state are cut anew, without a step between."""
     _, state = trained(**options)
-    before = {name: summed(error) for name, error in state._own_errors().items()}
+    before = {name: summed(error) for name, error in state.tensors("errors").items()}
     state.drop_buckets(tuple(before))
-    return before, {name: summed(error) for name, error in state._own_errors().items()}, bool(state._buckets)
+    return before, {name: summed(error) for name, error in state.tensors("errors").items()}, bool(state._buckets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

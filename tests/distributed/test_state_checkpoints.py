@@ -14,7 +14,7 @@ from torch import nn
 from training import SMALLEST, WRAPPERS, message_of
 from zoo import SparseTable
 
-from gradwire.hooks import _error_feedback_state
+from gradwire.hooks import hook_state
 
 feedback_states = pytest.mark.parametrize("kind", FEEDBACK)
 
@@ -27,7 +27,7 @@ class Meeting(Exception):
 
 def nobody_else():
     """Lets every meeting with other ranks raise."""
-    return mock.patch.object(_error_feedback_state, "named_barrier", side_effect=Meeting)
+    return mock.patch.object(hook_state, "named_barrier", side_effect=Meeting)
 
 
 def is_prepared(state):

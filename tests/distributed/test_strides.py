@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import nn
 from training import HOOKS, SMALL, WRAPPERS, register
 
-from gradwire.hooks._powersgd_checkpoint import entries_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 CHANNELS_LAST = {"memory_format": torch.channels_last}
@@ -87,11 +86,7 @@ def steps_with(hook, wrapper, view):
         if step == ASSIGNED:
             assign_row_major(module)
         ddp(**inputs_of(dist.get_rank(), step)).backward()
-        errors = (
-            {name: error.clone() for name, error in entries_of(state._memory)["errors"].items()}
-            if hook in LOSSY
-            else {}
-        )
+        errors = {name: error.clone() for name, error in state.tensors("errors").items()} if hook in LOSSY else {}
         gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
         odd = {name for name, parameter in module.named_parameters() if parameter.grad.stride() != expected[name]}
         odd |= {f"error of {name}" for name, error in errors.items() if error.stride() != expected[name]}

@@ -29,7 +29,6 @@ from torch import nn
 from training import SMALLEST, gradients, register
 
 from gradwire.hooks import default_hooks
-from gradwire.hooks._powersgd_checkpoint import entries_of
 
 
 def plan_on_both(**options):
@@ -256,7 +255,7 @@ def kept_errors(feature, view):
     for step in range(8):
         ddp.zero_grad()
         ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (4, 6) else (0, 1, 2)).backward()
-        before, error = error, entries_of(state._memory)["errors"].get("parts.1.weight", torch.zeros(())).clone()
+        before, error = error, state.tensors("errors").get("parts.1.weight", torch.zeros(())).clone()
         seen.append((before, error, ddp.module.parts[1].weight.grad is not None))
     return seen
 
