@@ -183,9 +183,16 @@ class PowerSGDState(OptionAttributes, HookState):
         super().count_step()
         if self.iter == self.options.start_powerSGD_iter:
             logger.info("PowerSGD starts after %s steps.", self.iter)
-        if self.iter > self.options.start_powerSGD_iter and not self._has_compressed:
+        if self.iter <= self.options.start_powerSGD_iter:
+            return
+        if not self._has_compressed:
             self._warn_if_idle()
             self._has_compressed = True
+        if self.iter >= self.next_stats_report:
+            logger.info(
+                "Compression after %s steps: rate %.1f, elements %s -> %s", self.iter, *self.compression_stats()
+            )
+            self.next_stats_report = self.iter + self.options.compression_stats_logging_frequency
 
     def drop_buckets(self) -> None:
         """Drop all buckets; their memory is the state's."""
@@ -196,15 +203,10 @@ class PowerSGDState(OptionAttributes, HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
-    def _count(self, numel: int, sent_numel: int, is_last: bool) -> None:
-        """Add a bucket to `compression_stats`, and log them every ``compression_stats_logging_frequency`` steps."""
+    def _count(self, numel: int, sent_numel: int) -> None:
+        """Add a bucket to `compression_stats`."""
         self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
         self.total_numel_after_compression = min(self.total_numel_after_compression + sent_numel, MAX_COUNT)
-        if is_last and self.iter >= self.next_stats_report:
-            logger.info(
-                "Compression after %s steps: rate %.1f, elements %s -> %s", self.iter, *self.compression_stats()
-            )
-            self.next_stats_report = self.iter + self.options.compression_stats_logging_frequency
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
         """The `LowRankBucket` of a bucket, kept from step to step; None if none of its matrices would shrink enough."""
@@ -216,7 +218,7 @@ class PowerSGDState(OptionAttributes, HookState):
             self._buckets = {key: each for key, each in self._buckets.items() if members.isdisjoint(key)}
             self._buckets[names] = low_rank
         numel = sum(as_real(parameter).numel() for parameter in bucket.parameters())
-        self._count(numel, low_rank.sent_numel(self.iter) if low_rank is not None else numel, bucket.is_last())
+        self._count(numel, low_rank.sent_numel(self.iter) if low_rank is not None else numel)
         return low_rank
 
     def _new_bucket(

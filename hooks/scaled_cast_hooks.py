@@ -105,6 +105,10 @@ class ScaledCastState(HookState):
         """The options."""
         return cast("DelayedScaling", self.options)
 
+    @scaling.setter
+    def scaling(self, scaling: DelayedScaling) -> None:
+        self.options = scaling
+
     def begins_step(self, bucket: GradBucket) -> bool:
         """Whether ``bucket`` is the first of its step; see `HookState.begins_step`."""
         is_open = not self._is_counted
