@@ -17,21 +17,19 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from gradwire.comm.executor import TWO_THREADS, Executor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.comm.torch_internals import default_group, is_initialized_group, lifetime_token
-from gradwire.comm.transport import GroupTransport, wait_for
+from gradwire.comm.torch_internals import Store, default_group, is_initialized_group, lifetime_token
+from gradwire.comm.transport import GroupTransport
 from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
-T = TypeVar("T")
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
@@ -89,7 +87,9 @@ class Connections:
                 self._executors[device] = StreamExecutor(GroupTransport(self.group), device)
             else:
                 transport = GroupTransport(self._duplicate_group("first"))
-                self._executors[device] = WorkerExecutor(transport, self._duplicate_group("later"), device)
+                later = self._duplicate_group("later")
+                check = partial(_check_notice, self._store, self.generation)  # not `self`, which holds the executor
+                self._executors[device] = WorkerExecutor(transport, later, device, check)
         return self._executors[device]
 
     @staticmethod
@@ -139,10 +139,7 @@ class Connections:
 
     def announced(self, place: str) -> str | None:
         """What a rank has announced; None if none has."""
-        with suppress(RuntimeError):
-            if self._store.check([f"{self.generation}/{place}"]):
-                return self._store.get(f"{self.generation}/{place}").decode()
-        return None
+        return _announced(self._store, f"{self.generation}/{place}")
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -164,18 +161,9 @@ class Connections:
         finally:
             self._is_connecting.release()
 
-    def wait(self, future: Future[T]) -> T:
-        """Wait for a future that depends on other ranks, and return its value.
-
-        Raises:
-            RuntimeError: another rank has left.
-        """
-        return wait_for(future, self.check_peers)
-
     def check_peers(self) -> None:
         """Raise RuntimeError if another rank has left."""
-        if (reason := self.failure_elsewhere()) is not None:
-            raise RuntimeError(f"{reason}\n{ADVICE}")
+        _check_notice(self._store, self.generation)
 
     def failure_elsewhere(self) -> str | None:
         """Why another rank has left since the ranks last agreed; None if none has."""
@@ -227,6 +215,19 @@ class Connections:
             executor.abandon()
         for transport in transports.values():
             transport.close()
+
+
+def _announced(store: Store, key: str) -> str | None:
+    with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
+        if store.check([key]):
+            return store.get(key).decode()
+    return None
+
+
+def _check_notice(store: Store, generation: int) -> None:
+    """Raise RuntimeError if a rank has left the connections of a generation."""
+    if (reason := _announced(store, f"{generation}/{NOTICE}")) is not None:
+        raise RuntimeError(f"{reason}\n{ADVICE}")
 
 
 def _why_it_ends(rank: int) -> str:
