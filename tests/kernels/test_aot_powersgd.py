@@ -205,6 +205,18 @@ def test_tiles_of_m_have_64_bit_addresses_and_32_bit_offsets(kernel, variant, ra
             assert re.search(r": tensor<\d+x1xi32>|: i32", line), line
 
 
+@pytest.mark.parametrize("rank", [4, 8])
+def test_products_without_dot_sum_in_one_order_at_every_address(rank):
+    """`tl.sum` adds in an order that depends on the layout, which the two branches choose by their addresses."""
+
+    def summed(kernel):
+        lines = intermediate(*launches(*VARIANTS[0], rank)[kernel], 90)
+        return re.findall(r"tt\.call @\S*standard\.sum\S* : \(tensor<(\w+)xf32>\)", "\n".join(lines))
+
+    assert all(shape.endswith("x2") for shape in summed("project")), "a sum of two has one order"
+    assert summed("backproject") == ["16x64"] * rank, "one for both branches"
+
+
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v[3]], ids=lambda v: f"{name(v[0])}{'-kept' * v[2]}")
 def test_reconstruct_stores_result_after_all_threads_have_loaded_m(variant):
     # The compiled kernel has barriers of its own, at layout conversions that another version may leave out.
