@@ -30,7 +30,7 @@ from gradwire.kernels.language import next_power_of_2
 # Measured with Triton 3.6.0 and 3.7.1 on sm_80, sm_90, sm_100 and gfx942, over all variants.
 LIMITS = {
     "project": {4: 96, 8: 168, 16: 142, 32: 94, 64: 168},
-    "backproject": {4: 96, 8: 168, 16: 128, 32: 128, 64: 168},
+    "backproject": {4: 112, 8: 168, 16: 128, 32: 128, 64: 168},
     "reconstruct": {4: 96, 8: 128, 16: 104, 32: 112, 64: 144},
     "sum_partials": dict.fromkeys((4, 8, 16, 32, 64), 80),
     "sum_and_pack": dict.fromkeys((4, 8, 16, 32, 64), 96),
