@@ -26,7 +26,14 @@ from gradwire.comm.executor import TWO_THREADS, Executor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.comm.torch_internals import Store, default_group, is_initialized_group, lifetime_token
+from gradwire.comm.torch_internals import (
+    NO_BACKWARD,
+    Store,
+    current_backward,
+    default_group,
+    is_initialized_group,
+    lifetime_token,
+)
 from gradwire.comm.transport import GroupTransport
 from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
@@ -61,7 +68,8 @@ class Connections:
         self.generation = self._store.add(self._counter, 1)
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
-        self._in_use: dict[object, int] = {}  # who exchanges at present, and in which thread
+        # Who exchanges at present, in which thread and which backward.
+        self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
         self._is_connecting = threading.Lock()
 
@@ -119,14 +127,24 @@ class Connections:
         return self._n_users
 
     def enter(self, user: object, thread: int) -> None:
-        """Note that ``user`` begins to exchange, until `leave`, called by ``thread``.
+        """Note that ``user`` begins to exchange in the current backward or in a forward, until `leave`.
+
+        Args:
+            user: exchanges; two of one thread or in one backward may do so at the same time.
+            thread: its number; of a backward, the one that called the forward: autograd has threads of its own.
 
         Raises:
             RuntimeError: another thread exchanges meanwhile: their collectives would have another order on each rank.
         """
-        if any(other != thread for other in self._in_use.values()):
-            raise RuntimeError(TWO_THREADS)
-        self._in_use[user] = thread
+        backward = current_backward()
+        for other_thread, other_backward in self._in_use.values():
+            if other_thread != thread and (backward == NO_BACKWARD or other_backward != backward):
+                raise RuntimeError(TWO_THREADS)
+        self._in_use[user] = thread, backward
+
+    def forget_users(self) -> None:
+        """Nobody exchanges: models whose last step was not finished have been given up."""
+        self._in_use.clear()
 
     def leave(self, user: object) -> None:
         """Note that ``user`` has ended its exchange."""
@@ -210,7 +228,8 @@ class Connections:
 
     def _abandon(self) -> None:
         executors, transports = self._executors, self._transports
-        self._executors, self._transports, self._in_use = {}, {}, {}
+        self._executors, self._transports = {}, {}
+        self._in_use.clear()
         for executor in executors.values():
             executor.abandon()
         for transport in transports.values():

@@ -242,7 +242,7 @@ def sum_errors(
 
     Args:
         errors: of this rank, by parameter name; the same names and shapes on all ranks.
-        process_group: the ranks; None for those of the model.
+        process_group: the ranks; None for the model's.
         parameters: of the model, if it is known. The collectives run on their device.
         divisor: 1 for the sum, the world size for the mean.
     """

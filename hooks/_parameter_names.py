@@ -207,8 +207,12 @@ class NamedState(Observed, HookSettings):
         hook: name of the hook.
 
     Attributes:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
+        follows_model: whether it is the group of the model for which it was registered, and nobody has assigned
+            another one since.
     """
+
+    follows_model = False
 
     def __init__(self, hook: str) -> None:
         super().__init__(hook)
@@ -221,7 +225,7 @@ class NamedState(Observed, HookSettings):
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_process_group(process_group)
-        self._process_group = process_group
+        self._process_group, self.follows_model = process_group, False
 
     def bind(self, module: torch.nn.Module) -> None:
         """Take parameter names from ``module``.

@@ -44,7 +44,7 @@ def averaged_entries(memory: Memory, process_group: dist.ProcessGroup | None, pa
 
     Args:
         memory: of this rank.
-        process_group: the ranks; None for those of the model.
+        process_group: the ranks; None for the model's.
         parameters: of the model, if it is known. The collectives run on their device.
     """
     entries = entries_of(memory)

@@ -64,6 +64,7 @@ class BucketBase:
         self.members = spec.members
         self.device = spec.parameters[0].device
         self.process_group: dist.ProcessGroup | None = None
+        self.hook_has_groups = False
         self.model_parameters = spec.model_parameters
         self.divisor = 1
         self.is_last_launched = spec.is_last
@@ -216,7 +217,6 @@ class DenseBucket(BucketBase):
             self._free_buffer()  # hooks may need it in their first steps only
         self._needs_buffer = False
         grads: list[Tensor] = []
-        writes_early = zero_copy and not self.as_view
         dtype, shapes = self._table.source_dtype, self._table.shapes
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
@@ -226,9 +226,9 @@ class DenseBucket(BucketBase):
                 grad = self._in_layout(i, grad)
                 if i not in unused:
                     parameter.grad = grad
-            elif i in unused and not self.as_view:
-                grad = grad.clone()
-            elif writes_early and (i in shared or not torch_internals.owns_memory(grad, incoming)):
+            elif not self.as_view and (
+                i in unused or (zero_copy and (i in shared or not torch_internals.owns_memory(grad, incoming)))
+            ):
                 grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
         self.stand_ins, self._scale = list(unused), 1.0

@@ -135,7 +135,7 @@ def test_loss_that_raises_on_one_rank_of_a_model_with_buffers_raises_on_all(worl
     for rank, errors in enumerate(results):
         kind, text = errors[int(rank == failing)]
         assert kind == "RuntimeError"
-        assert f"Rank {failing} has begun its next forward pass without the backward pass" in text
+        assert f"Rank {failing} skipped the backward pass that this rank is in and has begun" in text
         assert "resynchronize()" in text
 
 
