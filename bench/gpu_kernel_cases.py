@@ -14,7 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu_checks import KernelCase, Skipped, large_numel, name_of, same, skip_if_rehearsed, within
+from gradwire.bench.gpu_checks import (
+    KernelCase,
+    Skipped,
+    large_numel,
+    name_of,
+    require,
+    same,
+    skip_if_rehearsed,
+    within,
+)
 from gradwire.kernels import (
     WIRE_DTYPES,
     FactorLayout,
@@ -94,8 +103,9 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
             flatten_reference(tensors, table, expected, scale, min(limit or largest, largest), counters)
             same(wires[0], wires[1], f"flatten to {what}, run twice")
             same(wires[0], expected, f"flatten to {what}")
-            if counted and not counts[0] == counts[1] == counters.tolist():
-                raise AssertionError(f"flatten to {what} counted {counts}, expected {counters.tolist()}")
+            if counted:
+                is_same = counts[0] == counts[1] == counters.tolist()
+                require(is_same, f"flatten to {what} counted {counts}, expected {counters.tolist()}")
 
             results = []
             for function in (unflatten, unflatten, unflatten_reference):
@@ -223,21 +233,27 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
                 within(error[i], left, rounded + _unit(compute) * left.abs() * 2, f"error, {what}, matrix {i}")
 
 
-def reconstruction_at_any_address(rank: int, device: torch.device) -> None:
-    """The result has the same bits where the matrices are aligned, as on one rank, and where not, as on another."""
-    if device.type != "cuda":
-        raise Skipped("on CPUs the bits may depend on the alignment")
+def lowrank_at_any_address(rank: int, device: torch.device) -> None:
+    """The results have the same bits where the matrices are aligned, as on one rank, and where not, as on another."""
     table = MatrixTable([Matrix(96, 1056, rank), Matrix(33, 40, min(rank, 33))], torch.float32, device)
     generator = torch.Generator().manual_seed(rank)
-    p, q = (torch.randn(side.numel, generator=generator).to(device) for side in (table.p, table.q))
+    gradients = [torch.randn(m.rows, m.columns, generator=generator).to(device) for m in table.matrices]
+    p_in, q_in = (torch.randn(side.numel, generator=generator).to(device) for side in (table.p, table.q))
     finite = torch.ones(2, dtype=torch.int32, device=device)
     results = []
     for offset in (0, 1):
         target = [_empty((m.rows, m.columns), torch.float32, device, offset) for m in table.matrices]
-        reconstruct(Operands(table, target, target, None, False), p, q, finite)
-        results.append(target)
-    for i, (aligned, unaligned) in enumerate(zip(*results, strict=True)):
-        same(unaligned, aligned, f"matrix {i}, unaligned")
+        torch._foreach_copy_(target, gradients)
+        operands = Operands(table, target, target, None, False)
+        p, q = (_empty((side.numel,), torch.float32, device, 0) for side in (table.p, table.q))
+        project(operands, q_in, p, scale=0.5)
+        backproject(operands, p_in, q, scale=0.5)
+        reconstruct(operands, p_in, q_in, finite)
+        results.append((p, q, *target))
+    if device.type != "cuda":
+        raise Skipped("on CPUs the bits may depend on the alignment")
+    for what, aligned, unaligned in zip(("P", "Q", "matrix 0", "matrix 1"), *results, strict=True):
+        same(unaligned, aligned, f"{what}, unaligned")
 
 
 def orthogonalization(rank: int, device: torch.device) -> None:
@@ -259,8 +275,8 @@ def orthogonalization(rank: int, device: torch.device) -> None:
             orthogonalize(wire, factor, out, finite)
             runs.append((out, finite))
         (out, finite), again = runs
-        if finite.tolist() != [1] * (len(views) - 1) + [0]:
-            raise AssertionError(f"flags {finite.tolist()}, expected 0 for the last factor alone")
+        expected = [1] * (len(views) - 1) + [0]
+        require(finite.tolist() == expected, f"flags {finite.tolist()}, expected 0 for the last factor alone")
         for i, (w, p) in enumerate(zip(views, factor.views(out), strict=True)):
             what = f"{name_of(wire_dtype)}, {rank} x {w.shape[1]}"
             same(p, factor.views(again[0])[i], f"{what}, run twice")
@@ -270,8 +286,8 @@ def orthogonalization(rank: int, device: torch.device) -> None:
             w, p = w.double(), p.double()
             is_kept = p.abs().sum(1) > 0
             dropped = {0: [1], len(lengths): [rank - 1]}.get(i, []) if rank > 1 else []
-            if (~is_kept).nonzero()[:, 0].tolist() != dropped:
-                raise AssertionError(f"{what}: rows kept {is_kept.tolist()}, expected all but {dropped}")
+            is_right = (~is_kept).nonzero()[:, 0].tolist() == dropped
+            require(is_right, f"{what}: rows kept {is_kept.tolist()}, expected all but {dropped}")
             gram, identity = p @ p.t(), torch.diag(is_kept.double())
             within(gram, identity, torch.full_like(gram, ORTHONORMAL), f"{what}, products of the rows")
             # A row of W lies in the span of P up to rounding: rank steps with sums of n terms (see the kernel's tests).
@@ -298,8 +314,8 @@ def warm_start(rank: int, device: torch.device) -> None:
             function(wire, factor, keys, step, following, finite)
             results.append((factor.views(following), finite))
         (first, finite), (second, _), (reference, _) = results
-        if finite.tolist() != [i != 2 for i in range(len(lengths))]:
-            raise AssertionError(f"flags {finite.tolist()}, expected 0 for factor 2 alone")
+        expected_flags = [i != 2 for i in range(len(lengths))]
+        require(finite.tolist() == expected_flags, f"flags {finite.tolist()}, expected 0 for factor 2 alone")
         for i, (mine, again, expected) in enumerate(zip(first, second, reference, strict=True)):
             what = f"{name_of(wire_dtype)}, {rank} x {lengths[i]}"
             same(mine, again, f"{what}, run twice")
@@ -406,7 +422,7 @@ KERNEL_CASES: dict[str, KernelCase] = {
         for rank in RANKS
         if rank > ELEMENTWISE_RANK
     },
-    **{f"reconstruct at any address, rank {rank}": partial(reconstruction_at_any_address, rank) for rank in RANKS},
+    **{f"low-rank passes at any address, rank {rank}": partial(lowrank_at_any_address, rank) for rank in RANKS},
     **{f"orthogonalize, rank {rank}": partial(orthogonalization, rank) for rank in RANKS},
     **{f"warm start, rank {rank}": partial(warm_start, rank) for rank in RANKS},
     "flatten and unflatten more than 2^31 elements": flattening_beyond_int32,

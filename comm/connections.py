@@ -17,21 +17,26 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from gradwire.comm.executor import TWO_THREADS, Executor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.comm.torch_internals import default_group, is_initialized_group, lifetime_token
-from gradwire.comm.transport import GroupTransport, wait_for
+from gradwire.comm.torch_internals import (
+    NO_BACKWARD,
+    Store,
+    current_backward,
+    default_group,
+    is_initialized_group,
+    lifetime_token,
+)
+from gradwire.comm.transport import GroupTransport
 from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
-T = TypeVar("T")
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
@@ -63,7 +68,8 @@ class Connections:
         self.generation = self._store.add(self._counter, 1)
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
-        self._in_use: dict[object, int] = {}  # who exchanges at present, and in which thread
+        # Who exchanges at present, in which thread and which backward.
+        self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
         self._is_connecting = threading.Lock()
 
@@ -89,7 +95,9 @@ class Connections:
                 self._executors[device] = StreamExecutor(GroupTransport(self.group), device)
             else:
                 transport = GroupTransport(self._duplicate_group("first"))
-                self._executors[device] = WorkerExecutor(transport, self._duplicate_group("later"), device)
+                later = self._duplicate_group("later")
+                check = partial(_check_notice, self._store, self.generation)  # not `self`, which holds the executor
+                self._executors[device] = WorkerExecutor(transport, later, device, check)
         return self._executors[device]
 
     @staticmethod
@@ -119,14 +127,24 @@ class Connections:
         return self._n_users
 
     def enter(self, user: object, thread: int) -> None:
-        """Note that ``user`` begins to exchange, until `leave`, called by ``thread``.
+        """Note that ``user`` begins to exchange in the current backward or in a forward, until `leave`.
+
+        Args:
+            user: exchanges; two of one thread or in one backward may do so at the same time.
+            thread: its number; of a backward, the one that called the forward: autograd has threads of its own.
 
         Raises:
             RuntimeError: another thread exchanges meanwhile: their collectives would have another order on each rank.
         """
-        if any(other != thread for other in self._in_use.values()):
-            raise RuntimeError(TWO_THREADS)
-        self._in_use[user] = thread
+        backward = current_backward()
+        for other_thread, other_backward in self._in_use.values():
+            if other_thread != thread and (backward == NO_BACKWARD or other_backward != backward):
+                raise RuntimeError(TWO_THREADS)
+        self._in_use[user] = thread, backward
+
+    def forget_users(self) -> None:
+        """Nobody exchanges: models whose last step was not finished have been given up."""
+        self._in_use.clear()
 
     def leave(self, user: object) -> None:
         """Note that ``user`` has ended its exchange."""
@@ -139,10 +157,7 @@ class Connections:
 
     def announced(self, place: str) -> str | None:
         """What a rank has announced; None if none has."""
-        with suppress(RuntimeError):
-            if self._store.check([f"{self.generation}/{place}"]):
-                return self._store.get(f"{self.generation}/{place}").decode()
-        return None
+        return _announced(self._store, f"{self.generation}/{place}")
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -164,18 +179,9 @@ class Connections:
         finally:
             self._is_connecting.release()
 
-    def wait(self, future: Future[T]) -> T:
-        """Wait for a future that depends on other ranks, and return its value.
-
-        Raises:
-            RuntimeError: another rank has left.
-        """
-        return wait_for(future, self.check_peers)
-
     def check_peers(self) -> None:
         """Raise RuntimeError if another rank has left."""
-        if (reason := self.failure_elsewhere()) is not None:
-            raise RuntimeError(f"{reason}\n{ADVICE}")
+        _check_notice(self._store, self.generation)
 
     def failure_elsewhere(self) -> str | None:
         """Why another rank has left since the ranks last agreed; None if none has."""
@@ -222,11 +228,25 @@ class Connections:
 
     def _abandon(self) -> None:
         executors, transports = self._executors, self._transports
-        self._executors, self._transports, self._in_use = {}, {}, {}
+        self._executors, self._transports = {}, {}
+        self._in_use.clear()
         for executor in executors.values():
             executor.abandon()
         for transport in transports.values():
             transport.close()
+
+
+def _announced(store: Store, key: str) -> str | None:
+    with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
+        if store.check([key]):
+            return store.get(key).decode()
+    return None
+
+
+def _check_notice(store: Store, generation: int) -> None:
+    """Raise RuntimeError if a rank has left the connections of a generation."""
+    if (reason := _announced(store, f"{generation}/{NOTICE}")) is not None:
+        raise RuntimeError(f"{reason}\n{ADVICE}")
 
 
 def _why_it_ends(rank: int) -> str:

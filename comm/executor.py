@@ -26,8 +26,8 @@ Task = Callable[[Workspace], Steps[Any]]
 CLOSED = "The executor is closed: an exchange on its process group failed, or it was destroyed."
 
 TWO_THREADS = (
-    "Two threads exchange gradients on one process group at the same time. The order of their collectives would differ "
-    "between the ranks. Train in one thread, or give each model a process group of its own: dist.new_group()."
+    "Two threads exchange gradients on one process group at the same time. Their collectives could be in a different "
+    "order on each rank. Train in one thread, or give each model a process group of its own: dist.new_group()."
 )
 
 

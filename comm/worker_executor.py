@@ -19,6 +19,7 @@ from torch.futures import Future, collect_all
 
 from gradwire.comm.executor import CLOSED, TWO_THREADS, Executor, Task
 from gradwire.comm.groups import DESTROY_SECONDS, destroy
+from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.transport import GroupTransport, Steps
 from gradwire.comm.workspace import Workspace
 
@@ -33,13 +34,16 @@ class WorkerExecutor(Executor):
         transport: its group carries the first collective of every task.
         later: carries every other collective.
         device: of the gradients.
+        check: called every `POLL_SECONDS` while tasks wait for other ranks; raises RuntimeError to fail them.
     """
 
-    def __init__(self, transport: GroupTransport, later: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, transport: GroupTransport, later: dist.ProcessGroup, device: torch.device, check: Callable[[], None]
+    ) -> None:
         super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._is_closed = False
         self._latest: weakref.ref[_Run] | None = None
-        self._worker = _Worker(transport, later, self.workspaces)
+        self._worker = _Worker(transport, later, self.workspaces, check)
         self._thread = threading.Thread(target=self._worker.work, name="gradwire", daemon=True)
         self._thread.start()
         # Not at the interpreter's exit, when `Connections.end` closes it, after a notice to the peers.
@@ -127,7 +131,14 @@ class _Worker:
         is_idle: set when the loop has ended; no task touches memory any longer.
     """
 
-    def __init__(self, transport: GroupTransport, later: dist.ProcessGroup, workspaces: list[Workspace]) -> None:
+    def __init__(
+        self,
+        transport: GroupTransport,
+        later: dist.ProcessGroup,
+        workspaces: list[Workspace],
+        check: Callable[[], None],
+    ) -> None:
+        self._check = check
         self.events: _Events = queue.SimpleQueue()
         self._transport = transport
         self._later: dist.ProcessGroup | None = later
@@ -146,7 +157,7 @@ class _Worker:
         torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
         try:
             while not self._is_ending or self._waiting or self._in_flight:
-                self._take(self.events.get())
+                self._wait_for_event()
                 while self._advance():
                     while not self.events.empty():
                         self._take(self.events.get())
@@ -162,6 +173,20 @@ class _Worker:
         if self._later is not None:
             last, self._later = [self._later], None
             destroy(last)
+
+    def _wait_for_event(self) -> None:
+        """Wait for the next event and record it, or fail all tasks if another rank has left meanwhile.
+
+        gloo may forget a collective whose connection has closed, so its end is no event to rely on.
+        """
+        try:
+            self._take(self.events.get(timeout=POLL_SECONDS if self._in_flight else None))
+        except queue.Empty:
+            try:
+                self._check()
+            except RuntimeError as error:
+                self.error = RuntimeError(str(error))  # without frames, which would hold this worker
+                self._abandon()
 
     def _take(self, event: _Run | _Event) -> None:
         """Record an event."""

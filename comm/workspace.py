@@ -78,7 +78,10 @@ class Workspace:
         ]
 
     def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._device.type != "cuda":
+            return False
+        with torch.cuda.device(self._device):  # the call asks about the current device
+            return torch.cuda.is_current_stream_capturing()
 
     def _is_captured(self) -> bool:
         return any(buffer is self._buffer for buffer in self._captured)

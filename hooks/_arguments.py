@@ -25,7 +25,7 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
     if value is not None and not isinstance(value, dist.ProcessGroup):
         raise TypeError(
             f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
-            "it, or None for those of the model."
+            "it, or None for the model's process group."
         )
 
 

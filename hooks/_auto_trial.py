@@ -101,7 +101,8 @@ class CopiedBucket:
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if is_zero_copy_bucket(bucket):
-            self.process_group, self.model_parameters = bucket.process_group, bucket.model_parameters
+            self.process_group, self.hook_has_groups = bucket.process_group, bucket.hook_has_groups
+            self.model_parameters = bucket.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:

@@ -39,7 +39,7 @@ class PowerSGDState(OptionAttributes, HookState):
     Every option is also an attribute, which you may assign between steps, equally on all ranks.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         matrix_approximation_rank: rank r of the approximation. For an n x m matrix, r (n + m)
             elements are sent, and compute time grows with r. Start with 1 to 4 and double it until
             the loss matches uncompressed training. The paper used 2 for an image model and 4 for a

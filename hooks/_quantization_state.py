@@ -82,7 +82,7 @@ class QuantizationState(HookState):
     """Options and error memory of `quantization_hook`, for one model.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         wire: wire format of the gradients. Start with "int4": 7.5 times fewer bytes than fp32. "int8"
             affects accuracy least. "int2" and "sign" send about a half and a third of int4's bytes,
             but take more steps. "fp8_e4m3" has the size of int8; it represents small elements of a

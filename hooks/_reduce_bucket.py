@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
-from gradwire.comm.torch_internals import default_group
+from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress import Gradients, sparse_all_reduce
 from gradwire.hooks._arguments import is_gradwire_hook
 from gradwire.hooks._handshake import HookSettings
@@ -45,19 +45,33 @@ def is_zero_copy(hook: Callable[..., object]) -> bool:
     return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
 
 
-class ZeroCopyBucket(Protocol):
+class ModelBucket(Protocol):
+    """What gradwire's buckets, and copies of them, know of their DistributedDataParallel.
+
+    Attributes:
+        process_group: its ranks.
+        hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
+        model_parameters: all parameters that it averages.
+    """
+
+    process_group: dist.ProcessGroup
+    hook_has_groups: bool
+    model_parameters: Sequence[torch.Tensor]
+
+
+def _is_in_model(bucket: GradBucket | ModelBucket) -> TypeGuard[ModelBucket]:
+    return hasattr(bucket, "model_parameters")
+
+
+class ZeroCopyBucket(ModelBucket, Protocol):
     """The interface of gradwire's buckets in addition to PyTorch's.
 
     Attributes:
         device: of the gradients.
-        process_group: that of its DistributedDataParallel.
-        model_parameters: all parameters of that model.
         zero_copy: whether `source` and `target` may be used; else the bucket is a flat buffer.
     """
 
     device: torch.device
-    process_group: dist.ProcessGroup
-    model_parameters: Sequence[torch.Tensor]
     zero_copy: bool
 
     def source(self) -> Gradients:
@@ -152,8 +166,9 @@ def agree(
 
     Args:
         settings: of the hook.
-        process_group: the ranks; None for those of the DistributedDataParallel. PyTorch's does not tell them: there it
-            is the default group, which must have the same ranks.
+        process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
+            is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced
+            by the model's.
         bucket: the current bucket.
         observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
 
@@ -162,18 +177,28 @@ def agree(
 
     Raises:
         RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
-        ValueError: PyTorch's DistributedDataParallel has other ranks.
+        ValueError: the DistributedDataParallel has other ranks.
     """
-    group = process_group or getattr(bucket, "process_group", None) or default_group()
+    group = _group_of(bucket, process_group) if _is_in_model(bucket) else process_group or default_group()
 
     def facts() -> tuple[Sequence[torch.Tensor], dict[str, object]]:
-        parameters = getattr(bucket, "model_parameters", None)
-        if parameters is None:
-            parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
-        return parameters, _layout(bucket)
+        layout = _layout(bucket)
+        if _is_in_model(bucket):
+            return bucket.model_parameters, layout
+        return _parameters_in_pytorchs_ddp(bucket, group, process_group is None), layout
 
     settings.agree(group, bucket, facts, observed._recorder if observed is not None else None)
     return group
+
+
+def _group_of(bucket: ModelBucket, chosen: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group that a hook on gradwire's DistributedDataParallel uses."""
+    if chosen is None or chosen is bucket.process_group or not is_initialized_group(chosen):
+        return bucket.process_group
+    if bucket.hook_has_groups:
+        return chosen
+    check_same_ranks(chosen, bucket.process_group, "hook's process group")
+    return bucket.process_group
 
 
 def _parameters_in_pytorchs_ddp(
@@ -186,19 +211,22 @@ def _parameters_in_pytorchs_ddp(
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    if len(wrappers) != 1:
-        return parameters
-    (wrapper,) = wrappers
-    is_registered = any(is_gradwire_hook(hook) for hook, _ in wrapper._comm_hooks)  # not called by a hook of the user's
-    if is_default or is_registered:
-        check_same_ranks(group, wrapper.process_group, "default group" if is_default else "hook's process group")
-    return list(wrapper.module.parameters())
+    # Those whose hook is gradwire's: another one may have process groups of its own.
+    checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
+    if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
+        check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
+    return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
+
+
+def have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two process groups have the same ranks, in any order."""
+    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
 def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
     """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
     ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
-    if set(ranks) != set(wanted):
+    if not have_same_ranks(group, of_wrapper):
         raise ValueError(
             f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
             "other ranks than its parameters. Pass the hook or its state the process group of the model, "
@@ -218,7 +246,7 @@ def reduce_bucket(
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         bucket: of either DDP. A sparse gradient is averaged without the algorithm.
         algorithm: an ``async`` function that awaits its collectives.
         name: of the hook, for profiler ranges.
@@ -262,7 +290,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     backward for the interpreter lock, would gain nothing: there is nothing to compute behind the collective.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         bucket: of either DDP.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)

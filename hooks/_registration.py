@@ -20,8 +20,8 @@ def check_pairing(state: object, hook: Callable[..., Any]) -> None:
     if module.startswith(PYTORCHS_HOOKS) and isinstance(state, HookState | CastState):
         name, kind = getattr(hook, "__name__", "hook"), type(state)
         raise TypeError(
-            f"{name} is PyTorch's, its state a gradwire {kind.__name__}, which PyTorch's hook cannot use. Import the "
-            f"hook from gradwire too: from {kind.__module__} import {name}."
+            f"{name} is from PyTorch, but its state is gradwire's {kind.__name__}, which PyTorch's hook cannot use. "
+            f"Import the hook from gradwire too: from {kind.__module__} import {name}."
         )
 
 
@@ -29,11 +29,13 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     """The state to call a hook with, which averages over the ranks of its DistributedDataParallel.
 
     A state without a process group takes ``group``. So does one with another group of the same ranks: gradwire's
-    connections belong to a group, and all of a model's fail and start again together.
+    connections belong to a group, and all of a model's fail and start again together. A `CastState`, which may serve
+    several models, is left as it is: `agree` chooses the group of each.
 
     Args:
-        state: passed to ``register_comm_hook``. Its ``process_group`` is set.
-        hook: likewise. A hook of the user's may pass its state to several of gradwire's, with groups of their own.
+        state: passed to ``register_comm_hook``. The ``process_group`` of a state for one model is set.
+        hook: passed to ``register_comm_hook``. A hook of the user's may pass its state to several of gradwire's, with
+            groups of their own.
         group: that of the DistributedDataParallel.
 
     Raises:
@@ -43,11 +45,14 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
         return state
     chosen = state.process_group if has_group else state
+    if isinstance(state, HookState) and state.follows_model:
+        chosen = None
     if chosen is not None and chosen is not group and is_initialized_group(chosen):
         if not is_ours:
             return state
         check_same_ranks(chosen, group, "hook's process group")
     if not has_group:
         return group
-    state.process_group = group
+    if isinstance(state, HookState):
+        state.process_group, state.follows_model = group, True
     return state

@@ -114,8 +114,8 @@ def check_model(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) 
     """
     if unknown := [name for name in errors if name not in parameters]:
         raise ValueError(
-            f"{len(unknown)} of {len(errors)} entries of the error memory are of parameters that this model does not "
-            f"have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. It belongs to "
+            f"{len(unknown)} of {len(errors)} entries of the error memory belong to parameters that this model does "
+            f"not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. It belongs to "
             "another model. Load the state of this model, or start with a new one."
         )
     for name, error in errors.items():

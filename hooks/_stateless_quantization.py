@@ -29,7 +29,7 @@ def quantized_reduction(
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         bucket: of either DDP. A sparse gradient is averaged uncompressed.
         wire: name of the format.
         block_size: elements that share a scale.

@@ -45,7 +45,7 @@ class AutoState(HookState):
     list only candidates whose accuracy you trust.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         candidates: names of compression methods, from the most to the least precise: "plain" first, then any of "bf16",
             "fp16", the wire formats of `QuantizationState` ("int8", "int4", "int2", "fp8_e4m3", ...), and "powersgd-rN"
             for PowerSGD with rank N.
@@ -89,13 +89,13 @@ class AutoState(HookState):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over, with every method; None for those of the model."""
+        """The ranks to average over, with every method; None for the model's."""
         return self._process_group
 
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_process_group(process_group)
-        self._process_group = process_group
+        self._process_group, self.follows_model = process_group, False
         for exchange in (*self._exchanges.values(), *(trial.exchange for trial in self._trials)):
             exchange.state.process_group = process_group
 

@@ -52,7 +52,7 @@ class CastState(Observed):
     Like every hook state, it can measure the hook's steps: see `observe`.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         accumulate: dtype of the sum over the ranks. "wire" sums in the dtype that the hook sends, with one all-reduce,
             as with a process group as the state. "fp32" sums in fp32 and rounds the sum once, so fp16 sums do not
             overflow and the rounding error does not grow with the world size. It sends as many bytes per rank, in two
@@ -76,7 +76,7 @@ class CastState(Observed):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None for those of the model."""
+        """The ranks to average over; None for the model's."""
         return self._process_group
 
     @process_group.setter
@@ -151,7 +151,7 @@ def allreduce_hook(
     """All-reduce the mean of the gradients in their own dtype.
 
     Args:
-        process_group: the ranks to average over, None for those of the model; or a `CastState`, to measure steps.
+        process_group: the ranks to average over, None for the model's; or a `CastState`, to measure steps.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -173,7 +173,7 @@ def fp16_compress_hook(
     small, use bf16 or `gradwire.hooks.scaled_cast_hooks.scaled_cast_hook`.
 
     Args:
-        process_group: the ranks to average over, None for those of the model; or a `CastState`.
+        process_group: the ranks to average over, None for the model's; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -195,7 +195,7 @@ def bf16_compress_hook(
     NCCL and XCCL, as CPU builds are; gradwire's DDP accepts it.
 
     Args:
-        process_group: the ranks to average over, None for those of the model; or a `CastState`.
+        process_group: the ranks to average over, None for the model's; or a `CastState`.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:

@@ -125,18 +125,19 @@ class HookState(Observed, HookSettings):
 
     Args:
         hook: name of the hook.
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         options: a frozen dataclass with values that must be equal on all ranks; None without options. Its field
             ``start_iter``, if there is one, is the number of plain steps before the first compressed one.
 
     Attributes:
         memory: declarations by name of the entry in a checkpoint.
         options: as given. May be replaced between two steps, equally on all ranks.
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         iter: number of steps so far, equal on all ranks, which compare it after an assignment.
     """
 
     memory: ClassVar[Mapping[str, Memory]] = {}
+    follows_model = False  # whether the process group is that of the model for which the state was registered
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook)
@@ -162,13 +163,13 @@ class HookState(Observed, HookSettings):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None for those of the model."""
+        """The ranks to average over; None for the model's."""
         return self._process_group
 
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_process_group(process_group)
-        self._process_group = process_group
+        self._process_group, self.follows_model = process_group, False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -579,7 +580,7 @@ def sum_over_ranks(
 
     Args:
         tensors: of this rank, by parameter name; the same names and shapes on all ranks.
-        process_group: the ranks; None for those of the model.
+        process_group: the ranks; None for the model's.
         parameters: of the model, if it is known. The collectives run on their device.
         divisor: 1 for the sum, the world size for the mean.
     """

@@ -64,7 +64,7 @@ def quantization_pertensor_hook(
     New code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         bucket: the gradients. Overwritten with their mean.
 
     Examples:
@@ -84,7 +84,7 @@ def quantization_perchannel_hook(
     code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         bucket: the gradients. Overwritten with their mean.
         bucket_size: elements that share a scale, a power of two from 32 to 1024; equal on all ranks.
 

@@ -36,7 +36,7 @@ class ScaledCastState(HookState):
     tune ``margin``.
 
     Args:
-        process_group: the ranks to average over; None for those of the model.
+        process_group: the ranks to average over; None for the model's.
         dtype: wire dtype, torch.float16 or torch.bfloat16. bf16 has the range of fp32 and rarely needs
             a scale.
         margin: headroom for gradients to grow from one step to the next, in powers of two, 1 to 12.

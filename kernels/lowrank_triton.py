@@ -57,12 +57,23 @@ SUM_STRIPS = 32
 
 
 @jit
+def _sum_rows(
+    x,  # [ROWS, COLUMNS]
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The sum of each row: of neighbors, of neighboring sums, and so on, whichever thread holds which element."""
+    for i in tl.static_range(1, COLUMNS.bit_length()):
+        x = tl.sum(tl.reshape(x, (ROWS, COLUMNS >> i, 2)), axis=2)
+    return tl.reshape(x, (ROWS,))
+
+
+@jit
 def _multiply_elementwise(
     source,  # address of [n, m]
     target,  # address of [n, m]
     error,  # address of [n, m] fp32
     factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
-    partial_ptr,  # [r, n] for P, [r, m] for Q
     first,  # row of M for P, column for Q
     begin,  # column of M for P, row for Q
     end,
@@ -77,12 +88,13 @@ def _multiply_elementwise(
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,  # from one tile of the strip to the next
 ):
-    """Multiply a strip of M by each column of a factor, without `tl.dot`; store the sums.
+    """The products of a strip of M and each column of a factor, without `tl.dot`: [ROWS] for P.
 
-    A thread keeps a sum for each of its elements of a tile and each column: these are added up once, after the loop.
+    A thread keeps a sum for each of its elements of a tile and each column: these are added up once, after the loop;
+    for Q, [ROWS, COLUMNS], by the caller.
     """
-    along = rows if TO_P else columns  # the side that the result keeps
     across = columns if TO_P else rows  # the side that is summed over
     stride = columns.to(tl.int32)
     if ALIGNED:
@@ -93,7 +105,7 @@ def _multiply_elementwise(
     totals = tl.tuple(())
     for _ in tl.static_range(RANK):
         totals += (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),)
-    for start in range(begin, end, COLUMNS if TO_P else ROWS):
+    for start in range(begin, end, STEP):
         row = first if TO_P else start
         column = start if TO_P else first
         n_columns = (columns - column).to(tl.int32)
@@ -118,11 +130,12 @@ def _multiply_elementwise(
                 x = tl.load(column_ptr + offs_n, mask=mask_n, other=0)  # [ROWS, 1]
             added += (totals[r] + m * x,)
         totals = added
-    offs_along = tl.arange(0, ROWS if TO_P else COLUMNS)
-    mask_along = offs_along < along - first
-    for r in tl.static_range(RANK):
-        total = tl.sum(totals[r], axis=1 if TO_P else 0)
-        tl.store(partial_ptr + (r * along + first) + offs_along, total, mask=mask_along & (r < rank))
+    if TO_P:
+        sums = tl.tuple(())
+        for r in tl.static_range(RANK):
+            sums += (_sum_rows(totals[r], ROWS, COLUMNS),)
+        totals = sums
+    return totals
 
 
 @jit
@@ -221,18 +234,38 @@ def _multiply_kernel(
     is_aligned = (source | target | error | factor | columns * 2) % 16 == 0
     if PRECISION is None:
         partial_ptr += load_partial_start(strips_ptr, n_programs, program)
+        # Both branches add in the same order, so that the bits do not depend on the alignment.
         if is_aligned:
-            _multiply_elementwise(
-                source, target, error, factor, partial_ptr, first, begin, end, rows, columns, rank,
-                SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS,
+            totals = _multiply_elementwise(
+                source, target, error, factor, first, begin, end, rows, columns, rank,
+                SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS, COLUMNS if TO_P else ROWS,
             )  # fmt: skip
         else:
-            # Half a tile at a time, because an address and a mask for every element take registers.
-            _multiply_elementwise(
-                source, target, error, factor, partial_ptr, first, begin, end, rows, columns, rank,
-                SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK,
-                ROWS if TO_P else ROWS // 2, COLUMNS // 2 if TO_P else COLUMNS,
-            )  # fmt: skip
+            if TO_P:
+                # Half of each tile after the other, because an address and a mask for every element take registers.
+                HALF: tl.constexpr = COLUMNS // 2
+                left = _multiply_elementwise(
+                    source, target, error, factor, first, begin, end, rows, columns, rank,
+                    SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, COLUMNS,
+                )  # fmt: skip
+                right = _multiply_elementwise(
+                    source, target, error, factor, first, begin + HALF, end, rows, columns, rank,
+                    SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, COLUMNS,
+                )  # fmt: skip
+                totals = tl.tuple(())
+                for r in tl.static_range(RANK):
+                    totals += (left[r] + right[r],)
+            else:
+                totals = _multiply_elementwise(
+                    source, target, error, factor, first, begin, end, rows, columns, rank,
+                    SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, COLUMNS, ROWS,
+                )  # fmt: skip
+        along = rows if TO_P else columns
+        offs_along = tl.arange(0, ROWS if TO_P else COLUMNS)
+        mask_along = offs_along < along - first
+        for r in tl.static_range(RANK):
+            total = totals[r] if TO_P else tl.sum(totals[r], axis=0)
+            tl.store(partial_ptr + (r * along + first) + offs_along, total, mask=mask_along & (r < rank))
     else:
         WIDTH: tl.constexpr = min(RANK, DOT_WIDTH)
         if is_aligned:

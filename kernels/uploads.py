@@ -10,7 +10,10 @@ from torch import Tensor
 
 def is_capturing(device: torch.device) -> bool:
     """Whether this thread is capturing a CUDA graph on ``device``: work is recorded, and none of it runs yet."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # the call asks about the current device
+        return torch.cuda.is_current_stream_capturing()
 
 
 def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:

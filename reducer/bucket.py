@@ -64,6 +64,7 @@ class BucketBase:
         self.members = spec.members
         self.device = spec.parameters[0].device
         self.process_group: dist.ProcessGroup | None = None
+        self.hook_has_groups = False
         self.model_parameters = spec.model_parameters
         self.divisor = 1
         self.is_last_launched = spec.is_last
@@ -105,7 +106,6 @@ class DenseBucket(BucketBase):
 
     zero_copy: bool
     _grads: Sequence[Tensor]  # what the reduction reads and, without `as_view`, writes
-    _copied: list[int]  # positions of the gradients whose copies it writes instead: others can reach their memory
     _scale: float  # of the result that `finish` has written
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
@@ -217,8 +217,6 @@ class DenseBucket(BucketBase):
             self._free_buffer()  # hooks may need it in their first steps only
         self._needs_buffer = False
         grads: list[Tensor] = []
-        copied: list[int] = []
-        writes_early = zero_copy and not self.as_view
         dtype, shapes = self._table.source_dtype, self._table.shapes
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
@@ -228,13 +226,12 @@ class DenseBucket(BucketBase):
                 grad = self._in_layout(i, grad)
                 if i not in unused:
                     parameter.grad = grad
-            elif i in unused and not self.as_view:
+            elif not self.as_view and (
+                i in unused or (zero_copy and (i in shared or not torch_internals.owns_memory(grad, incoming)))
+            ):
                 grad = grad.clone()
-            elif writes_early and (i in shared or not torch_internals.owns_memory(grad, incoming)):
-                grad = grad.clone()
-                copied.append(i)
             grads.append(grad.detach() if grad.requires_grad else grad)
-        self.stand_ins, self._copied, self._scale = list(unused), copied, 1.0
+        self.stand_ins, self._scale = list(unused), 1.0
         self._kept = {i: grads[i].clone() for i in unused} if self.as_view else {}
         self._grads = Fitting(grads, self._table)
         self._is_flat = False
@@ -283,28 +280,26 @@ class DenseBucket(BucketBase):
         if scale != 1:
             torch._foreach_mul_(list(target.tensors), scale)
             self._scale = scale
-        for i in self._copied:
-            gradient = self._parameters[i].grad
-            assert gradient is not None
-            gradient.copy_(self._grads[i])
-        for i in self.stand_ins:
-            if used[i]:
-                self._apply_stand_in(i)
-            else:
-                self._drop_stand_in(i, scale, take_back)
-        if self.as_view:
-            self.point_gradients_at_buffer()
+        dropped = {i for i in self.stand_ins if not used[i]}
+        for i in dropped:
+            self._drop_stand_in(i, scale, take_back)
+        self._hand_over(dropped)
 
-    def _apply_stand_in(self, i: int) -> None:
-        """Make the result the gradient of a stand-in: some rank has a gradient for it."""
-        parameter = self._parameters[i]
+    def _hand_over(self, dropped: Collection[int]) -> None:
+        """Make the results the parameters' gradients, whatever a hook has assigned to ``.grad`` since `collect`."""
+        results = self._grads
         if self.as_view:
             assert self._buffer is not None
-            parameter.grad = self._views(self._buffer)[i]
-        elif parameter.grad is not None:
-            parameter.grad.copy_(self._grads[i])
-        else:
-            parameter.grad = self._grads[i]
+            self.point_gradients_at_buffer()
+            results = self._views(self._buffer)
+        for i, (parameter, result) in enumerate(zip(self._parameters, results, strict=True)):
+            grad = parameter.grad
+            if grad is result or i in dropped:
+                continue
+            if grad is None:
+                parameter.grad = result
+            elif grad.data_ptr() != result.data_ptr():
+                grad.copy_(result)
 
     def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
         """Leave ``.grad`` of a stand-in as it was: no rank has a gradient for it."""
@@ -341,7 +336,7 @@ class DenseBucket(BucketBase):
         """Drop all tensors of this backward, and the buffer if it is to be freed."""
         super().release()
         self._grads = ()
-        self._copied, self._kept, self._scale = [], {}, 1.0
+        self._kept, self._scale = {}, 1.0
         self._taken_back: set[int] = set()
         if self._frees_buffer:
             self._free_buffer()

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.hooks._arguments import is_gradwire_hook
 from gradwire.hooks._reduce_bucket import is_zero_copy
 from gradwire.hooks._registration import check_pairing, in_group
+from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors
 from gradwire.reducer.backward import ForwardResults, Phase
 from gradwire.reducer.bucketing import Bucket, assign_first_buckets
@@ -39,7 +41,7 @@ class DDPReducer(Reducer):
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
         self._hook, self.hook_state = hook, in_group(state, hook, self.process_group)
-        self._hook_is_zero_copy = is_zero_copy(hook)
+        self._hook_is_zero_copy, self._hook_has_groups = is_zero_copy(hook), not is_gradwire_hook(hook)
 
     @property
     def ready_order(self) -> list[int]:
@@ -124,7 +126,8 @@ class DDPReducer(Reducer):
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
         for bucket in buckets:
-            bucket.process_group, bucket.divisor = self.process_group, self.process_group.size()
+            bucket.process_group, bucket.hook_has_groups = self.process_group, self._hook_has_groups
+            bucket.divisor = self.process_group.size()
         return buckets
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
@@ -163,4 +166,7 @@ class DDPReducer(Reducer):
             self.hook_state = process_group
         elif getattr(self.hook_state, "process_group", None) is self.process_group:
             self.hook_state.process_group = process_group
+            if isinstance(self.hook_state, HookState):
+                self.hook_state.follows_model = True
         self.process_group = process_group
+        self._number = self.connections.new_user()

@@ -262,7 +262,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether to call `finalize_backward` behind the backward and not in one of its hooks.
+        """Whether to call `finalize_backward` after the backward and not in one of its hooks.
 
         If `require_manual_backward_finalization` is set, this is always so: before the end of the backward, autograd
         may still read the memory of a gradient.
@@ -346,8 +346,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         refuse_wrapper_around(self)
-        if self.reducer.times.iterations == 0:
-            find_sharing_wrappers(self)
+        find_sharing_wrappers(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.begin_forward()
@@ -359,10 +358,10 @@ class DistributedDataParallel(MixedPrecisionDDP):
         """Broadcast buffers before a forward, on a transport used for nothing else."""
         with self.reducer.leaving("the broadcast of buffers"):
             connections = self.reducer.connections
-            connections.enter("forward", threading.get_ident())
+            connections.enter(self, threading.get_ident())
             transport = connections.transport("forward", self.reducer.device)
             broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, self.reducer.announce_forward)
-            connections.leave("forward")
+            connections.leave(self)
 
     def resynchronize(self, from_rank: int | None = None) -> None:
         """Recover from an error: discard the failed step, so that training can continue on all ranks.

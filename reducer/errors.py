@@ -22,6 +22,7 @@ __all__ = [
     "JOIN_WITH_MIXED_PRECISION",
     "NOTHING_UNUSED",
     "NOT_FINALIZED",
+    "SHARED_VIEWS",
     "backward_skipped",
     "cannot_finalize",
     "dense_gradient",
@@ -59,10 +60,14 @@ FINALIZATION_WITHOUT_REDUCER = (
     "Manual backward finalization is not supported when all DDP parameters use delay_all_reduce_named_params."
 )
 NOT_FINALIZED = (
-    "finalize_backward() was not called for the last backward pass, whose gradients are not averaged. Call it behind "
+    "finalize_backward() was not called for the last backward pass, whose gradients are not averaged. Call it after "
     "every synchronized backward pass, or set require_manual_backward_finalization to False."
 )
 
+SHARED_VIEWS = (
+    "Two wrappers with gradient_as_bucket_view share parameters, and one of them is PyTorch's class: each would make a "
+    "gradient a view of its own buffer. Leave gradient_as_bucket_view out of one, or use gradwire's class for both."
+)
 CREATE_GRAPH = (
     "Using DistributedDataParallel with create_graph=True  is not well-supported. The higher-order gradient will  not "
     "be synchronized across ranks, and backpropagation  through all_reduce operations will not occur. If you require  "
@@ -155,8 +160,9 @@ def marked_twice(name: str, index: int) -> str:
 def backward_skipped(rank: int) -> str:
     """A rank waits in a forward for this rank, which waits in a backward for its gradients."""
     return (
-        f"Rank {rank} has begun its next forward pass without the backward pass that this rank is in, and both wait "
-        "for each other: its loss may have raised an exception. Call resynchronize() on every rank if a step fails."
+        f"Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, so each "
+        "waits for the other. Its loss may have raised an exception. Call resynchronize() on every rank after a failed "
+        "step."
     )
 
 
@@ -164,7 +170,7 @@ def cannot_finalize(why: str) -> str:
     """`finalize_backward` was called at a time when it has nothing to do, or must not do it."""
     return (
         f"finalize_backward() cannot run: {why}. Set require_manual_backward_finalization to True, and call "
-        "finalize_backward() once behind every synchronized backward pass."
+        "finalize_backward() once after every synchronized backward pass."
     )
 
 
@@ -279,7 +285,8 @@ def parameter_unknown(name: str) -> str:
     return (
         f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be averaged. "
         "Wrap the model again, or change it before you wrap it; load_state_dict without assign=True keeps parameters. "
-        "A parameter that each rank is to train by itself must be named in module._ddp_params_and_buffers_to_ignore."
+        "A parameter that each rank is to train by itself must be named in module._ddp_params_and_buffers_to_ignore "
+        "before you wrap the model."
     )
 
 

@@ -46,8 +46,9 @@ class ModelWatch:
     def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
         _count_registrations()
         self._module = module
-        self._known = list(known)  # alive, so that no other parameter gets the identity of one
-        self._identities = set(map(id, known))
+        self._known = set(known)  # alive, so that no other parameter gets the identity of one
+        # Wrappers of submodules, such as those of checkpointing, change names.
+        self._known.update(parameter for name, parameter in module.named_parameters() if name in ignored)
         self._ignored = ignored
         self._remember()
 
@@ -68,7 +69,7 @@ class ModelWatch:
         for name, parameter in self._module.named_parameters():
             # `torch.func.functional_call` puts plain tensors in the place of parameters.
             is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
-            if is_trained and name not in self._ignored and id(parameter) not in self._identities:
+            if is_trained and name not in self._ignored and parameter not in self._known:
                 return name
         self._remember()
         return None

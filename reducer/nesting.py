@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor, nn
 
 from gradwire.hooks._wrappers import live_wrappers
-from gradwire.reducer import errors
+from gradwire.reducer import errors, torch_internals
 
 __all__ = ["find_sharing_wrappers", "refuse_wrapper_around", "refuse_wrappers_inside"]
 
@@ -25,16 +25,32 @@ TorchDDP = nn.parallel.DistributedDataParallel
 _checked: WeakKeyDictionary[TorchDDP, WeakSet[TorchDDP]] = WeakKeyDictionary()
 
 
+# gradwire's wrappers that have begun a forward.
+_used: WeakSet[Any] = WeakSet()
+
+
 def find_sharing_wrappers(wrapper: Any) -> None:
-    """Tell ``wrapper``, and gradwire's other live wrappers, which parameters they share; see `Reducer.share`."""
+    """Before its first forward, tell ``wrapper`` and other live wrappers which parameters they share.
+
+    See `Reducer.share`. PyTorch's wrappers are found by the garbage collector, which takes 50 ms for a million objects.
+    """
+    if wrapper not in _used:
+        _used.add(wrapper)
+        _share(wrapper)
+
+
+@torch_internals.not_compiled
+def _share(wrapper: Any) -> None:
     mine = {id(parameter) for parameter in wrapper.reducer.parameters}
     other: Any
-    for other in live_wrappers():
+    for other in {*_used, *live_wrappers()}:
         shared = {id(parameter) for parameter in other.module.parameters()} & mine if other is not wrapper else None
         if shared:
             wrapper.reducer.share(other, shared)
             if hasattr(other.reducer, "share"):
                 other.reducer.share(wrapper, shared)
+            elif wrapper.gradient_as_bucket_view and other.gradient_as_bucket_view:
+                raise ValueError(errors.SHARED_VIEWS)
 
 
 def refuse_wrappers_inside(module: nn.Module) -> None:

@@ -95,7 +95,7 @@ class Reducer(Exchange):
         self.bucket_limits = options.rebuilt_limits  # sizes in bytes of the rebuilt buckets; the last one repeats
         self.hook_state: Any = None
         self._hook: CommHook | None = None
-        self._hook_is_zero_copy = False
+        self._hook_is_zero_copy = self._hook_has_groups = False
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
@@ -351,7 +351,7 @@ class Reducer(Exchange):
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with torch.no_grad():
-                bucket.process_group = self.process_group
+                bucket.process_group, bucket.hook_has_groups = self.process_group, self._hook_has_groups
                 bucket.divisor = self._forward_results.divisor(self.process_group.size())
                 is_used = self._used.local
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if self._may_leave_out else []

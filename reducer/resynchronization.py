@@ -70,6 +70,7 @@ def resynchronize(
 
 def begin_together(connections: Connections) -> None:
     """Renew the connections if an exchange has failed on any rank. A collective call, made by DDP's constructor."""
+    connections.forget_users()
     if connections.group.size() > 1:
         mine = json.dumps([connections.generation, connections.has_failed])
         texts = store_all_gather(

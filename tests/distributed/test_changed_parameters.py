@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import SMALL, build, error_of, gradients
 
 import gradwire
@@ -112,6 +113,19 @@ def test_ignored_parameters_may_change(worlds):
     for change, ignored in ((replace_parameter, ["last.weight"]), (unfreeze, ["frozen.weight"])):
         for errors, _ in worlds(2).run(train_and_change, change=change, steps=2, ignored=ignored):
             assert errors == [None, None]
+
+
+def rename_ignored():
+    """The error of a step after a layer with an ignored parameter got a wrapper, which changes the name."""
+    model = Model()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
+    ddp = DDP(model)
+    model.last = checkpoint_wrapper(model.last)
+    return error_of(lambda: ddp(torch.ones(2, 4)).backward())
+
+
+def test_ignored_parameter_under_another_name_is_no_change(worlds):
+    assert worlds(2).run(rename_ignored) == [None, None]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from bits import differences
+from bits import assert_same_bits, differences
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -335,3 +335,54 @@ def test_random_graphs_of_views_have_right_gradients(worlds, plan, hook, device)
 @given(plan=PLANS, hook=st.sampled_from(ALL_HOOKS), device=st.sampled_from(["cpu", "double"]))
 def test_many_random_graphs_of_views_have_right_gradients(worlds, size, plan, hook, device):
     assert worlds(size).run(check_graph, hook=hook, plan=plan, device=device) == [[]] * size
+
+
+class Replacing(nn.Module):
+    """Replaces the gradients of layers that are reduced already, or drops all before DDP's callback at the end."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        for layer in self.layers if how == "replace" else ():
+            layer.register_full_backward_hook(lambda *_: self.assign(lambda gradient: gradient.clamp(-1e9, 1e9)))
+
+    def assign(self, new):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = new(parameter.grad)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if self.how == "drop":
+            engine = torch.autograd.Variable._execution_engine
+            x.register_hook(lambda _: engine.queue_callback(lambda: self.assign(lambda _: None)))
+        return x.square().sum()
+
+
+def train_with_replaced_gradients(wrapper, how, hook, view):
+    torch.manual_seed(0)
+    ddp = WRAPPERS[wrapper](Replacing(how), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
+    if hook is not None:
+        register(ddp, hook)
+    generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 8, generator=generator, requires_grad=False).requires_grad_()).backward()
+        seen.append(gradients(ddp))
+    return seen
+
+
+def replaced_gradients_of_both(how, hook):
+    """Of PyTorch's class, which refuses replaced views, and of gradwire's without and with views."""
+    kinds = [("pytorch", False), ("gradwire", False), ("gradwire", True)]
+    return [train_with_replaced_gradients(wrapper, how, hook, view) for wrapper, view in kinds]
+
+
+@pytest.mark.parametrize("hook", [None, "fp16"])
+@pytest.mark.parametrize("how", ["replace", "drop"])
+def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(worlds, how, hook):
+    for theirs, *ours in worlds(2).run(replaced_gradients_of_both, how=how, hook=hook):
+        for seen in ours:
+            assert_same_bits(seen, theirs)

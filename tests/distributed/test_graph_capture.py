@@ -2,14 +2,16 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from gradwire.comm import Workspace
+from gradwire.kernels import is_capturing
 from gradwire.reducer.ddp_logging import StepTimes
 
-GPU = torch.device("cuda", 0)
+GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
 STREAM, OTHER_STREAM = "a stream", "another stream"
 
 
@@ -37,11 +39,23 @@ class Event:
 
 
 class Capture:
-    """Whether a capture is under way, and which stream is the current one."""
+    """Whether a capture is under way on `GPU`, and which device and stream are the current ones."""
 
     def __init__(self):
         self.is_under_way = False
+        self.device = GPU
         self.stream = STREAM
+
+    @contextmanager
+    def current(self, device):
+        """Stands in for ``torch.cuda.device``."""
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+    def is_on_current_device(self):
+        """Stands in for ``torch.cuda.is_current_stream_capturing``."""
+        return self.is_under_way and self.device == GPU
 
     def __enter__(self):
         self.is_under_way = True
@@ -56,7 +70,8 @@ def capture(monkeypatch):
     monkeypatch.setattr(Event, "capture", capture)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: capture.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.is_under_way)
+    monkeypatch.setattr(torch.cuda, "device", capture.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capture.is_on_current_device)
     return capture
 
 
@@ -146,6 +161,19 @@ def test_captured_buffer_outlives_its_larger_replacement(capture, workspace):
     assert larger() is None
     assert captured() is not None
     assert captured().data_ptr() == wire.data_ptr()
+
+
+def test_capture_is_found_whichever_device_is_current(capture, workspace):
+    for capture.device in (GPU, OTHER_GPU):
+        assert not is_capturing(GPU)
+        with capture:
+            assert is_capturing(GPU)
+            assert not is_capturing(OTHER_GPU)
+            assert not is_capturing(torch.device("cpu"))
+    large = steps_with(workspace, 1000)
+    with capture:
+        steps_with(workspace, 1000, 1)
+    assert steps_with(workspace, 10) == large
 
 
 def test_buffer_captured_repeatedly_is_kept_once(capture, workspace):

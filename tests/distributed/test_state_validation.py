@@ -757,6 +757,8 @@ def step_with_errors_of_other_names(wrapper, hook):
 @pytest.mark.parametrize("hook", ["powersgd", "int4"])
 def test_errors_of_another_models_parameters_are_refused(world, hook, wrapper):
     for all_unknown, some_unknown in world.run(step_with_errors_of_other_names, wrapper=wrapper, hook=hook):
-        text = "entries of the error memory are of parameters that this model does not have, such as 'elsewhere.weight'"
+        text = (
+            "entries of the error memory belong to parameters that this model does not have, such as 'elsewhere.weight'"
+        )
         assert f"1 of 1 {text}" in all_unknown
         assert f"1 of 2 {text}" in some_unknown

@@ -370,6 +370,21 @@ def test_two_calls_give_same_bits(dtype, wire, device):
         assert_same_results(second[i], first[i], f"matrix {i}")
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+@pytest.mark.parametrize("rank", [1, 4, 7])  # above 8, the interpreter multiplies by BLAS
+def test_passes_have_same_bits_at_every_address(rank, dtype, in_place, device):
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("BLAS rounds by alignment")
+    sizes = (Place(9, 72, rank), Place(40, 24, rank))
+    aligned, shifted = (
+        run(Bucket([replace(place, offset=offset) for place in sizes], keep=in_place, in_place=in_place), dtype, device)
+        for offset in (0, 1)
+    )
+    for i in range(len(sizes)):
+        assert_same_results(shifted[i], aligned[i], f"matrix {i}")
+
+
 def results_among(neighbours, kind, dtype, device, seed):
     """The results of one matrix, always the same, between others."""
     matrix = Place(33, 40, 4)

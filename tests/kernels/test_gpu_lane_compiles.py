@@ -1,0 +1,96 @@
+"""Every kernel that `make gpu` checks or times compiles; this needs no GPU.
+
+The launches are those of the lane's own cases, run on the CPU without their checks: no kernel runs.
+"""
+
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ahead_of_time import NAMES  # skips this module where nothing can be compiled
+
+from gradwire.bench import gpu_hook_cases, gpu_kernel_bench, gpu_kernel_cases, gpu_quantization_cases
+from gradwire.bench.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
+from gradwire.bench.gpu_checks import Skipped
+from gradwire.bench.kernel_model import recorded_case
+from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
+from gradwire.bench.shapes import rotation
+
+TARGET = NAMES[90]
+CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")
+
+
+def of_case(module, case):
+    def run():
+        with suppress(Skipped):
+            case(torch.device("cpu"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
+        for check in CHECKS:
+            patch.setattr(module, check, lambda *_: None, raising=False)
+        return recorded_launches(run)
+
+
+def of_bench(maker, mib):
+    buckets = gpu_kernel_bench.buckets_of(gpu_kernel_bench.MODEL, mib, torch.device("cuda"))
+    _, launches = recorded_case(gpu_kernel_bench.MAKERS[maker], rotation(buckets, mib))
+    return [launch for of_bucket in launches for launch in of_bucket]
+
+
+KERNELS = {
+    **{name: partial(of_case, gpu_kernel_cases, case) for name, case in gpu_kernel_cases.KERNEL_CASES.items()},
+    **{
+        name: partial(of_case, gpu_quantization_cases, case)
+        for name, case in gpu_quantization_cases.QUANTIZATION_CASES.items()
+    },
+    **{
+        f"bench {name}": partial(of_bench, *bench.args)
+        for name, bench in gpu_kernel_bench.KERNEL_BENCHES.items()
+        if bench is not gpu_kernel_bench.copy
+    },
+}
+
+
+def check_variants(launches, check, checked):
+    """Check the launches, those that share a compiled kernel with an earlier one excepted."""
+    for launch in launches:
+        key = (launch.name, variant(launch, TARGET))
+        if key not in checked:
+            check(launch, TARGET)
+            checked.add(key)
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_kernels_of_gpu_lane_pass_front_end_of_triton(case, checked=set()):  # noqa: B006
+    launches = KERNELS[case]()
+    assert launches, "the case launches no kernel"
+    check_variants(launches, intermediate, checked)
+
+
+def check_compiled(launch, target):
+    assert compile_launch(launch, target).shared <= 1 << 16, "more shared memory than every target has"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", KERNELS)
+def test_kernels_of_gpu_lane_compile(case, checked=set()):  # noqa: B006
+    check_variants(KERNELS[case](), check_compiled, checked)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of one rank, whose hooks take the code path of a GPU."""
+    with gpu_on_cpu():
+        dist.init_process_group(register_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", gpu_hook_cases.HOOK_CASES)
+def test_kernels_of_hooks_of_gpu_lane_compile(case, one_rank, checked=set()):  # noqa: B006
+    launches = of_case(gpu_hook_cases, gpu_hook_cases.HOOK_CASES[case])
+    check_variants(launches, check_compiled, checked)
