@@ -2,7 +2,7 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels planner integrations bench
+PACKAGES := api reducer hooks compress comm kernels planner integrations bench cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 

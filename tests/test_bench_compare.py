@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.bench import kernel_cases, kernel_timing
-from gradwire.bench.commands import app
 from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, Record, RecordError, save
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
+from gradwire.cli.app import app
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
 WITHOUT_RATIOS = ("advise", "auto", "compiled", "demo", "rounding", "telemetry")

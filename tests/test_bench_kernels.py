@@ -8,7 +8,6 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire.bench import compiled, kernel_model, kernel_timing, shapes
-from gradwire.bench.commands import app
 from gradwire.bench.compiled import TARGET_NAMES
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
@@ -18,6 +17,7 @@ from gradwire.bench.record import BANDWIDTH, HOST_MS, LAUNCHES, TIME_MS, VS_GRAD
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
+from gradwire.cli.app import app
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(compiled.obstacle() is not None, reason=f"{compiled.obstacle()}")

@@ -13,7 +13,7 @@ import typer
 from gradwire.bench import gpu_hook_bench, namespaces
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import EMULATED_RATES
-from gradwire.bench.options import parse_rate
+from gradwire.cli.options import parse_rate
 
 OBSTACLE = namespaces.obstacle()
 needs_namespaces = pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from gradwire.bench.commands import app
 from gradwire.bench.pages import PAGES, TABLES, PageError, fill, load_all
 from gradwire.bench.plots import DRAWINGS
+from gradwire.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 RESULTS = load_all(ROOT / "bench" / "results")

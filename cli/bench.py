@@ -1,6 +1,5 @@
-"""The commands of ``gradwire``: parse options, run, print and save."""
+"""The commands of ``gradwire bench``: parse options, run, print and save."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Annotated, NoReturn
 import torch
 import typer
 
-import gradwire
 from gradwire.bench import advise as advise_bench
 from gradwire.bench import auto as auto_bench
 from gradwire.bench import (
@@ -24,16 +22,18 @@ from gradwire.bench import (
     rounding,
     telemetry,
 )
-from gradwire.bench import demo as demo_bench
-from gradwire.bench import doctor as doctor_command
 from gradwire.bench import hooks as hook_bench
-from gradwire.bench.advise_command import advise_command
-from gradwire.bench.command_runs import measured, report
 from gradwire.bench.jobs import JOBS
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
-from gradwire.bench.options import (
-    MOST_SEED,
+from gradwire.bench.pages import PageError, write_pages
+from gradwire.bench.record import Measured, Record, RecordError
+from gradwire.bench.shapes import SHAPES
+from gradwire.bench.tables import print_tables
+from gradwire.bench.tasks import TASKS
+from gradwire.bench.timing import bench_device
+from gradwire.cli.command_runs import measured, report
+from gradwire.cli.options import (
     MOST_STEPS,
     MOST_THREADS,
     HooksOption,
@@ -41,6 +41,7 @@ from gradwire.bench.options import (
     LoopbackOption,
     OutputOption,
     RanksOption,
+    listed,
     parse_choice,
     parse_choices,
     parse_hooks,
@@ -50,34 +51,11 @@ from gradwire.bench.options import (
     parse_sizes,
     refuse_beside,
 )
-from gradwire.bench.pages import PageError, write_pages
-from gradwire.bench.record import Measured, Record, RecordError
-from gradwire.bench.shapes import SHAPES
-from gradwire.bench.tables import format_rate, print_tables
-from gradwire.bench.tasks import TASKS
-from gradwire.bench.timing import bench_device
-from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS, HookEntry
-
-
-def _listed(hooks: dict[str, HookEntry]) -> str:
-    return f"Available hooks: {', '.join(f'{name} ({entry.description})' for name, entry in hooks.items())}."
-
-
-_DEMO_CHOICES = {name: entry for name, entry in HOOKS.items() if name != "noop"}  # with noop, ranks drift apart
-
-app = typer.Typer(
-    help="Gradient compression for PyTorch data-parallel training: check, predict, demo and benchmark.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+from gradwire.planner.hook_registry import HOOKS
 
 bench = typer.Typer(
     help="Benchmark gradwire against PyTorch, compare results, and generate tables and plots.", no_args_is_help=True
 )
-app.add_typer(bench, name="bench")
-
-_DEMO_HOOKS = ", ".join(DEMO_HOOKS)
 _COST_HOOKS = ", ".join(hook_bench.DEFAULT_HOOKS)
 _NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)
 _TRAINED_HOOKS = ", ".join(converge.DEFAULT_HOOKS)
@@ -88,89 +66,6 @@ _MODELS = ", ".join(SHAPES)
 _SIZES = ", ".join(map(str, kernels.DEFAULT_SIZES))
 _TARGETS = ", ".join(compiled.TARGET_NAMES)
 _NETWORK_RATES = ", ".join(network.DEFAULT_RATES)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"gradwire {gradwire.__version__} (torch {torch.__version__})")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            help="Print the versions of gradwire and torch, and exit.",
-            callback=_print_version,
-            is_eager=True,
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command(epilog=_listed(_DEMO_CHOICES))
-def demo(
-    context: typer.Context,
-    output: Annotated[
-        Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
-    ] = Path("demo"),
-    processes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes (ranks) on this machine.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Epochs to train with each hook.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed for initial weights and data order.")] = 0,
-    hooks: HooksOption = _DEMO_HOOKS,
-    rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
-    loopback: LoopbackOption = False,
-) -> None:
-    """Train a small network with each hook over a slow link; compare loss, accuracy and time.
-
-    The hosts are network namespaces of this machine, joined by rate-limited links. This needs root on Linux; otherwise
-    the demo trains over loopback, where sending less saves no time. Takes about 2 minutes.
-    """
-    if loopback:
-        refuse_beside(context, "--loopback", "rate")
-    names, link = parse_hooks(hooks, _DEMO_CHOICES), parse_rate(rate, "--rate")
-    obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
-    _make_folder(output)
-    if obstacle is None:
-        typer.echo(f"Training with {processes} processes over a {format_rate(link.name)} link, once with each hook.\n")
-    else:
-        typer.echo(
-            f"Training with {processes} processes over loopback ({obstacle}), where sending less saves no time.\n"
-            f"As root on Linux, gradwire demo trains over a {format_rate(link.name)} link. Most of a step is then\n"
-            "communication, so hooks that send less train faster.\n"
-        )
-        link = network.LOOPBACK
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    records = measured(
-        "gradwire demo",
-        partial(demo_bench.measure, names, link, processes, epochs, seed),
-        demo_bench.demo_device(processes, link),
-        threads,
-    )
-    from gradwire.bench.plots import draw_demo  # matplotlib takes a second to import
-
-    results, plot = output / "results.jsonl", output / "loss_vs_bytes.png"
-    draw_demo(records, plot)
-    typer.echo()
-    report(records, demo_bench.tables, results)
-    if obstacle is None:
-        typer.echo(f"{demo_bench.verdict(records)}\n")
-    typer.echo(f"Plot:    {plot}\nResults: {results}")
-
-
-@app.command("doctor")
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
-    """Check this installation: versions, devices, kernels, backends and environment; run a self-test of all hooks.
-
-    Takes a few seconds on a CPU. The exit status is 1 if a check failed.
-    """
-    raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
-
-
-app.command("advise")(advise_command)
 
 
 @bench.command("kernels")
@@ -256,7 +151,7 @@ def bench_reducer(
     report(measured("gradwire bench reducer", measure, device), reducer.tables, output)
 
 
-@bench.command("hooks", epilog=_listed(HOOKS))
+@bench.command("hooks", epilog=listed(HOOKS))
 def bench_hooks(
     context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per hook and DDP.")] = 30,
@@ -293,7 +188,7 @@ def bench_telemetry(
     report(measured("gradwire bench telemetry", measure, device), telemetry.tables, output)
 
 
-@bench.command("network", epilog=_listed(HOOKS))
+@bench.command("network", epilog=listed(HOOKS))
 def bench_network(
     context: typer.Context,
     hosts: HostsOption = 2,
@@ -411,7 +306,7 @@ def bench_auto(
     report(records, auto_bench.tables, output)
 
 
-@bench.command("converge", epilog=_listed(converge.TRAINED_HOOKS))
+@bench.command("converge", epilog=listed(converge.TRAINED_HOOKS))
 def bench_converge(
     context: typer.Context,
     hosts: HostsOption = 2,
@@ -516,10 +411,3 @@ def _refuse_without_compiler(command: str) -> None:
     if obstacle is not None:
         typer.echo(f"gradwire bench {command}: {obstacle}. The command needs Triton's compiler.", err=True)
         raise typer.Exit(1)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}.", param_hint="--output") from None

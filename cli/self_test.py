@@ -38,7 +38,7 @@ def check_hooks() -> list[Record]:
     Raises:
         LaunchError: a hook's gradients are wrong, or a process failed.
     """
-    return launch.run("gradwire.bench.self_test", {"threads": 1, "timeout_s": TIMEOUT_S}, RANKS)
+    return launch.run("gradwire.cli.self_test", {"threads": 1, "timeout_s": TIMEOUT_S}, RANKS)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:

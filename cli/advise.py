@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -17,9 +18,9 @@ import torch.distributed as dist
 import typer
 
 from gradwire.bench import jobs as bench_jobs
-from gradwire.bench.options import MOST_RANKS, finite, parse_hooks, parse_rate
 from gradwire.bench.timing import backend_of, bench_device
-from gradwire.planner import jobs
+from gradwire.cli.options import MOST_RANKS, finite, parse_hooks, parse_rate
+from gradwire.planner import jobs, report
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
@@ -111,6 +112,8 @@ def advise_command(
     for path in (json, plot):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
     device = bench_device()
     try:
         with _process_group(is_rank, device):
@@ -143,8 +146,6 @@ def _run(
         _show("")
     if not is_first:
         return
-    from gradwire.planner import report  # matplotlib takes a second to import
-
     advice = advise(measured)
     report.print_advice(measured, advice, seconds)
     if json is not None:

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELLED_MBIT, Rate
+from gradwire.planner.hook_registry import HookEntry
 
 # Upper bounds of options: beyond these, a run takes weeks, or a machine has not as many.
 MOST_STEPS = 1_000_000
@@ -46,6 +47,11 @@ OutputOption = Annotated[
         "--output", help="Write the results to this file as JSON lines.", dir_okay=False, callback=_in_a_folder
     ),
 ]
+
+
+def listed(hooks: dict[str, HookEntry]) -> str:
+    """A sentence with the names and descriptions of hooks, for the help."""
+    return f"Available hooks: {', '.join(f'{name} ({entry.description})' for name, entry in hooks.items())}."
 
 
 def parse_list(text: str) -> tuple[str, ...]:

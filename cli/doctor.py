@@ -1,6 +1,6 @@
 """``gradwire doctor``: what is installed, which kernels and backends are usable, and a self-test of a few seconds.
 
-Needs nothing but torch and gradwire. ``python -m gradwire.bench.doctor`` is the same command. The exit status is 1 if
+Needs nothing but torch and gradwire. ``python -m gradwire.cli.doctor`` is the same command. The exit status is 1 if
 a check failed.
 """
 
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.bench import self_test
-from gradwire.bench.cli import missing_packages
 from gradwire.bench.launch import LaunchError
 from gradwire.bench.record import cpu_name
+from gradwire.cli import self_test
+from gradwire.cli.extras import missing_packages
 from gradwire.comm.torch_internals import TESTED_TORCH
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 
@@ -161,12 +161,10 @@ def environment() -> Iterator[Check]:
 
 def packages() -> Iterator[Check]:
     """Optional packages of the other commands."""
-    missing = missing_packages()
-    if missing:
-        text = f'missing {", ".join(missing)}. For demo and benchmarks run: pip install "gradwire[bench]"'
-        yield Check("demo, bench", text)
-    else:
-        yield Check("demo, bench", "complete")
+    for commands, extra in (("advise", "cli"), ("demo, bench", "bench")):
+        missing = missing_packages(extra)
+        remedy = f'missing {", ".join(missing)}. For {commands} run: pip install "gradwire[{extra}]"'
+        yield Check(commands, remedy if missing else "complete")
 
 
 def self_tests() -> Iterator[Check]:
