@@ -2,7 +2,7 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels planner integrations bench cli
+PACKAGES := api reducer hooks compress comm kernels planner integrations bench bench/gpu cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 
@@ -79,11 +79,11 @@ conformance: install
 
 # Tests, sanitizer and benchmarks on this machine's GPU. An interrupted run resumes where it stopped.
 gpu: install
-	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --output build/gpu_lane.jsonl
+	$(BIN)/python -m gradwire.bench.gpu smoke ranks sanitize bench --output build/gpu_lane.jsonl
 
 # The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
-	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --rehearse --output build/gpu_rehearsal.jsonl
+	$(BIN)/python -m gradwire.bench.gpu smoke ranks sanitize bench --rehearse --output build/gpu_rehearsal.jsonl
 
 # Trains over a link of 100 Mb/s as root on Linux, else over loopback.
 demo: .venv/.demo

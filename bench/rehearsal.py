@@ -1,4 +1,4 @@
-"""The GPU lane on a CPU: `gradwire.bench.gpu_lane` uses it where there is no GPU.
+"""The GPU lane on a CPU: `gradwire.bench.gpu.lane` uses it where there is no GPU.
 
 `NcclRules` is gloo that raises where NCCL fails. `gpu_on_cpu` makes executors and timings take the code path of a GPU,
 with streams that do nothing: on a CPU, work is done in program order.

@@ -70,8 +70,8 @@ def check_kernels(family: str, device: torch.device) -> None:
         AssertionError: a result is wrong.
         RuntimeError: a kernel cannot be compiled or launched.
     """
-    from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
-    from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
+    from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
+    from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 
     case = {**KERNEL_CASES, **QUANTIZATION_CASES}[KERNELS[family]]
     case(device)

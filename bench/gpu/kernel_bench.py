@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradwire.bench.gpu.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import (
@@ -27,7 +28,6 @@ from gradwire.bench.kernel_cases import (
 from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
 from gradwire.bench.record import percentiles_ms
-from gradwire.bench.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
 from gradwire.bench.timing import Timing, driver_calls, timed_replays
 

@@ -1,4 +1,4 @@
-"""Plain-text tables of what the stages of `gpu_lane` have measured."""
+"""Plain-text tables of what the stages of the GPU lane have measured."""
 
 from __future__ import annotations
 

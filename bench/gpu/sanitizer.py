@@ -1,7 +1,7 @@
 """Cases of the lane's stage *sanitize*: small kernel cases under compute-sanitizer.
 
 memcheck finds accesses out of bounds, racecheck races in shared memory. Each case is a process of its own,
-``python -m gradwire.bench.gpu_sanitizer NAME``, without PyTorch's caching allocator, whose large blocks hide an access
+``python -m gradwire.bench.gpu.sanitizer NAME``, without PyTorch's caching allocator, whose large blocks hide an access
 beyond the end of a tensor. A rehearsal runs the same processes without compute-sanitizer.
 """
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from gradwire.bench.gpu_checks import KernelCase, Skipped
-from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.checks import KernelCase, Skipped
+from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
+from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.launch import exit_with_launcher
 from gradwire.bench.timing import synchronize
 
@@ -67,7 +67,7 @@ def sanitized(tool: str, name: str, device: torch.device) -> None:
     sanitizer = find_sanitizer() if device.type == "cuda" else None
     if device.type == "cuda" and sanitizer is None:
         raise Skipped("compute-sanitizer is neither on PATH, nor in a CUDA toolkit, nor in a Python package")
-    command = [sys.executable, "-m", "gradwire.bench.gpu_sanitizer", name]
+    command = [sys.executable, "-m", "gradwire.bench.gpu.sanitizer", name]
     if sanitizer is not None:
         command = [sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_STATUS), *command]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -92,7 +92,7 @@ SANITIZER_CASES: dict[str, KernelCase] = {
 
 def main() -> None:
     """Run one case on the GPU, or on the CPU if there is none, until standard input closes."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu_sanitizer")
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu.sanitizer")
     parser.add_argument("name", choices=SANITIZED)
     name = parser.parse_args().name
     exit_with_launcher()

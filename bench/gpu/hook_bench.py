@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.gpu_checks import require
-from gradwire.bench.gpu_kernel_bench import Row, buckets_of, calls_of, row
+from gradwire.bench.gpu.checks import require
+from gradwire.bench.gpu.kernel_bench import Row, buckets_of, calls_of, row
 from gradwire.bench.implementations import (
     FIRST_COMPRESSED,
     GRADWIRE,

@@ -1,4 +1,4 @@
-"""Cases of `gpu_lane`: every kernel against its reference, twice, with equal bits.
+"""Cases of the GPU lane: every kernel against its reference, twice, with equal bits.
 
 Shapes are fixed: aligned, one element past an aligned address, odd, empty, and one tensor of more than 2^31 elements.
 Elementwise kernels equal their references to the bit. Products are held to the rounding of their sums: k products, in
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu_checks import KernelCase, Skipped, large_numel, name_of, same, skip_if_rehearsed, within
+from gradwire.bench.gpu.checks import KernelCase, Skipped, large_numel, name_of, same, skip_if_rehearsed, within
 from gradwire.kernels import (
     WIRE_DTYPES,
     FactorLayout,

@@ -1,4 +1,4 @@
-"""Models for the cases of `gpu_lane`, and short trainings of them behind either DDP."""
+"""Models for the cases of the GPU lane, and short trainings of them behind either DDP."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

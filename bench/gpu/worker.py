@@ -1,4 +1,4 @@
-"""Processes that run the cases of `gpu_lane`, one per rank; after a failure, new ones replace them.
+"""Processes that run the cases of the GPU lane, one per rank; after a failure, new ones replace them.
 
 All ranks share one GPU. NCCL rejects two ranks on one GPU as duplicates unless their processes claim to be on different
 hosts. They then communicate over sockets, with few thread blocks each, so that both make progress at the same time.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu_checks import Skipped
+from gradwire.bench.gpu.checks import Skipped
 from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
 # A case may return what it has measured, as rows for JSON.

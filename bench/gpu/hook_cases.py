@@ -1,4 +1,4 @@
-"""Cases of `gpu_lane`: the hooks and both DDPs on every rank of the default process group.
+"""Cases of the GPU lane: the hooks and both DDPs on every rank of the default process group.
 
 A case is a function of the device, called on all ranks; it raises if the property in its name does not hold.
 """
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 from gradwire.bench.emulated import emulated_link, wire_seconds
-from gradwire.bench.gpu_checks import Skipped, require
-from gradwire.bench.gpu_training import (
+from gradwire.bench.gpu.checks import Skipped, require
+from gradwire.bench.gpu.training import (
     HalfNet,
     Net,
     OurDDP,

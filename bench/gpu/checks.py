@@ -1,4 +1,4 @@
-"""Comparisons for the cases of `gpu_lane`, with messages that tell how far off a result is."""
+"""Comparisons for the cases of the GPU lane, with messages that tell how far off a result is."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Cases of `gpu_lane` for quantisation: every wire format against the references, twice, with equal bits."""
+"""Cases of the GPU lane for quantisation: every wire format against the references, twice, with equal bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu_checks import KernelCase, large_numel, name_of, same, skip_if_rehearsed
+from gradwire.bench.gpu.checks import KernelCase, large_numel, name_of, same, skip_if_rehearsed
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,

@@ -1,4 +1,4 @@
-"""``python -m gradwire.bench.gpu_lane smoke ranks sanitize bench`` tests and times gradwire on this machine's GPU.
+"""``python -m gradwire.bench.gpu smoke ranks sanitize bench`` tests and times gradwire on this machine's GPU.
 
 Stages, each under 9 minutes:
     smoke      every kernel against its reference, and every hook over NCCL with one rank.
@@ -32,14 +32,14 @@ from typing import Any
 import torch
 
 import gradwire
-from gradwire.bench.gpu_hook_bench import HOOK_BENCHES
-from gradwire.bench.gpu_hook_cases import HOOK_CASES
-from gradwire.bench.gpu_kernel_bench import KERNEL_BENCHES
-from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
-from gradwire.bench.gpu_report import tables
-from gradwire.bench.gpu_sanitizer import SANITIZER_CASES
-from gradwire.bench.gpu_worker import CASE_LIMIT, Case, Crew
+from gradwire.bench.gpu.hook_bench import HOOK_BENCHES
+from gradwire.bench.gpu.hook_cases import HOOK_CASES
+from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES
+from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
+from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.report import tables
+from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
+from gradwire.bench.gpu.worker import CASE_LIMIT, Case, Crew
 from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
@@ -182,7 +182,7 @@ def run_stage(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu_lane", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help=f"one or more of {', '.join(RANKS)}")
     parser.add_argument("--rehearse", action="store_true", help="run the cases on the CPU")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
@@ -201,7 +201,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stage, rehearsal=options.rehearse, output=options.output, limit=options.limit, only=only
         )
     return 1 if open_cases else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
