@@ -11,10 +11,7 @@ import typer
 from gradwire.bench import advise as advise_bench
 from gradwire.bench import auto as auto_bench
 from gradwire.bench import (
-    compare,
-    compiled,
     converge,
-    kernel_model,
     kernels,
     namespaces,
     network,
@@ -26,10 +23,10 @@ from gradwire.bench import hooks as hook_bench
 from gradwire.bench.jobs import JOBS
 from gradwire.bench.models import MODELS
 from gradwire.bench.namespaces import NamespaceError
-from gradwire.bench.pages import PageError, write_pages
-from gradwire.bench.record import Measured, Record, RecordError
+from gradwire.bench.record import Measured, Record, RecordError, load
+from gradwire.bench.report import TABLES
 from gradwire.bench.shapes import SHAPES
-from gradwire.bench.tables import print_tables
+from gradwire.bench.tables import machine_line, print_tables
 from gradwire.bench.tasks import TASKS
 from gradwire.bench.timing import bench_device
 from gradwire.cli.command_runs import measured, report
@@ -54,7 +51,7 @@ from gradwire.cli.options import (
 from gradwire.planner.hook_registry import HOOKS
 
 bench = typer.Typer(
-    help="Benchmark gradwire against PyTorch, compare results, and generate tables and plots.", no_args_is_help=True
+    help="Benchmark gradwire against PyTorch, and print tables and draw plots of the results.", no_args_is_help=True
 )
 _COST_HOOKS = ", ".join(hook_bench.DEFAULT_HOOKS)
 _NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)
@@ -64,7 +61,6 @@ _ADVISED_MODELS = ", ".join(advise_bench.DEFAULT_MODELS)
 _ADVISED_RATES = ", ".join(advise_bench.DEFAULT_RATES)
 _MODELS = ", ".join(SHAPES)
 _SIZES = ", ".join(map(str, kernels.DEFAULT_SIZES))
-_TARGETS = ", ".join(compiled.TARGET_NAMES)
 _NETWORK_RATES = ", ".join(network.DEFAULT_RATES)
 
 
@@ -78,10 +74,6 @@ def bench_kernels(
     ] = 5,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Only resnet50 and gpt2-124m, at 25 MiB.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"Measure nothing; predict the times on a GPU ({', '.join(kernel_model.GPUS)})."),
-    ] = None,
     output: OutputOption = None,
 ) -> None:
     """Time every kernel on the parameter shapes of real models, against plain PyTorch and a copy.
@@ -90,35 +82,12 @@ def bench_kernels(
     """
     if quick:
         refuse_beside(context, "--quick", "models", "sizes", "rounds")
-    if model is not None:
-        refuse_beside(context, "--model", "rounds", "threads")
-        parse_choice(model, kernel_model.GPUS, "--model")
-        _refuse_without_compiler("kernels --model")
     names = ("resnet50", "gpt2-124m") if quick else parse_choices(models, SHAPES, "--models")
     full = [25] if quick else parse_sizes(sizes)
-    if model is not None:
-        modelled = partial(kernel_model.measure, names, full, model)
-        report(measured("gradwire bench kernels", modelled, torch.device("cpu")), kernel_model.tables, output)
-        return
     device = bench_device()
     torch.set_num_threads(threads)
     measure = partial(kernels.measure, names, full, 5 if quick else rounds, device)
     report(measured("gradwire bench kernels", measure, device, threads), kernels.tables, output)
-
-
-@bench.command("compiled")
-def bench_compiled(
-    targets: Annotated[str, typer.Option(help="GPU architectures, comma-separated.")] = _TARGETS,
-    output: OutputOption = None,
-) -> None:
-    """Compile every kernel ahead of time; count registers, spills, wide accesses, instructions and bank conflicts.
-
-    Needs Triton, but no GPU. Takes a few minutes.
-    """
-    names = parse_choices(targets, compiled.TARGET_NAMES, "--targets")
-    _refuse_without_compiler("compiled")
-    measure = partial(compiled.measure, targets=names)
-    report(measured("gradwire bench compiled", measure, torch.device("cpu")), compiled.tables, output)
 
 
 @bench.command("rounding")
@@ -341,46 +310,33 @@ def bench_converge(
     report(records, converge.tables, output)
 
 
-@bench.command("compare")
-def bench_compare(
-    before: Annotated[
-        list[Path], typer.Option("--before", help="Results before the change. Repeat the option for repeated runs.")
-    ],
-    after: Annotated[
-        list[Path], typer.Option("--after", help="Results after the change. Repeat the option for repeated runs.")
-    ],
-) -> None:
-    """Compare results before and after a change; fail if gradwire got slower relative to PyTorch.
-
-    Ignores differences within the noise of repeated runs. Also fails if a result is missing after the change, for
-    example because a training missed its target.
-    """
-    try:
-        states = [[compare.load_ratios(path) for path in paths] for paths in (before, after)]
-    except RecordError as error:
-        typer.echo(f"gradwire bench compare: {error}.", err=True)
-        raise typer.Exit(1) from None
-    changes, lost = compare.compare(*states), compare.missing(*states)
-    if not changes:
-        typer.echo("gradwire bench compare: the files have no measurement in common.", err=True)
-        raise typer.Exit(1)
-    print_tables([compare.table(changes)])
-    slower = [change for change in changes if change.verdict == "slower"]
-    typer.echo(f"{len(slower)} of {len(changes)} got slower." + "".join(f"\nMissing after: {what}" for what in lost))
-    raise typer.Exit(1 if slower or lost else 0)
-
-
 @bench.command("report")
 def bench_report(
-    root: Annotated[Path, typer.Argument(help="Checkout with bench/results, README.md and docs/.")] = Path(),
+    results: Annotated[
+        list[Path], typer.Argument(help="Files that --output has written.", exists=True, dir_okay=False)
+    ],
+    plots: Annotated[
+        Path | None, typer.Option(help="Draw the plots of the results into this folder.", file_okay=False, exists=True)
+    ] = None,
 ) -> None:
-    """Generate the tables and plots in README.md and docs/ from bench/results."""
-    try:
-        for path in write_pages(root):
-            typer.echo(path)
-    except (PageError, OSError) as error:
-        typer.echo(f"gradwire bench report: {error}", err=True)
-        raise typer.Exit(1) from None
+    """Print the tables of saved results, with the command and the machine that they come from; draw their plots."""
+    from gradwire.bench.plots import DRAWINGS  # matplotlib takes a second to import
+
+    for path in results:
+        try:
+            records = load(path)
+        except RecordError as error:
+            typer.echo(f"gradwire bench report: {error}.", err=True)
+            raise typer.Exit(1) from None
+        first = records[0]
+        if first.bench not in TABLES:
+            typer.echo(f"gradwire bench report: {path} has results of {first.bench!r}, not of a benchmark.", err=True)
+            raise typer.Exit(1)
+        print_tables(TABLES[first.bench](records))
+        typer.echo(f"{first.provenance['command']}\n{machine_line(first.provenance)}.\n")
+        if plots is not None and first.bench in DRAWINGS:
+            DRAWINGS[first.bench](records, plots / f"{path.stem}.png")
+            typer.echo(f"Plot: {plots / path.stem}.png\n")
 
 
 def _measure_over_network(
@@ -403,11 +359,3 @@ def _refuse_network(command: str, reason: str) -> NoReturn:
         err=True,
     )
     raise typer.Exit(1)
-
-
-def _refuse_without_compiler(command: str) -> None:
-    """Exit with an error if kernels cannot be compiled here."""
-    obstacle = compiled.obstacle()
-    if obstacle is not None:
-        typer.echo(f"gradwire bench {command}: {obstacle}. The command needs Triton's compiler.", err=True)
-        raise typer.Exit(1)

@@ -20,9 +20,12 @@ from gradwire.bench.tables import Table, print_tables
 from gradwire.bench.timing import BackgroundLoad, backend_of
 
 
-def measured(command: str, measure: Callable[[], Measured], device: torch.device, threads: int = 1) -> list[Record]:
+def measured(
+    command: str, measure: Callable[[], Measured], device: torch.device, threads: int = 1, program: str = "gradwire"
+) -> list[Record]:
     """Records of a bench with their provenance; exits cleanly if it is interrupted or fails."""
-    facts = provenance(device, backend_of(device), threads) | {"command": shlex.join(["gradwire", *sys.argv[1:]])}
+    ran = " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    facts = provenance(device, backend_of(device), threads) | {"command": ran}
     load = BackgroundLoad()
     with _stoppable(command, Console()):
         outcome = measure()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import compiled, kernel_model, kernel_timing, shapes
-from gradwire.bench.compiled import TARGET_NAMES
+from gradwire.bench import kernel_timing, shapes
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
@@ -18,6 +17,8 @@ from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
 from gradwire.cli.app import app
+from tools import compiled, kernel_model
+from tools.compiled import TARGET_NAMES
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(compiled.obstacle() is not None, reason=f"{compiled.obstacle()}")
@@ -213,7 +214,7 @@ def test_modelled_time_is_mean_over_buckets():
     ],
 )
 def test_resident_programs_follow_from_the_scarcest_resource(registers, threads, shared, target, expected):
-    from gradwire.bench import assembly
+    from tools import assembly
 
     binary = assembly.Binary(registers, 0, shared, 0, 0, 0)
     compiled = SimpleNamespace(threads=threads, target=target)
@@ -249,7 +250,7 @@ def test_launches_of_a_case_are_recorded_without_memory(make):
 
 @needs_compiler
 def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypatch):
-    from gradwire.bench import ahead_of_time
+    from tools import ahead_of_time
 
     compiled, compile_launch = [], ahead_of_time.compile_launch
     monkeypatch.setattr(ahead_of_time, "compile_launch", lambda *of: compiled.append(of) or compile_launch(*of))
@@ -266,8 +267,8 @@ def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
     monkeypatch.setattr(kernel_model, "MAKERS", MAKERS[:2])
     path = tmp_path / "model.jsonl"
-    options = ["--model", "h200", "--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
-    done = CliRunner().invoke(app, ["bench", "kernels", *options])
+    options = ["--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
+    done = CliRunner().invoke(kernel_model.app, ["h200", *options])
     assert done.exit_code == 0, done.output
     records = load(path)
     assert {record.implementation for record in records} == {"model of h200"}
@@ -276,8 +277,8 @@ def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     assert done.output.count("modelled, not measured") == 3  # two titles and a note
 
 
-@pytest.mark.parametrize("option", [["--model", "v100"], ["--model", "h200", "--rounds", "3"]])
-def test_unknown_gpu_or_option_without_effect_is_refused(option):
-    done = CliRunner().invoke(app, ["bench", "kernels", *option])
+@pytest.mark.parametrize("arguments", [["v100"], ["h200", "--rounds", "3"]])
+def test_unknown_gpu_or_option_without_effect_of_the_model_is_refused(arguments):
+    done = CliRunner().invoke(kernel_model.app, arguments)
     assert done.exit_code == 2
-    assert option[-2] in done.output
+    assert arguments[-2:][0] in done.output

@@ -1,4 +1,4 @@
-"""Regressions between two states of the code, from the results of benches.
+"""``python -m tools.compare`` finds regressions between two states of the code, from the results of benches.
 
 Absolute times of two runs are not comparable: a machine's speed varies from hour to hour. In every
 bench, gradwire and PyTorch take turns; this module compares the ratios of their times. Repeated
@@ -11,10 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Annotated
+
+import typer
 
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, VS_GRADWIRE, Record, load
-from gradwire.bench.tables import Table, find, groups_of
+from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, VS_GRADWIRE, Record, RecordError, load
+from gradwire.bench.tables import Table, find, groups_of, print_tables
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Ratios = dict[str, float]  # gradwire's median in units of another implementation's, by bench, case and implementations
 
@@ -147,3 +152,36 @@ def table(changes: Sequence[Change]) -> Table:
             "noise: nine of ten ratios vary by less between runs of one state; at least 5 %, 15 % for a single run",
         ],
     )
+
+
+@app.command()
+def main(
+    before: Annotated[
+        list[Path], typer.Option("--before", help="Results before the change. Repeat the option for repeated runs.")
+    ],
+    after: Annotated[
+        list[Path], typer.Option("--after", help="Results after the change. Repeat the option for repeated runs.")
+    ],
+) -> None:
+    """Compare results before and after a change; fail if gradwire got slower relative to PyTorch.
+
+    Ignores differences within the noise of repeated runs. Also fails if a result is missing after the change, for
+    example because a training missed its target.
+    """
+    try:
+        states = [[load_ratios(path) for path in paths] for paths in (before, after)]
+    except RecordError as error:
+        typer.echo(f"tools.compare: {error}.", err=True)
+        raise typer.Exit(1) from None
+    changes, lost = compare(*states), missing(*states)
+    if not changes:
+        typer.echo("tools.compare: the files have no measurement in common.", err=True)
+        raise typer.Exit(1)
+    print_tables([table(changes)])
+    slower = [change for change in changes if change.verdict == "slower"]
+    typer.echo(f"{len(slower)} of {len(changes)} got slower." + "".join(f"\nMissing after: {what}" for what in lost))
+    raise typer.Exit(1 if slower or lost else 0)
+
+
+if __name__ == "__main__":
+    app()

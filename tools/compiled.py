@@ -1,12 +1,16 @@
-"""Kernels compiled ahead of time for GPUs of several kinds, as the public functions launch them on buckets of GPT-2."""
+"""``python -m tools.compiled``: kernels compiled ahead of time for several GPUs, and counts from their assembly.
+
+The kernels are those that the public functions launch on buckets of GPT-2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+import typer
 from rich.progress import track
 from torch import Tensor
 
@@ -14,6 +18,8 @@ from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import Measured, Record
 from gradwire.bench.shapes import buckets, gpt2
 from gradwire.bench.tables import Table, find, format_number, groups_of, median_of, pivot
+from gradwire.cli.command_runs import measured, report
+from gradwire.cli.options import OutputOption, parse_choices
 from gradwire.compress import LowRankPolicy
 from gradwire.kernels import (
     WIRE_FORMATS,
@@ -41,7 +47,9 @@ from gradwire.kernels import (
 from gradwire.kernels.language import HAS_TRITON
 
 if TYPE_CHECKING:
-    from gradwire.bench.ahead_of_time import Launch
+    from tools.ahead_of_time import Launch
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 REGISTERS = "registers"
 SPILLS = "spills"
@@ -149,7 +157,7 @@ TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 def launches(case: str) -> dict[str, Launch]:
     """One launch of every kernel variant that a case needs, by function and kernel."""
-    from gradwire.bench.ahead_of_time import recorded_launches, variant
+    from tools.ahead_of_time import recorded_launches, variant
 
     found: dict[str, Launch] = {}
     for function, call in CASES[case]().items():
@@ -166,9 +174,9 @@ def facts_of(launch: Launch, target: str) -> dict[str, float | None]:
 
     Bank conflicts are missing if the kernel does not access shared memory, and None if they are not known: on AMD.
     """
-    from gradwire.bench.ahead_of_time import compile_launch
-    from gradwire.bench.assembly import inspect
-    from gradwire.bench.bank_conflicts import bank_conflicts
+    from tools.ahead_of_time import compile_launch
+    from tools.assembly import inspect
+    from tools.bank_conflicts import bank_conflicts
 
     compiled = compile_launch(launch, target)
     binary = inspect(compiled)
@@ -194,7 +202,7 @@ def facts_of(launch: Launch, target: str) -> dict[str, float | None]:
 
 def parameters(launch: Launch, target: str) -> list[Any]:
     """The arguments that a compiled kernel takes, in order."""
-    from gradwire.bench.ahead_of_time import source_of
+    from tools.ahead_of_time import source_of
 
     source, _ = source_of(launch, target)
     return [launch.arguments[name] for name, kind in source.signature.items() if kind != "constexpr"]
@@ -251,3 +259,32 @@ def tables(records: Sequence[Record]) -> list[Table]:
     note = f"compiled with Triton {records[0].provenance['settings']['triton']}; no kernel ran"
     notes = [()] * (len(groups) - 1) + [(note,)]
     return [pivot(case, group, names, columns, of) for ((case,), group), of in zip(groups, notes, strict=True)]
+
+
+def refuse_without_compiler(program: str) -> None:
+    """Exit with an error if kernels cannot be compiled here."""
+    reason = obstacle()
+    if reason is not None:
+        typer.echo(f"{program}: {reason}. The command needs Triton's compiler.", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def main(
+    targets: Annotated[str, typer.Option(help="GPU architectures, comma-separated.")] = ", ".join(TARGET_NAMES),
+    output: OutputOption = None,
+) -> None:
+    """Compile every kernel ahead of time; count registers, spills, wide accesses, instructions and bank conflicts.
+
+    Needs Triton, but no GPU. Takes a few minutes.
+    """
+    names = parse_choices(targets, TARGET_NAMES, "--targets")
+    refuse_without_compiler("tools.compiled")
+    records = measured(
+        "tools.compiled", partial(measure, targets=names), torch.device("cpu"), program="python -m tools.compiled"
+    )
+    report(records, tables, output)
+
+
+if __name__ == "__main__":
+    app()

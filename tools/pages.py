@@ -1,4 +1,4 @@
-"""Tables and plots of README and docs, generated from the results in bench/results and from nothing else.
+"""``python -m tools.pages``: tables and plots of README and docs, from the results in bench/results and nothing else.
 
 A page marks the place of a table by a pair of comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; the text
 between them is replaced. `TABLES` lists the names.
@@ -9,24 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
-from gradwire.bench import (
-    advise,
-    auto,
-    choice,
-    compiled,
-    converge,
-    demo,
-    hooks,
-    kernels,
-    network,
-    reducer,
-    rounding,
-    telemetry,
-    wires,
-)
+import typer
+
+from gradwire.bench import report
+from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing
 from gradwire.bench.tables import Table, machine_line, to_markdown
+from tools import compiled, page_tables
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 PAGES = (
     "README.md",
@@ -43,19 +36,11 @@ Results = dict[str, list[Record]]  # by the name of their file
 
 # By name: the results files, and the function of their records.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
-    "demo": (("demo",), demo.tables),
-    "network": (("network",), network.tables),
-    "converge_digits": (("converge_digits",), converge.tables),
-    "converge_text": (("converge_text",), converge.tables),
-    "hooks": (("hooks",), hooks.tables),
-    "reducer": (("reducer",), reducer.tables),
-    "kernels": (("kernels",), kernels.tables),
-    "rounding": (("rounding",), rounding.tables),
-    "choice": (("network", "converge_text"), choice.tables),
-    "telemetry": (("telemetry",), telemetry.tables),
-    "advise": (("advise",), advise.tables),
-    "auto": (("auto",), auto.tables),
-    "wires": (("converge_text", "rounding"), wires.tables),
+    **{name: ((name,), report.TABLES[name]) for name in report.TABLES if name != "converge"},
+    "converge_digits": (("converge_digits",), report.TABLES["converge"]),
+    "converge_text": (("converge_text",), report.TABLES["converge"]),
+    "choice": (("network", "converge_text"), page_tables.hooks),
+    "wires": (("converge_text", "rounding"), page_tables.wire_formats),
     "compiled": (("compiled",), compiled.tables),
 }
 
@@ -70,8 +55,6 @@ def write_pages(root: Path) -> list[Path]:
     Raises:
         PageError: a page names an unknown table, or the results for it are missing or not a bench's.
     """
-    from gradwire.bench.plots import DRAWINGS  # matplotlib takes a second to import
-
     results = load_all(root / "bench" / "results")
     pages = {root / name: fill((root / name).read_text(), results) for name in PAGES}
     for path, text in pages.items():
@@ -80,9 +63,9 @@ def write_pages(root: Path) -> list[Path]:
     written = list(pages)
     folder = root / PLOTS
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in DRAWINGS.items():
-        if name in results:
-            draw(results[name], folder / f"{name}.png")
+    for name, records in results.items():
+        if records[0].bench in DRAWINGS:
+            DRAWINGS[records[0].bench](records, folder / f"{name}.png")
             written.append(folder / f"{name}.png")
     return written
 
@@ -117,3 +100,20 @@ def source(record: Record) -> str:
     name, _, changes = (facts["commit"] or "").partition("-")
     commit = f", commit {name[:10]}{' with local changes' if changes else ''}" if name else ""
     return f"`{facts['command']}`{commit}. {machine_line(facts)}.\n"
+
+
+@app.command()
+def main(
+    root: Annotated[Path, typer.Argument(help="Checkout with bench/results, README.md and docs/.")] = Path(),
+) -> None:
+    """Generate the tables and plots in README.md and docs/ from bench/results."""
+    try:
+        for path in write_pages(root):
+            typer.echo(path)
+    except (PageError, OSError) as error:
+        typer.echo(f"tools.pages: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from gradwire.bench.ahead_of_time import TARGETS, Compiled
+from tools.ahead_of_time import TARGETS, Compiled
 
 WIDE_BYTES = 16
 # A loop is the kernel's main loop if it moves at least this share of the bytes on the hot path. A pipelined loop may

@@ -1,4 +1,4 @@
-"""A model of the kernels' times on a GPU, from counts: bytes, launches and instructions. Nothing runs.
+"""``python -m tools.kernel_model h200``: the kernels' times on a GPU, modeled from counts. Nothing runs.
 
     time = launches * LAUNCH_S + max(bytes / bandwidth, instructions / issue rate)
 
@@ -19,20 +19,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
+import typer
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
+from gradwire.bench.kernels import DEFAULT_SIZES
 from gradwire.bench.record import LAUNCHES, Measured, Record
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, pivot, value
+from gradwire.cli.command_runs import measured, report
+from gradwire.cli.options import OutputOption, parse_choice, parse_choices, parse_sizes
+from tools.compiled import refuse_without_compiler
 
 if TYPE_CHECKING:
-    from gradwire.bench.ahead_of_time import Launch
+    from tools.ahead_of_time import Launch
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 WARP = 32
 # An assumption: what a kernel adds to the device's time, by starting and draining, when the host runs ahead.
@@ -116,7 +124,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measur
 
 def recorded_case(make: object, shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Case, list[list[Launch]]]:
     """A case on tensors without memory, and the launches of gradwire's implementation on each bucket."""
-    from gradwire.bench.ahead_of_time import recorded_launches
+    from tools.ahead_of_time import recorded_launches
 
     made: list[Case] = []
     recorded_launches(lambda: made.append(make(shapes, torch.device("meta"))))  # type: ignore[operator]
@@ -148,8 +156,8 @@ class ProgramCounter:
 
     def __call__(self, launch: Launch) -> Programs:
         """The programs of a launch."""
-        from gradwire.bench.ahead_of_time import compile_launch, variant
-        from gradwire.bench.assembly import inspect, resident_programs
+        from tools.ahead_of_time import compile_launch, variant
+        from tools.assembly import inspect, resident_programs
 
         key = (launch.name, variant(launch, self.target))
         if key not in self._of_program:
@@ -226,3 +234,26 @@ def _notes(gpu: Gpu) -> list[str]:
         f"waves: of as many programs as {gpu.multiprocessors} multiprocessors hold, of all launches",
         "in whole waves: the time if a partial wave took as long as a whole one",
     ]
+
+
+@app.command()
+def main(
+    gpu: Annotated[str, typer.Argument(help=f"The GPU: {', '.join(GPUS)}.")],
+    models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = ", ".join(
+        SHAPES
+    ),
+    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = ", ".join(
+        map(str, DEFAULT_SIZES)
+    ),
+    output: OutputOption = None,
+) -> None:
+    """Predict the times of the cases of `gradwire bench kernels` on a GPU. Measures nothing."""
+    parse_choice(gpu, GPUS, "gpu")
+    refuse_without_compiler("tools.kernel_model")
+    modeled = partial(measure, parse_choices(models, SHAPES, "--models"), parse_sizes(sizes), gpu)
+    program = "python -m tools.kernel_model"
+    report(measured(program, modeled, torch.device("cpu"), program=program), tables, output)
+
+
+if __name__ == "__main__":
+    app()
