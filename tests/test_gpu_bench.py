@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.rehearsal import gpu_on_cpu
 
 from gradwire.bench import implementations
 from gradwire.bench.gpu import hook_bench, kernel_bench, report, sanitizer
@@ -26,7 +27,6 @@ from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.gpu.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, error_memory
 from gradwire.bench.kernel_case import Case
-from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.shapes import SHAPES
 from gradwire.planner.hook_registry import HOOKS
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.rehearsal import enter
 
 import gradwire
 from gradwire.bench.gpu import lane, worker
@@ -49,7 +50,7 @@ def run_bare(tmp_path):
             for installed in requirements(*packages)
             for top in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}
         }
-        for top, place in (places | {"gradwire": Path(gradwire.__path__[0])}).items():
+        for top, place in (places | {"gradwire": Path(gradwire.__path__[0]), "support": TESTS / "support"}).items():
             (folder / top).symlink_to(place)
         command = [sys.executable, "-S", "-W", "ignore", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -62,13 +63,13 @@ def run_bare(tmp_path):
 
 def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
     printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu", "--help")
-    assert "--rehearse" in printed
+    assert "smoke, ranks, sanitize, bench" in printed
 
 
 def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
     only = ("--only=copy", "--only=powersgd-r4, resnet50", "--only=memcheck: delayed scaling")
-    arguments = ("bench", "sanitize", "--rehearse", "--output", str(tmp_path / "records.jsonl"), *only)
-    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu", *arguments)
+    arguments = ("bench", "sanitize", "--output", str(tmp_path / "records.jsonl"), *only)
+    printed = run_bare(("torch", "triton"), "-m", "support.rehearse", *arguments)
     assert "rehearsal bench: 2 passed; REHEARSAL ON THE CPU" in printed
     assert "rehearsal sanitize 1/1 skipped" in printed
     assert all(line.startswith("rehearsal ") for line in printed.splitlines())
@@ -88,7 +89,7 @@ def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_ba
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
     assert lane.main(["smoke", "--output", str(tmp_path / "records.jsonl")]) == 2
-    assert "--rehearse" in capsys.readouterr().err
+    assert "make gpu-rehearsal" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -113,7 +114,7 @@ def records(path):
 
 
 def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(lane, "_source", lambda: "this code")
+    monkeypatch.setattr(lane, "_source", lambda _: "this code")
     output = tmp_path / "records.jsonl"
     only = [
         "two dtypes on the wire",
@@ -123,8 +124,8 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "cast hooks match the mean",
         "powersgd: replays",
     ]
-    arguments = ["smoke", "ranks", "--rehearse", "--output", str(output), *(f"--only={part}" for part in only)]
-    assert lane.main(arguments) == 0
+    arguments = ["smoke", "ranks", "--output", str(output), *(f"--only={part}" for part in only)]
+    assert lane.main(arguments, enter) == 0
     printed = capsys.readouterr().out
     done = records(output)
     assert Counter((r["stage"], r["ranks"], r["status"]) for r in done) == {
@@ -147,11 +148,11 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     monkeypatch.setattr(worker.Crew, "_collect", lambda crew, limit: [worker.Answer("passed")] * crew._size)
     with output.open("a") as file:
         file.write('{"case": "killed while it was wri')
-    assert lane.main(arguments) == 0
+    assert lane.main(arguments, enter) == 0
     assert capsys.readouterr().out.count("passed before: ") == 10
     assert len(output.read_text().splitlines()) == len(done) + 1 + 2  # the skipped ones are tried again
-    monkeypatch.setattr(lane, "_source", lambda: "other code")
-    assert lane.main(arguments) == 0
+    monkeypatch.setattr(lane, "_source", lambda _: "other code")
+    assert lane.main(arguments, enter) == 0
     assert "passed before" not in capsys.readouterr().out
 
 
@@ -165,16 +166,16 @@ def test_stage_stops_in_time_and_the_next_run_goes_on(capsys, tmp_path, monkeypa
 
     monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(worker.Crew, "run", run)
-    monkeypatch.setattr(lane, "_source", lambda: "this code")
+    monkeypatch.setattr(lane, "_source", lambda _: "this code")
     monkeypatch.setattr(lane, "cases_of", lambda stage: dict.fromkeys(("copy", "second", "third"), print))
-    arguments = ["bench", "--rehearse", "--output", str(tmp_path / "records.jsonl")]
-    assert lane.main(arguments) == 1
+    arguments = ["bench", "--output", str(tmp_path / "records.jsonl")]
+    assert lane.main(arguments, enter) == 1
     printed = capsys.readouterr().out
     assert ran == [worker.CASE_LIMIT, lane.STAGE_LIMIT - 300], "no case goes on beyond the stage's limit"
     assert "8.5 minutes are over, 1 cases remain" in printed
     assert "rehearsal bench: third" in printed
     assert all(line.startswith("rehearsal bench") for line in printed.splitlines())
-    assert lane.main(arguments) == 0
+    assert lane.main(arguments, enter) == 0
     assert len(ran) == 3
     assert "copy: 2.0 GB/s" in capsys.readouterr().out, "measured by the first run"
 
@@ -184,15 +185,15 @@ def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypa
     monkeypatch.setattr(worker.Crew, "run", lambda crew, case, limit: next(outcomes))
     output = tmp_path / "records.jsonl"
     only = ["--only=scaled fp16: equal bits", "--only=scaled bf16: equal bits"]
-    arguments = ["ranks", "--rehearse", "--output", str(output), *only]
-    assert lane.main(arguments) == 1
+    arguments = ["ranks", "--output", str(output), *only]
+    assert lane.main(arguments, enter) == 1
     assert "what every rank said" in capsys.readouterr().out
     assert [(r["case"], r["status"], r["text"]) for r in records(output)] == [
         ("scaled fp16: equal bits on both DDPs", "failed", "what every rank said"),
         ("scaled bf16: equal bits on both DDPs", "passed", ""),
     ]
     outcomes = iter([worker.Outcome("passed", 1.0, "")])
-    assert lane.main(arguments) == 0  # the failed one alone
+    assert lane.main(arguments, enter) == 0  # the failed one alone
 
 
 def test_stuck_rank_shows_its_stack_and_the_next_case_has_new_processes(monkeypatch):
@@ -200,7 +201,7 @@ def test_stuck_rank_shows_its_stack_and_the_next_case_has_new_processes(monkeypa
     monkeypatch.syspath_prepend(str(TESTS))  # processes that are spawned get this path
     import gpu_lane_cases
 
-    with worker.Crew(2, rehearsal=True) as crew:
+    with worker.Crew(2, enter) as crew:
         outcome = crew.run(gpu_lane_cases.one_rank_raises)
         assert outcome.status == "failed"
         assert "rank 0 failed gave no answer in time" in outcome.text

@@ -11,14 +11,13 @@ ends. A case that has passed with the same code, versions and device, according 
 interrupted stage resumes where it stopped. A stage starts no case after `STAGE_SECONDS` and lists those that remain.
 The exit status is 0 if no case failed and none remains.
 
-``--rehearse`` runs the same cases on the CPU: the kernels' CPU code, gloo with NCCL's rules enforced, and stand-ins for
-streams, events and graphs (`gradwire.bench.rehearsal`). It finds mistakes in the cases and in code that both devices
-share. It does not run on a GPU, its times say nothing about one, and every line and record says so.
+The tests of gradwire rehearse the same cases on the CPU, with stand-ins for a GPU that are not part of the package.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -39,7 +38,7 @@ from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.gpu.report import tables
 from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
-from gradwire.bench.gpu.worker import CASE_LIMIT, Case, Crew
+from gradwire.bench.gpu.worker import CASE_LIMIT, Case, Crew, Rehearse
 from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
@@ -62,12 +61,14 @@ def cases_of(stage: str) -> Mapping[str, Case]:
     return {first: HOOK_CASES[first], **KERNEL_CASES, **QUANTIZATION_CASES, **HOOK_CASES}
 
 
-def facts(stage: str, rehearsal: bool) -> dict[str, Any]:
+def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:
     """Provenance of a stage's records: machine, versions, date, and a digest of the code."""
+    rehearsal = rehearse is not None
+    code = [*map(Path, gradwire.__path__), *([Path(inspect.getfile(rehearse)).parent] if rehearse else [])]
     device = torch.device("cpu") if rehearsal else torch.device("cuda", 0)
     return {
         **provenance(device, "gloo" if rehearsal else "nccl", torch.get_num_threads()),
-        "source": _source(),
+        "source": _source(code),
         "triton": _triton(),
         "cuda": torch.version.cuda,
         "nccl": None if rehearsal else ".".join(map(str, torch.cuda.nccl.version())),
@@ -77,10 +78,10 @@ def facts(stage: str, rehearsal: bool) -> dict[str, Any]:
     }
 
 
-def _source() -> str:
-    """A digest of the installed package's code, which changes where no version number does."""
+def _source(folders: Sequence[Path]) -> str:
+    """A digest of the code in these folders, which changes where no version number does."""
     digest = blake2b(digest_size=8)
-    for folder in sorted(Path(path) for path in gradwire.__path__):
+    for folder in sorted(folders):
         for file in sorted(_modules(folder)):
             digest.update(str(file.relative_to(folder)).encode())
             digest.update(file.read_bytes())
@@ -118,7 +119,7 @@ def passed_before(output: Path, identity: dict[str, Any]) -> dict[str, dict[str,
 def run_stage(
     stage: str,
     *,
-    rehearsal: bool = False,
+    rehearse: Rehearse | None = None,
     output: Path = OUTPUT,
     limit: float = CASE_LIMIT,
     only: Sequence[str] = ("",),
@@ -127,13 +128,14 @@ def run_stage(
 
     Args:
         stage: a key of `RANKS`.
-        rehearsal: whether to run on the CPU.
+        rehearse: to run on the CPU, as `Crew` does.
         output: file of JSON lines to append to.
         limit: time limit of a case, in seconds.
         only: run the cases whose name contains one of these.
     """
     start = time.monotonic()
-    identity = facts(stage, rehearsal)
+    identity = facts(stage, rehearse)
+    rehearsal = identity["rehearsal"]
     cases = {name: case for name, case in cases_of(stage).items() if any(part in name for part in only)}
     passed = passed_before(output, identity)
     what = "REHEARSAL ON THE CPU, NOT ON A GPU" if rehearsal else identity["gpu"]
@@ -142,7 +144,7 @@ def run_stage(
     counts = {"passed": 0, "skipped": 0, "failed": 0, "passed before": 0}
     failed, remaining, measured = [], [], {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a") as file, Crew(RANKS[stage], rehearsal) as crew:
+    with output.open("a") as file, Crew(RANKS[stage], rehearse) as crew:
         if file.tell() and not output.read_text().endswith("\n"):
             file.write("\n")  # after the last line of a killed run
         for number, (name, case) in enumerate(cases.items(), 1):
@@ -180,24 +182,24 @@ def run_stage(
     return failed + remaining
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages on the command line; returns the exit status."""
+def main(arguments: Sequence[str] | None = None, rehearse: Rehearse | None = None) -> int:
+    """Run the stages on the command line, on the CPU with ``rehearse``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help=f"one or more of {', '.join(RANKS)}")
-    parser.add_argument("--rehearse", action="store_true", help="run the cases on the CPU")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
     parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds per case; default: %(default)g")
     parser.add_argument(
         "--only", action="append", metavar="TEXT", help="only cases whose name contains TEXT; repeatable"
     )
     options = parser.parse_args(arguments)
-    if not options.rehearse and not torch.cuda.is_available():
-        print("There is no CUDA device here. Use --rehearse to run the same cases on the CPU.", file=sys.stderr)
+    if rehearse is None and not torch.cuda.is_available():
+        print(
+            "There is no CUDA device here. In a checkout, make gpu-rehearsal runs the cases on the CPU.",
+            file=sys.stderr,
+        )
         return 2
     open_cases = []
     only = options.only or [""]
     for stage in options.stages:
-        open_cases += run_stage(
-            stage, rehearsal=options.rehearse, output=options.output, limit=options.limit, only=only
-        )
+        open_cases += run_stage(stage, rehearse=rehearse, output=options.output, limit=options.limit, only=only)
     return 1 if open_cases else 0

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.gpu.checks import Skipped
-from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
 # A case may return what it has measured, as rows for JSON.
 Case = Callable[[torch.device], list[dict[str, Any]] | None]
+# Makes a process a rank on the CPU, with stand-ins for a GPU until the stack ends; returns the backend of its group.
+Rehearse = Callable[[ExitStack], str]
 
 # Seconds. A cold cache of Triton compiles a few dozen kernels, 0.1 to 2 s each, while two ranks share the CPU.
 CASE_LIMIT = 300.0
@@ -81,12 +82,12 @@ class Crew:
 
     Args:
         size: world size.
-        rehearsal: whether to run on the CPU, with `gradwire.bench.rehearsal`.
+        rehearse: to run on the CPU; it must be picklable.
     """
 
-    def __init__(self, size: int, rehearsal: bool) -> None:
+    def __init__(self, size: int, rehearse: Rehearse | None = None) -> None:
         self._size = size
-        self._rehearsal = rehearsal
+        self._rehearse = rehearse
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-gpu-lane-", ignore_cleanup_errors=True)
         self._members: list[_Member] = []
         self._n_starts = 0
@@ -123,7 +124,7 @@ class Crew:
         folder = Path(self._folder.name) / str(self._n_starts)
         folder.mkdir()
         self._n_starts += 1
-        arguments = (self._size, self._rehearsal, limit, folder)
+        arguments = (self._size, self._rehearse, limit, folder)
         self._members = [_Member(rank, *arguments) for rank in range(self._size)]
 
     def _collect(self, limit: float) -> list[Answer]:
@@ -163,11 +164,11 @@ class Crew:
 
 
 class _Member:
-    def __init__(self, rank: int, size: int, rehearsal: bool, limit: float, folder: Path) -> None:
+    def __init__(self, rank: int, size: int, rehearse: Rehearse | None, limit: float, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._log = folder / f"rank_{rank}.log"
         self.connection, theirs = context.Pipe()
-        arguments = (theirs, rank, size, rehearsal, limit, folder / "rendezvous", self._log)
+        arguments = (theirs, rank, size, rehearse, limit, folder / "rendezvous", self._log)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -182,7 +183,7 @@ class _Member:
 
 
 def _work(
-    connection: Connection, rank: int, size: int, rehearsal: bool, limit: float, rendezvous: Path, log: Path
+    connection: Connection, rank: int, size: int, rehearse: Rehearse | None, limit: float, rendezvous: Path, log: Path
 ) -> None:
     """A rank: join the group, and run cases until the connection closes."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -191,7 +192,7 @@ def _work(
     faulthandler.enable(file=2)
     with ExitStack() as stack:
         try:
-            device = _join(stack, rank, size, rehearsal, limit, rendezvous)
+            device = _join(stack, rank, size, rehearse, limit, rendezvous)
         except BaseException:
             connection.send(Answer("failed", traceback.format_exc()))
             raise
@@ -206,7 +207,9 @@ def _work(
             faulthandler.cancel_dump_traceback_later()
 
 
-def _join(stack: ExitStack, rank: int, size: int, rehearsal: bool, limit: float, rendezvous: Path) -> torch.device:
+def _join(
+    stack: ExitStack, rank: int, size: int, rehearse: Rehearse | None, limit: float, rendezvous: Path
+) -> torch.device:
     """Join the default process group; returns the device of all cases."""
     torch.manual_seed(0)
     options: dict[str, Any] = {
@@ -215,11 +218,8 @@ def _join(stack: ExitStack, rank: int, size: int, rehearsal: bool, limit: float,
         "world_size": size,
         "timeout": timedelta(seconds=limit),
     }
-    if rehearsal:
-        os.environ["GRADWIRE_KERNELS"] = "torch"
-        torch.set_num_threads(1)
-        stack.enter_context(gpu_on_cpu())
-        dist.init_process_group(register_backend(), **options)
+    if rehearse is not None:
+        dist.init_process_group(rehearse(stack), **options)
         return torch.device("cpu")
     if size > 1:
         os.environ.update(SHARED_GPU, NCCL_HOSTID=f"emulated-{rank}")

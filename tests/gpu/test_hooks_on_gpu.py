@@ -15,7 +15,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def crews():
-    with Crew(1, rehearsal=False) as one, Crew(2, rehearsal=False) as two:
+    with Crew(1) as one, Crew(2) as two:
         yield {1: one, 2: two}
 
 

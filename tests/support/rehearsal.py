@@ -1,4 +1,4 @@
-"""The GPU lane on a CPU: `gradwire.bench.gpu.lane` uses it where there is no GPU.
+"""The GPU lane on a CPU, where there is no GPU; `enter` makes a process a rank of it.
 
 `NcclRules` is gloo that raises where NCCL fails. `gpu_on_cpu` makes executors and timings take the code path of a GPU,
 with streams that do nothing: on a CPU, work is done in program order.
@@ -6,6 +6,7 @@ with streams that do nothing: on a CPU, work is done in program order.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.futures import Future
 
 from gradwire.bench import emulated, timing
-from gradwire.bench.graph_on_cpu import graphs_on_cpu
 from gradwire.comm import connections, stream_executor
+from support.graph_on_cpu import graphs_on_cpu
 
 BACKEND = "gradwire_nccl_rules"
 _DTYPES = frozenset(
@@ -64,19 +65,19 @@ class NcclRules(dist.ProcessGroup):
         self._name = self._description = ""
         self.calls: list[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]]] = []
 
-    def getBackendName(self) -> str:  # noqa: D102
+    def getBackendName(self) -> str:
         return BACKEND
 
-    def setGroupName(self, name: str) -> None:  # noqa: D102
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: D102
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: D102
+    def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    def getGroupDesc(self) -> str:  # noqa: D102
+    def getGroupDesc(self) -> str:
         return self._description
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -288,3 +289,11 @@ def gpu_on_cpu() -> Iterator[None]:
         ):
             patches.enter_context(mock.patch.object(module, name, stand_in))
         yield
+
+
+def enter(stack: ExitStack) -> str:
+    """Make this process a rank of a rehearsal, until ``stack`` ends; returns the backend of its process group."""
+    os.environ["GRADWIRE_KERNELS"] = "torch"
+    torch.set_num_threads(1)
+    stack.enter_context(gpu_on_cpu())
+    return register_backend()
