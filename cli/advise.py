@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from gradwire.bench import jobs as bench_jobs
+from gradwire.bench.models import JOBS
 from gradwire.bench.timing import backend_of, bench_device
 from gradwire.cli.options import MOST_RANKS, finite, parse_hooks, parse_rate
 from gradwire.planner import jobs, report
@@ -36,7 +36,7 @@ def advise_command(
         str,
         typer.Argument(
             help="The job: module:function, where function(device) returns (model, loss) and loss(model) runs one "
-            f"batch. Or a benchmark model: {', '.join(bench_jobs.JOBS)}."
+            f"batch. Or a benchmark model: {', '.join(JOBS)}."
         ),
     ],
     hooks: Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")] = ", ".join(CHOICES),
@@ -138,7 +138,7 @@ def _run(
 ) -> None:
     is_first = dist.get_rank() == 0
     started = time.monotonic()
-    build = on_all_ranks(lambda: bench_jobs.JOBS.get(model) or jobs.load(model))
+    build = on_all_ranks(lambda: JOBS.get(model) or jobs.load(model))
     shows_progress = is_first and sys.stderr.isatty()
     measured = measure(build, names, device, given, _show if shows_progress else lambda _: None, ranks_per_node)
     seconds = time.monotonic() - started

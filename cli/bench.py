@@ -20,8 +20,7 @@ from gradwire.bench import (
     telemetry,
 )
 from gradwire.bench import hooks as hook_bench
-from gradwire.bench.jobs import JOBS
-from gradwire.bench.models import MODELS
+from gradwire.bench.models import JOBS, MODELS
 from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.record import Measured, Record, RecordError, load
 from gradwire.bench.report import TABLES
@@ -51,7 +50,7 @@ from gradwire.cli.options import (
 from gradwire.planner.hook_registry import HOOKS
 
 bench = typer.Typer(
-    help="Benchmark gradwire against PyTorch, and print tables and draw plots of the results.", no_args_is_help=True
+    help="Benchmark gradwire against PyTorch; print tables and draw plots of saved results.", no_args_is_help=True
 )
 _COST_HOOKS = ", ".join(hook_bench.DEFAULT_HOOKS)
 _NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)

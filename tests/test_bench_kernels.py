@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_timing, shapes
+from gradwire.bench import kernel_case, shapes
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
@@ -60,7 +60,7 @@ class Clock:
 
 def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(kernel_timing, "timed", clock)
+    monkeypatch.setattr(kernel_case, "timed", clock)
     calls = {GRADWIRE: lambda i: (1e-3, 3e-3)[i], "other": lambda i: (2e-3, 6e-3)[i]}
     case = Case("copy", [1_000_000, 3_000_000], calls, lambda: None)
     records = run(case, "resnet50", 25, rounds=3, device=CPU)
@@ -73,7 +73,7 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
 
 
 def test_one_slow_round_changes_no_bandwidth(monkeypatch):
-    monkeypatch.setattr(kernel_timing, "timed", Clock())
+    monkeypatch.setattr(kernel_case, "timed", Clock())
     # A call for the check, two rounds of warm-up, and three that count.
     times = {GRADWIRE: iter([0.5, 0.5, 0.5, 1e-3, 0.5, 1e-3]), "other": iter([0.5, 0.5, 2e-3, 2e-3, 0.5])}
     calls = {name: lambda _, name=name: next(times[name]) for name in times}
@@ -85,14 +85,14 @@ def test_one_slow_round_changes_no_bandwidth(monkeypatch):
 def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypatch):
     """A copy of 1000 fp32 elements reads and writes 8000 bytes."""
     seconds = iter([1.0] * 4 + [0.5] * 7 + [1e-6] * 9)
-    monkeypatch.setattr(kernel_timing, "timed", lambda *_: Timing(next(seconds)))
-    assert kernel_timing.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
+    monkeypatch.setattr(kernel_case, "timed", lambda *_: Timing(next(seconds)))
+    assert kernel_case.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
 
 
 def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
     case = Case("copy", [1], {GRADWIRE: lambda i: 1e-3}, lambda: None)
     for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
-        monkeypatch.setattr(kernel_timing, "timed", Clock(host_seconds))
+        monkeypatch.setattr(kernel_case, "timed", Clock(host_seconds))
         found = find(run(case, "resnet50", 25, rounds=3, device=CPU), HOST_MS)
         assert (found and found.p50) == recorded
 

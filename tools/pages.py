@@ -7,7 +7,7 @@ between them is replaced. `TABLES` lists the names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +15,8 @@ import typer
 
 from gradwire.bench import report
 from gradwire.bench.plots import DRAWINGS
-from gradwire.bench.record import Record, RecordError, load, replacing
-from gradwire.bench.tables import Table, machine_line, to_markdown
+from gradwire.bench.record import Record, RecordError, load, replacing, unique
+from gradwire.bench.tables import Table, machine_line
 from tools import compiled, page_tables
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -92,6 +92,17 @@ def fill(page: str, results: Results) -> str:
         return f"<!-- begin {name} -->\n{to_markdown(tables(*found))}\n{sources}<!-- end {name} -->"
 
     return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)
+
+
+def to_markdown(tables: Sequence[Table]) -> str:
+    """Tables for a page, each under its title, with the notes of all below the last."""
+    parts = []
+    for table in tables:
+        rule = ["---", *("---:" for _ in table.headers[1:])]
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in (table.headers, rule, *table.rows))
+        parts.append(f"**{table.title}**\n\n{lines}")
+    notes = [f"- {note[0].upper()}{note[1:]}.\n" for note in unique(note for table in tables for note in table.notes)]
+    return "\n".join([*parts, "".join(notes)] if notes else parts)
 
 
 def source(record: Record) -> str:

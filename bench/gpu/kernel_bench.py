@@ -16,7 +16,7 @@ import torch
 
 from gradwire.bench.gpu.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import Case
+from gradwire.bench.kernel_case import Case, checked, copy_bandwidth, time_case
 from gradwire.bench.kernel_cases import (
     COMPILED,
     flatten_case,
@@ -25,7 +25,6 @@ from gradwire.bench.kernel_cases import (
     renew_case,
     unflatten_case,
 )
-from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
