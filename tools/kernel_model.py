@@ -115,7 +115,9 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measur
                 case, launches = recorded_case(make, shapes)
                 of = {"kernel": case.kernel, "model": model, "bucket_mib": mean_mib(shapes)}
                 records += [
-                    Record(bench="kernels", case=of, implementation=f"model of {gpu}", ranks=1, metric=metric, p50=p50)
+                    Record(
+                        bench="kernel_model", case=of, implementation=f"model of {gpu}", ranks=1, metric=metric, p50=p50
+                    )
                     for metric, p50 in modelled(case.nbytes, launches, GPUS[gpu], counter).items()
                 ]
                 progress.advance(todo)
