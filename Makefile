@@ -2,11 +2,13 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels planner integrations bench
+PACKAGES := api reducer hooks compress comm kernels planner integrations bench bench/gpu cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
+# Developers' tools are run in the checkout and are not installed.
+TOOL := PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-auto bench-converge bench gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -79,11 +81,11 @@ conformance: install
 
 # Tests, sanitizer and benchmarks on this machine's GPU. An interrupted run resumes where it stopped.
 gpu: install
-	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --output build/gpu_lane.jsonl
+	$(BIN)/python -m gradwire.bench.gpu smoke ranks sanitize bench --output build/gpu_lane.jsonl
 
 # The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
-	$(BIN)/python -m gradwire.bench.gpu_lane smoke ranks sanitize bench --rehearse --output build/gpu_rehearsal.jsonl
+	PYTHONPATH=tests $(BIN)/python -m support.rehearse smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
 
 # Trains over a link of 100 Mb/s as root on Linux, else over loopback.
 demo: .venv/.demo
@@ -125,7 +127,7 @@ bench-converge: install
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
-	$(BIN)/gradwire bench compiled --output bench/results/compiled.jsonl
+	$(TOOL).compiled --output bench/results/compiled.jsonl
 	$(BIN)/gradwire bench rounding --output bench/results/rounding.jsonl
 	$(BIN)/gradwire bench telemetry --output bench/results/telemetry.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
@@ -135,7 +137,16 @@ bench: install
 	$(BIN)/gradwire bench auto --output bench/results/auto.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
-	$(BIN)/gradwire bench report
+	$(TOOL).pages
+
+# The counts of the compiled kernels, and the page with their table.
+compiled: install
+	$(TOOL).compiled --output bench/results/compiled.jsonl
+	$(TOOL).pages
+
+# Tables and plots of README and docs, from bench/results.
+pages: install
+	$(TOOL).pages
 
 # Builds the wheel and imports it from outside the checkout, with every warning an error.
 wheel: install

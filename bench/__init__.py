@@ -1,1 +1,1 @@
-"""Benchmarks, demo and command line. May import every package of gradwire; no package imports it."""
+"""Benchmarks and demo, with their tables and plots."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.progress import track
 
 from gradwire.bench import launch, namespaces
-from gradwire.bench.jobs import JOBS, Training
+from gradwire.bench.models import JOBS, Training
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, link_named, places_of
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, unique

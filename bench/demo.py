@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -56,6 +54,9 @@ class Digits(NamedTuple):
 
 def load_data(device: torch.device) -> Digits:
     """scikit-learn's 1797 handwritten digits, a quarter of them for testing."""
+    from sklearn.datasets import load_digits  # only trainings need it
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
         torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16,

@@ -16,9 +16,8 @@ import torch
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import Case
+from gradwire.bench.kernel_case import Case, checked, copy_bandwidth, time_case
 from gradwire.bench.kernel_cases import MAKERS
-from gradwire.bench.kernel_timing import checked, copy_bandwidth, time_case
 from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value

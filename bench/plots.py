@@ -259,8 +259,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 DRAWINGS: dict[str, Callable[[Records, Path], None]] = {
     "demo": draw_demo,
     "network": draw_network,
-    "converge_digits": draw_converge,
-    "converge_text": draw_converge,
+    "converge": draw_converge,
     "hooks": draw_hooks,
     "kernels": draw_kernels,
 }

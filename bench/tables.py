@@ -84,16 +84,6 @@ def value(metric: str, implementation: str | None = None) -> Cell:
     return lambda group: format_value(metric, median_of(group, metric, implementation))
 
 
-def spread(metric: str, implementation: str | None = None) -> Cell:
-    """A cell with a median, and the 20th and 80th percentile in parentheses."""
-
-    def cell(group: Group) -> str:
-        record = find(group, metric, implementation)
-        return "" if record is None else f"{record.p50:.1f} ({record.p20:.0f}-{record.p80:.0f})"
-
-    return cell
-
-
 def beyond(metric: str, implementation: str, base: float) -> Cell:
     """A cell with the median above ``base``, or zero."""
 
@@ -159,17 +149,6 @@ def print_tables(tables: Iterable[Table], console: Console | None = None) -> Non
     console = console or Console()
     for table in tables:
         console.print(to_terminal(table), "")
-
-
-def to_markdown(tables: Sequence[Table], titles: bool = True) -> str:
-    """Tables for a page, each under its title, with the notes of all below the last."""
-    parts = []
-    for table in tables:
-        rule = ["---", *("---:" for _ in table.headers[1:])]
-        lines = "".join(f"| {' | '.join(row)} |\n" for row in (table.headers, rule, *table.rows))
-        parts.append(f"**{table.title}**\n\n{lines}" if titles else lines)
-    notes = [f"- {note[0].upper()}{note[1:]}.\n" for note in unique(note for table in tables for note in table.notes)]
-    return "\n".join([*parts, "".join(notes)] if notes else parts)
 
 
 def machine_line(facts: dict[str, Any]) -> str:

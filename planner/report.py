@@ -10,8 +10,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -140,6 +138,9 @@ def _plain(value: Any) -> Any:
 
 def draw(measured: Measurement, advice: Advice, path: Path) -> None:
     """Plot the predicted step time of each hook against the bandwidth; mark the measured or given bandwidth."""
+    from matplotlib.figure import Figure  # takes a second to import, and only plots need it
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     here = measured.link.bandwidth

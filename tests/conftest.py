@@ -1,11 +1,11 @@
-"""What is slow, and fixtures of the bench tests: made-up provenance, printed tables, a world of one rank.
+"""What is slow, the import of `tools`, and fixtures: made-up provenance, printed tables, a world of one rank.
 
 On a machine with a GPU and nothing but torch, triton, pytest and gradwire, only `tests/gpu` is collected.
 """
 
 import io
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pairwise import mark_surplus_cases
+
+# The repository's tools, but not its other folders: as modules, some of them would hide packages of the same name.
+_spec = spec_from_file_location("tools", Path(__file__).parents[1] / "tools" / "__init__.py")
+sys.modules["tools"] = module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["tools"])
 
 MISSING = [
     name for name in ("hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer") if find_spec(name) is None

@@ -1,4 +1,4 @@
-"""`gradwire bench compare`: the criterion for slower, and a kernel that is slowed down on purpose."""
+"""`tools.compare`: the criterion for slower, and a kernel that is slowed down on purpose."""
 
 import itertools
 from dataclasses import replace
@@ -8,13 +8,14 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_cases, kernel_timing
-from gradwire.bench.commands import app
-from gradwire.bench.compare import LEAST_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
+from gradwire.bench import kernel_case, kernel_cases
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, Record, RecordError, save
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
+from gradwire.cli.app import app
+from tools import compare as compare_tool
+from tools.compare import LEAST_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
 WITHOUT_RATIOS = ("advise", "auto", "compiled", "demo", "rounding", "telemetry")
@@ -88,11 +89,11 @@ def test_missing_result_fails_comparison(tmp_path):
     for path, models in zip(paths, (("mlp", "densenet"), ("mlp",)), strict=True):
         cases = itertools.product(models, (PYTORCH, GRADWIRE))
         save([record({"model": m, "hook": "none"}, by, 1.0, BACKWARD_MS, "reducer") for m, by in cases], path)
-    arguments = ["bench", "compare", "--before", str(paths[0]), "--after", str(paths[1])]
-    done = CliRunner().invoke(app, arguments)
+    arguments = ["--before", str(paths[0]), "--after", str(paths[1])]
+    done = CliRunner().invoke(compare_tool.app, arguments)
     assert done.exit_code == 1
     assert "Missing after: reducer, model densenet, hook none, ranks 1: gradwire to PyTorch" in done.output
-    assert CliRunner().invoke(app, [*arguments[:4], "--after", str(paths[0])]).exit_code == 0
+    assert CliRunner().invoke(compare_tool.app, [*arguments[:2], "--after", str(paths[0])]).exit_code == 0
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -108,10 +109,10 @@ def test_files_of_other_kinds_are_refused(tmp_path):
         other.write_text(text)
         with pytest.raises(RecordError, match=r"other\.jsonl is not a file that"):
             load_ratios(other)
-    done = CliRunner().invoke(app, ["bench", "compare", "--before", str(other), "--after", str(other)])
+    done = CliRunner().invoke(compare_tool.app, ["--before", str(other), "--after", str(other)])
     assert done.exit_code == 1
     save([replace(record({}, "copy_", 1.0), metric="nothing to compare")], other)
-    done = CliRunner().invoke(app, ["bench", "compare", "--before", str(other), "--after", str(other)])
+    done = CliRunner().invoke(compare_tool.app, ["--before", str(other), "--after", str(other)])
     assert done.exit_code == 1 and "no measurement in common" in done.output
 
 
@@ -126,7 +127,7 @@ def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
         work()
         return Timing(random.uniform(0.9e-3, 1.1e-3) + sum(planted))
 
-    monkeypatch.setattr(kernel_timing, "timed", clocked)
+    monkeypatch.setattr(kernel_case, "timed", clocked)
 
     def measured(name):
         path = tmp_path / name
@@ -144,7 +145,7 @@ def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_cases, "flatten", slowed)
     after = [measured("c.jsonl"), measured("d.jsonl")]
     runs = [word for pair in (("--before", before), ("--after", after)) for path in pair[1] for word in (pair[0], path)]
-    done = CliRunner().invoke(app, ["bench", "compare", *runs])
+    done = CliRunner().invoke(compare_tool.app, [*runs])
     assert done.exit_code == 1
     changes = compare([load_ratios(Path(p)) for p in before], [load_ratios(Path(p)) for p in after])
     slower = [change.what for change in changes if change.verdict == "slower"]

@@ -7,7 +7,6 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from gradwire.bench import namespaces, plots
-from gradwire.bench.commands import app
 from gradwire.bench.converge import (
     DEFAULT_HOOKS,
     TRAINED_HOOKS,
@@ -20,6 +19,7 @@ from gradwire.bench.converge import (
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import ACCURACY, SENT, STEPS, TARGET_S, Measured, Record, load
 from gradwire.bench.tasks import TASKS, Digits, Text
+from gradwire.cli.app import app
 
 
 def training(hook, implementation, seconds, is_reached=True, seed=0):

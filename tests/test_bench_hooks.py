@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.bench import hooks, implementations, launch
-from gradwire.bench.commands import app
 from gradwire.bench.hooks import DEFAULT_HOOKS, measure_memory, measure_round, summarize, tables
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import (
@@ -25,6 +24,7 @@ from gradwire.bench.record import (
 )
 from gradwire.bench.tables import find
 from gradwire.bench.timing import DriverCalls, driver_calls
+from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS, label
 
 CPU = torch.device("cpu")

@@ -7,9 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import compiled, kernel_model, kernel_timing, shapes
-from gradwire.bench.commands import app
-from gradwire.bench.compiled import TARGET_NAMES
+from gradwire.bench import kernel_case, shapes
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.kernel_cases import MAKERS
@@ -18,6 +16,9 @@ from gradwire.bench.record import BANDWIDTH, HOST_MS, LAUNCHES, TIME_MS, VS_GRAD
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
+from gradwire.cli.app import app
+from tools import compiled, kernel_model
+from tools.compiled import TARGET_NAMES
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(compiled.obstacle() is not None, reason=f"{compiled.obstacle()}")
@@ -59,7 +60,7 @@ class Clock:
 
 def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(kernel_timing, "timed", clock)
+    monkeypatch.setattr(kernel_case, "timed", clock)
     calls = {GRADWIRE: lambda i: (1e-3, 3e-3)[i], "other": lambda i: (2e-3, 6e-3)[i]}
     case = Case("copy", [1_000_000, 3_000_000], calls, lambda: None)
     records = run(case, "resnet50", 25, rounds=3, device=CPU)
@@ -72,7 +73,7 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
 
 
 def test_one_slow_round_changes_no_bandwidth(monkeypatch):
-    monkeypatch.setattr(kernel_timing, "timed", Clock())
+    monkeypatch.setattr(kernel_case, "timed", Clock())
     # A call for the check, two rounds of warm-up, and three that count.
     times = {GRADWIRE: iter([0.5, 0.5, 0.5, 1e-3, 0.5, 1e-3]), "other": iter([0.5, 0.5, 2e-3, 2e-3, 0.5])}
     calls = {name: lambda _, name=name: next(times[name]) for name in times}
@@ -84,14 +85,14 @@ def test_one_slow_round_changes_no_bandwidth(monkeypatch):
 def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypatch):
     """A copy of 1000 fp32 elements reads and writes 8000 bytes."""
     seconds = iter([1.0] * 4 + [0.5] * 7 + [1e-6] * 9)
-    monkeypatch.setattr(kernel_timing, "timed", lambda *_: Timing(next(seconds)))
-    assert kernel_timing.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
+    monkeypatch.setattr(kernel_case, "timed", lambda *_: Timing(next(seconds)))
+    assert kernel_case.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
 
 
 def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
     case = Case("copy", [1], {GRADWIRE: lambda i: 1e-3}, lambda: None)
     for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
-        monkeypatch.setattr(kernel_timing, "timed", Clock(host_seconds))
+        monkeypatch.setattr(kernel_case, "timed", Clock(host_seconds))
         found = find(run(case, "resnet50", 25, rounds=3, device=CPU), HOST_MS)
         assert (found and found.p50) == recorded
 
@@ -213,7 +214,7 @@ def test_modelled_time_is_mean_over_buckets():
     ],
 )
 def test_resident_programs_follow_from_the_scarcest_resource(registers, threads, shared, target, expected):
-    from gradwire.bench import assembly
+    from tools import assembly
 
     binary = assembly.Binary(registers, 0, shared, 0, 0, 0)
     compiled = SimpleNamespace(threads=threads, target=target)
@@ -249,7 +250,7 @@ def test_launches_of_a_case_are_recorded_without_memory(make):
 
 @needs_compiler
 def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypatch):
-    from gradwire.bench import ahead_of_time
+    from tools import ahead_of_time
 
     compiled, compile_launch = [], ahead_of_time.compile_launch
     monkeypatch.setattr(ahead_of_time, "compile_launch", lambda *of: compiled.append(of) or compile_launch(*of))
@@ -266,8 +267,8 @@ def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
     monkeypatch.setattr(kernel_model, "MAKERS", MAKERS[:2])
     path = tmp_path / "model.jsonl"
-    options = ["--model", "h200", "--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
-    done = CliRunner().invoke(app, ["bench", "kernels", *options])
+    options = ["--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
+    done = CliRunner().invoke(kernel_model.app, ["h200", *options])
     assert done.exit_code == 0, done.output
     records = load(path)
     assert {record.implementation for record in records} == {"model of h200"}
@@ -276,8 +277,8 @@ def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     assert done.output.count("modelled, not measured") == 3  # two titles and a note
 
 
-@pytest.mark.parametrize("option", [["--model", "v100"], ["--model", "h200", "--rounds", "3"]])
-def test_unknown_gpu_or_option_without_effect_is_refused(option):
-    done = CliRunner().invoke(app, ["bench", "kernels", *option])
+@pytest.mark.parametrize("arguments", [["v100"], ["h200", "--rounds", "3"]])
+def test_unknown_gpu_or_option_without_effect_of_the_model_is_refused(arguments):
+    done = CliRunner().invoke(kernel_model.app, arguments)
     assert done.exit_code == 2
-    assert option[-2] in done.output
+    assert arguments[-2:][0] in done.output

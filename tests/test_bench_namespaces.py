@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from gradwire.bench import gpu_hook_bench, namespaces
+from gradwire.bench import namespaces
+from gradwire.bench.gpu import hook_bench
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import EMULATED_RATES
-from gradwire.bench.options import parse_rate
+from gradwire.cli.options import parse_rate
 
 OBSTACLE = namespaces.obstacle()
 needs_namespaces = pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
@@ -102,7 +103,7 @@ def test_rate_beyond_the_token_bucket_is_refused_for_interfaces_only():
         parse_rate("400gbit", "--rates")
 
 
-@pytest.mark.parametrize("rate", sorted({*EMULATED_RATES, *gpu_hook_bench.RATES}))
+@pytest.mark.parametrize("rate", sorted({*EMULATED_RATES, *hook_bench.RATES}))
 def test_rates_of_emulated_links_are_valid(rate):
     assert parse_rate(rate, "--rates", is_modelled=True).name == rate
 

@@ -12,18 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support import rehearsal
+from support.rehearsal import gpu_on_cpu
 from typer.testing import CliRunner
 
-from gradwire.bench import emulated, implementations, namespaces, network, rehearsal
-from gradwire.bench.commands import app
+from gradwire.bench import emulated, implementations, namespaces, network
 from gradwire.bench.emulated import LATENCY, wire_seconds
 from gradwire.bench.implementations import GRADWIRE, LAYERS, MODEL, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.bench.network import DEFAULT_HOOKS, LOOPBACK, summarize, tables
 from gradwire.bench.record import EXPOSED_MS, LINK_RATE, SENT_PER_STEP, STEP_MS, Measured, Record, load
-from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
+from gradwire.cli.app import app
 from gradwire.comm import GroupTransport
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, label
@@ -32,7 +33,7 @@ from gradwire.planner.hook_registry import HOOKS, label
 HANG_LIMIT = 600
 OBSTACLE = namespaces.obstacle()
 KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
-BENCH = [sys.executable, "-m", "gradwire.bench", "bench", "network"]
+BENCH = [sys.executable, "-m", "gradwire.cli", "bench", "network"]
 
 
 def timed(hook, name, one_bucket=False, sent=1000):

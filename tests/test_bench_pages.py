@@ -1,4 +1,4 @@
-"""Tables in README and docs are those that `gradwire bench report` generates from the kept results."""
+"""Tables in README and docs are those that `tools.pages` generates from the kept results."""
 
 import re
 import shutil
@@ -8,9 +8,10 @@ import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from gradwire.bench.commands import app
-from gradwire.bench.pages import PAGES, TABLES, PageError, fill, load_all
 from gradwire.bench.plots import DRAWINGS
+from gradwire.cli.app import app
+from tools import pages
+from tools.pages import PAGES, TABLES, PageError, fill, load_all
 
 ROOT = Path(__file__).parents[1]
 RESULTS = load_all(ROOT / "bench" / "results")
@@ -19,7 +20,7 @@ RESULTS = load_all(ROOT / "bench" / "results")
 @pytest.mark.parametrize("page", PAGES)
 def test_page_matches_kept_results(page):
     text = (ROOT / page).read_text()
-    assert fill(text, RESULTS) == text, "run `gradwire bench report`"
+    assert fill(text, RESULTS) == text, "run `make pages`"
 
 
 def test_every_table_is_on_a_page():
@@ -32,10 +33,11 @@ def test_table_has_equal_rows_and_its_source(name):
     lines = fill(f"<!-- begin {name} -->\n<!-- end {name} -->", RESULTS).splitlines()
     for first, *rest in _tables(lines):
         assert {row.count("|") for row in rest} == {first.count("|")}
-    commands = [file if file == "demo" else f"bench {file.partition('_')[0]}" for file in TABLES[name][0]]
-    sources = [line for line in lines if line.startswith("`gradwire ")]
+    commands = [file.partition("_")[0] for file in TABLES[name][0]]
+    sources = [line for line in lines if line.startswith("`")]
     assert len(sources) == len(commands)
-    assert all(line.startswith(f"`gradwire {command}") for line, command in zip(sources, commands, strict=True))
+    programs = r"`(gradwire |gradwire bench |python -m tools\.)"
+    assert all(re.match(rf"{programs}{command}\b", line) for line, command in zip(sources, commands, strict=True))
 
 
 def _tables(lines):
@@ -56,23 +58,42 @@ def test_unknown_table_or_missing_results_are_refused(page):
         fill(page, {"kernels": []})
 
 
-def test_report_writes_pages_and_plots(tmp_path):
+def test_pages_and_plots_are_written(tmp_path):
     shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
     (tmp_path / "docs").mkdir()
     for page in PAGES:
         (tmp_path / page).write_text("before\n<!-- begin hooks -->\nold\n<!-- end hooks -->\nafter\n")
-    done = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
+    done = CliRunner().invoke(pages.app, [str(tmp_path)])
     assert done.exit_code == 0, done.output
     for page in PAGES:
         text = (tmp_path / page).read_text()
         assert "old" not in text and "| powersgd-r4 |" in text
         assert text.startswith("before\n") and text.endswith("after\n")
-    for name in DRAWINGS:
+    names = [name for name, records in RESULTS.items() if records[0].bench in DRAWINGS]
+    assert len(names) == len(DRAWINGS) + 1, "converge has two tasks"
+    for name in names:
         height, width, _ = imread(tmp_path / "docs" / "plots" / f"{name}.png").shape
         assert height > 500 and width > 1000
     (tmp_path / "bench" / "results" / "hooks.jsonl").unlink()
-    done = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
+    done = CliRunner().invoke(pages.app, [str(tmp_path)])
     assert done.exit_code == 1 and "no bench/results/hooks.jsonl" in done.output
     (tmp_path / "bench" / "results" / "hooks.jsonl").write_text("no records")
-    done = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
+    done = CliRunner().invoke(pages.app, [str(tmp_path)])
     assert done.exit_code == 1 and "Run that bench again, or delete the file" in done.output
+
+
+@pytest.mark.parametrize("name", sorted(RESULTS.keys() - {"compiled"}))
+def test_report_prints_tables_and_draws_plots_of_every_benchmark(name, tmp_path):
+    path = ROOT / "bench" / "results" / f"{name}.jsonl"
+    done = CliRunner().invoke(app, ["bench", "report", str(path), "--plots", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert RESULTS[name][0].provenance["command"] in done.output
+    assert (tmp_path / f"{name}.png").exists() == (RESULTS[name][0].bench in DRAWINGS)
+
+
+def test_report_refuses_files_without_results_of_a_benchmark(tmp_path):
+    done = CliRunner().invoke(app, ["bench", "report", str(ROOT / "bench" / "results" / "compiled.jsonl")])
+    assert done.exit_code == 1 and "has results of 'compiled', not of a benchmark" in " ".join(done.output.split())
+    (tmp_path / "other.jsonl").write_text("no records")
+    done = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "other.jsonl")])
+    assert done.exit_code == 1 and "is not a file that" in done.output

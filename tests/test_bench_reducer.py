@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from gradwire.bench.commands import app
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, load
 from gradwire.bench.reducer import NO_REDUCER, REDUCERS, summarize, tables, time_backwards
+from gradwire.cli.app import app
 
 MADE_UP_MS = dict(zip(REDUCERS, (10.0, 20.0, 15.0, 18.0, 12.0, 30.0, 15.0), strict=True))
 

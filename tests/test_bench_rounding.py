@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire.bench import rounding
-from gradwire.bench.commands import app
 from gradwire.bench.record import RELATIVE_ERROR, Measured, load
 from gradwire.bench.rounding import RING, TWO_SHOT, TWO_SHOTS, check, make_exchanges, ring_mean, tables
+from gradwire.cli.app import app
 from gradwire.kernels import WIRE_FORMATS
 
 

@@ -2,9 +2,9 @@
 
 from typer.testing import CliRunner
 
-from gradwire.bench.commands import app
 from gradwire.bench.record import STEP_MS, Measured, Record, load
 from gradwire.bench.telemetry import COMPARED, HOOKS, MEASURED, PLAIN, tables
+from gradwire.cli.app import app
 
 
 def test_overhead_is_spread_over_the_steps_between_measurements(facts):

@@ -7,15 +7,15 @@ import pytest
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.bench import cli
-from gradwire.bench.commands import app
+from gradwire.cli import __main__
+from gradwire.cli.app import app
 from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
 
 
 def gradwire_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gradwire.bench", *arguments]
+    command = [sys.executable, "-m", "gradwire.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | PLAIN, check=False)
 
 
@@ -26,7 +26,8 @@ def in_process(*arguments: str):
 def test_help_lists_commands():
     done = gradwire_command("--help")
     assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout
+    listed = re.findall(r"^│ (\w+) ", done.stdout.partition("Commands")[2], re.MULTILINE)
+    assert listed == ["doctor", "advise", "demo", "bench"]
 
 
 def test_demo_help_lists_options_and_hooks():
@@ -115,12 +116,43 @@ def test_option_without_effect_is_refused(arguments):
     assert arguments[1] in done.output and arguments[2] in done.output
 
 
-def test_missing_extras_are_named_in_one_line(monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "names", "extra"),
+    [("demo", "matplotlib, typer", "bench"), ("bench", "matplotlib, typer", "bench"), ("advise", "typer", "cli")],
+)
+def test_missing_extras_are_named_in_one_line(monkeypatch, command, names, extra):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["gradwire", command])
     with pytest.raises(SystemExit) as error:
-        cli.main()
+        __main__.main()
     message = str(error.value)
-    assert "matplotlib, typer" in message
-    assert 'pip install "gradwire[bench]"' in message
+    assert f"missing {names}. " in message
+    assert f'pip install "gradwire[{extra}]"' in message
     assert "\n" not in message
+
+
+WITH_THE_EXTRA_CLI_ALONE = """
+import sys
+from gradwire.cli.extras import EXTRAS
+sys.modules.update(dict.fromkeys({*EXTRAS["bench"]} - {*EXTRAS["cli"]}))
+from gradwire.cli.__main__ import main
+main()
+"""
+
+
+def test_advise_needs_no_package_of_the_benchmarks(tmp_path):
+    command = [sys.executable, "-c", WITH_THE_EXTRA_CLI_ALONE, "advise", "tiny-layers", "--hooks", "fp16"]
+    network = ["--bandwidth", "1gbit", "--world-size", "8"]
+    done = subprocess.run([*command, *network], capture_output=True, text=True, timeout=240, env=os.environ | PLAIN)
+    assert done.returncode == 0, done.stderr
+    assert "8 ranks on 8 nodes, 1 Gb/s per node given" in done.stdout
+    plot = subprocess.run(
+        [*command, *network, "--plot", str(tmp_path / "plot.png")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | PLAIN,
+    )
+    assert plot.returncode == 2
+    assert "--plot: needs matplotlib. Run: pip install matplotlib" in plot.stderr

@@ -16,15 +16,16 @@ import torch
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.bench import commands, converge, namespaces, plots, tables
+from gradwire.bench import converge, namespaces, plots, tables
 from gradwire.bench import demo as demo_bench
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, TRAINING_S, Measured, Record, load
+from gradwire.cli import app
 from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600
-DEMO = [sys.executable, "-m", "gradwire.bench", "demo", "--loopback"]
+DEMO = [sys.executable, "-m", "gradwire.cli", "demo", "--loopback"]
 CPU = torch.device("cpu")
 
 
@@ -178,10 +179,10 @@ def test_demo_over_a_link_trains_faster_with_compression(tmp_path):
 
 def test_demo_without_root_says_why_and_what_it_would_show(tmp_path, monkeypatch):
     monkeypatch.setattr(namespaces, "obstacle", lambda: "only root can make network namespaces")
-    monkeypatch.setattr(commands, "measured", lambda *_: [])
-    monkeypatch.setattr(commands, "report", lambda *_: None)
+    monkeypatch.setattr(app, "measured", lambda *_: [])
+    monkeypatch.setattr(app, "report", lambda *_: None)
     monkeypatch.setattr(plots, "draw_demo", lambda *_: None)
-    done = CliRunner().invoke(commands.app, ["demo", "--output", str(tmp_path)])
+    done = CliRunner().invoke(app.app, ["demo", "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
     assert "over loopback (only root can make network namespaces)" in text

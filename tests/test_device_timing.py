@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.rehearsal import gpu_on_cpu
 
 from gradwire.bench import timing
-from gradwire.bench.rehearsal import gpu_on_cpu
 from gradwire.bench.timing import SPIN_CYCLES, DriverCalls, Timing, driver_calls, timed, timed_replays
 
 CPU = torch.device("cpu")

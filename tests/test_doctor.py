@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.bench import cli, doctor, gpu_kernel_cases, gpu_quantization_cases, self_test
+from gradwire.bench.gpu import kernel_cases, quantization_cases
 from gradwire.bench.launch import LaunchError
+from gradwire.cli import __main__, doctor, self_test
 from gradwire.comm.torch_internals import TESTED_TORCH
 from gradwire.kernels.dispatch import is_interpreted
 from gradwire.planner.hook_registry import HOOKS
@@ -29,7 +30,7 @@ def status_of(checks):
 
 
 def test_doctor_finds_this_installation_in_order():
-    command = [sys.executable, "-m", "gradwire.bench", "doctor", "--json"]
+    command = [sys.executable, "-m", "gradwire.cli", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -42,7 +43,7 @@ def test_doctor_finds_this_installation_in_order():
 
 
 def test_self_test_covers_a_case_of_every_kernel_family():
-    cases = {**gpu_kernel_cases.KERNEL_CASES, **gpu_quantization_cases.QUANTIZATION_CASES}
+    cases = {**kernel_cases.KERNEL_CASES, **quantization_cases.QUANTIZATION_CASES}
     assert set(self_test.KERNELS.values()) <= cases.keys()
     for family in self_test.KERNELS:
         self_test.check_kernels(family, torch.device("cpu"))
@@ -153,11 +154,11 @@ def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, m
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(sys, "argv", ["gradwire", "doctor"])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        __main__.main()
     assert end.value.code == 0
-    assert 'missing typer. For demo and benchmarks run: pip install "gradwire' in " ".join(
-        capsys.readouterr().out.split()
-    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert 'missing typer. For advise run: pip install "gradwire[cli]"' in printed
+    assert 'missing typer. For demo, bench run: pip install "gradwire[bench]"' in printed
 
 
 WITHOUT_PRIVATE_NAME = """

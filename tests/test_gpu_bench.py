@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.rehearsal import gpu_on_cpu
 
-from gradwire.bench import gpu_hook_bench, gpu_kernel_bench, gpu_report, gpu_sanitizer, implementations
-from gradwire.bench.gpu_checks import Skipped
-from gradwire.bench.gpu_hook_bench import (
+from gradwire.bench import implementations
+from gradwire.bench.gpu import hook_bench, kernel_bench, report, sanitizer
+from gradwire.bench.gpu.checks import Skipped
+from gradwire.bench.gpu.hook_bench import (
     BENCHED,
     CAPTURED,
     GRAPHS,
@@ -19,13 +21,12 @@ from gradwire.bench.gpu_hook_bench import (
     hook_bytes,
     hook_step,
 )
-from gradwire.bench.gpu_kernel_bench import KERNEL_BENCHES, MAKERS, kernel
-from gradwire.bench.gpu_kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu_quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES, MAKERS, kernel
+from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
+from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, error_memory
 from gradwire.bench.kernel_case import Case
-from gradwire.bench.rehearsal import gpu_on_cpu
-from gradwire.bench.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.shapes import SHAPES
 from gradwire.planner.hook_registry import HOOKS
 
@@ -36,7 +37,7 @@ SMALL = [[(192,), (192, 192)], [(256, 192), (3, 5)]]
 @pytest.fixture
 def small(monkeypatch):
     """Small buckets, few rounds, and the code path of a GPU."""
-    for module in (gpu_kernel_bench, gpu_hook_bench):
+    for module in (kernel_bench, hook_bench):
         monkeypatch.setattr(module, "buckets_of", lambda model, mib, device: SMALL)
         monkeypatch.setattr(module, "ROUNDS", 1)
     with gpu_on_cpu():
@@ -68,7 +69,7 @@ def test_wrong_kernel_is_not_timed(small, monkeypatch):
         case = MAKERS["flatten to float16"](shapes, device)
         return Case(case.kernel, case.nbytes, {GRADWIRE: lambda i: None}, case.check)
 
-    monkeypatch.setitem(gpu_kernel_bench.MAKERS, "wrong", wrong)
+    monkeypatch.setitem(kernel_bench.MAKERS, "wrong", wrong)
     with pytest.raises(RuntimeError, match="is wrong; nothing is timed"):
         kernel("wrong", 25, CPU)
 
@@ -134,14 +135,14 @@ class TestHooks:
     def test_step_on_an_emulated_link_is_timed(self, hook, monkeypatch):
         for name, value in {"LAYERS": 2, "NARROW": 160, "WIDE": 320}.items():
             monkeypatch.setattr(implementations, name, value)
-        rows = gpu_hook_bench.linked_step(hook, "10gbit", CPU)
+        rows = hook_bench.linked_step(hook, "10gbit", CPU)
         assert [row["implementation"] for row in rows] == [PYTORCH, GRADWIRE]
         assert all(row["step_ms"]["p50"] > 0 for row in rows)
 
 
 def test_linked_hooks_are_fp16_and_those_with_two_messages():
     assert set(LINKED) == {"fp16", "int4", "powersgd-r4"}
-    assert set(gpu_hook_bench.MODELS) <= set(SHAPES)
+    assert set(hook_bench.MODELS) <= set(SHAPES)
 
 
 def test_bytes_of_hooks_are_those_of_their_kernels():
@@ -159,15 +160,15 @@ def test_table_divides_bytes_by_the_bandwidth_of_a_copy():
         {"implementation": PYTORCH, "device_ms": {"p50": 9.0}, "host_ms": {"p50": 8.0}, "includes_host": True},
     ]
     measured = {"copy": [{"implementation": "copy_", "gb_per_s": 2.0}], "a hook": rows}
-    first, header, ours, theirs, *notes = gpu_report.tables(measured)
+    first, header, ours, theirs, *notes = report.tables(measured)
     assert first == "copy: 2.0 GB/s, read and written"
     assert header.split("  ")[0] == "case"
     assert "graph ms" not in header and "step ms" not in header, "no row has one"
     assert ours.split() == ["a", "hook", GRADWIRE, "3.000", "0.500", "2.000", "1.50x", "7"]
     assert theirs.split() == ["a", "hook", PYTORCH, "9.000*", "8.000"]
-    assert notes == list(gpu_report.NOTES)
-    assert "2.000" not in gpu_report.tables({"a hook": rows})[1], "without a copy there is no floor"
-    assert gpu_report.tables({}) == []
+    assert notes == list(report.NOTES)
+    assert "2.000" not in report.tables({"a hook": rows})[1], "without a copy there is no floor"
+    assert report.tables({}) == []
 
 
 def executable(folder, name="compute-sanitizer"):
@@ -181,21 +182,21 @@ def test_sanitizer_is_found_on_path_in_a_toolkit_and_in_a_package(monkeypatch, t
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
     package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr(gpu_sanitizer, "find_spec", lambda name: package if name == "nvidia" else None)
-    if gpu_sanitizer.find_sanitizer() is not None:
+    monkeypatch.setattr(sanitizer, "find_spec", lambda name: package if name == "nvidia" else None)
+    if sanitizer.find_sanitizer() is not None:
         pytest.skip("there is a CUDA toolkit in /usr/local")
     for folder in ("nvidia/cuda_sanitizer_api/bin", "toolkit/compute-sanitizer", "bin"):
         path = executable(tmp_path / folder)
-        assert gpu_sanitizer.find_sanitizer() == path
+        assert sanitizer.find_sanitizer() == path
 
 
 def test_case_without_sanitizer_is_skipped_with_the_reason(monkeypatch):
-    monkeypatch.setattr(gpu_sanitizer, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: None)
     with pytest.raises(Skipped, match="compute-sanitizer is neither on PATH"):
-        gpu_sanitizer.sanitized("memcheck", gpu_sanitizer.SANITIZED[0], GPU)
+        sanitizer.sanitized("memcheck", sanitizer.SANITIZED[0], GPU)
 
 
-@pytest.mark.parametrize("status", [0, gpu_sanitizer.ERROR_STATUS])
+@pytest.mark.parametrize("status", [0, sanitizer.ERROR_STATUS])
 def test_case_runs_under_the_tool_and_fails_with_its_report(status, monkeypatch):
     ran = []
 
@@ -203,18 +204,18 @@ def test_case_runs_under_the_tool_and_fails_with_its_report(status, monkeypatch)
         ran.append((command, env["PYTORCH_NO_CUDA_MEMORY_CACHING"]))
         return subprocess.CompletedProcess(command, status, "Invalid __global__ write", "")
 
-    monkeypatch.setattr(gpu_sanitizer, "find_sanitizer", lambda: "/bin/compute-sanitizer")
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: "/bin/compute-sanitizer")
     monkeypatch.setattr(subprocess, "run", run)
     if status == 0:
-        gpu_sanitizer.sanitized("racecheck", "delayed scaling", GPU)
+        sanitizer.sanitized("racecheck", "delayed scaling", GPU)
     else:
         with pytest.raises(AssertionError, match="Invalid __global__ write"):
-            gpu_sanitizer.sanitized("racecheck", "delayed scaling", GPU)
+            sanitizer.sanitized("racecheck", "delayed scaling", GPU)
     ((command, caching),) = ran
     assert command[:5] == ["/bin/compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "86"]
-    assert command[-2:] == ["gradwire.bench.gpu_sanitizer", "delayed scaling"]
+    assert command[-2:] == ["gradwire.bench.gpu.sanitizer", "delayed scaling"]
     assert caching == "1"
 
 
 def test_sanitized_cases_exist():
-    assert set(gpu_sanitizer.SANITIZED) <= set(KERNEL_CASES | QUANTIZATION_CASES)
+    assert set(sanitizer.SANITIZED) <= set(KERNEL_CASES | QUANTIZATION_CASES)

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.rehearsal import enter
 
 import gradwire
-from gradwire.bench import gpu_lane, gpu_worker
-from gradwire.bench.gpu_hook_cases import CAPTURED, HOOKS
+from gradwire.bench.gpu import lane, worker
+from gradwire.bench.gpu.hook_cases import CAPTURED, HOOKS
 from gradwire.hooks import default_hooks
 from gradwire.kernels import WIRE_FORMATS
 
@@ -49,7 +50,7 @@ def run_bare(tmp_path):
             for installed in requirements(*packages)
             for top in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}
         }
-        for top, place in (places | {"gradwire": Path(gradwire.__path__[0])}).items():
+        for top, place in (places | {"gradwire": Path(gradwire.__path__[0]), "support": TESTS / "support"}).items():
             (folder / top).symlink_to(place)
         command = [sys.executable, "-S", "-W", "ignore", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -61,14 +62,14 @@ def run_bare(tmp_path):
 
 
 def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
-    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu_lane", "--help")
-    assert "--rehearse" in printed
+    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu", "--help")
+    assert "smoke, ranks, sanitize, bench" in printed
 
 
 def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
     only = ("--only=copy", "--only=powersgd-r4, resnet50", "--only=memcheck: delayed scaling")
-    arguments = ("bench", "sanitize", "--rehearse", "--output", str(tmp_path / "records.jsonl"), *only)
-    printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu_lane", *arguments)
+    arguments = ("bench", "sanitize", "--output", str(tmp_path / "records.jsonl"), *only)
+    printed = run_bare(("torch", "triton"), "-m", "support.rehearse", *arguments)
     assert "rehearsal bench: 2 passed; REHEARSAL ON THE CPU" in printed
     assert "rehearsal sanitize 1/1 skipped" in printed
     assert all(line.startswith("rehearsal ") for line in printed.splitlines())
@@ -87,14 +88,14 @@ def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_ba
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
-    assert gpu_lane.main(["smoke", "--output", str(tmp_path / "records.jsonl")]) == 2
-    assert "--rehearse" in capsys.readouterr().err
+    assert lane.main(["smoke", "--output", str(tmp_path / "records.jsonl")]) == 2
+    assert "make gpu-rehearsal" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
     for stage in ("smoke", "ranks"):
-        names = list(gpu_lane.cases_of(stage))
+        names = list(lane.cases_of(stage))
         assert names[0] == "two dtypes on the wire"
         for hook in HOOKS:
             assert f"{hook}: equal bits on both DDPs" in names
@@ -113,7 +114,7 @@ def records(path):
 
 
 def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_lane, "_source", lambda: "this code")
+    monkeypatch.setattr(lane, "_source", lambda _: "this code")
     output = tmp_path / "records.jsonl"
     only = [
         "two dtypes on the wire",
@@ -123,8 +124,8 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "cast hooks match the mean",
         "powersgd: replays",
     ]
-    arguments = ["smoke", "ranks", "--rehearse", "--output", str(output), *(f"--only={part}" for part in only)]
-    assert gpu_lane.main(arguments) == 0
+    arguments = ["smoke", "ranks", "--output", str(output), *(f"--only={part}" for part in only)]
+    assert lane.main(arguments, enter) == 0
     printed = capsys.readouterr().out
     done = records(output)
     assert Counter((r["stage"], r["ranks"], r["status"]) for r in done) == {
@@ -143,15 +144,15 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     assert printed.count("REHEARSAL ON THE CPU, NOT ON A GPU") == 4
 
     started = []
-    monkeypatch.setattr(gpu_worker.Crew, "_start", lambda crew, limit: started.append(crew))
-    monkeypatch.setattr(gpu_worker.Crew, "_collect", lambda crew, limit: [gpu_worker.Answer("passed")] * crew._size)
+    monkeypatch.setattr(worker.Crew, "_start", lambda crew, limit: started.append(crew))
+    monkeypatch.setattr(worker.Crew, "_collect", lambda crew, limit: [worker.Answer("passed")] * crew._size)
     with output.open("a") as file:
         file.write('{"case": "killed while it was wri')
-    assert gpu_lane.main(arguments) == 0
+    assert lane.main(arguments, enter) == 0
     assert capsys.readouterr().out.count("passed before: ") == 10
     assert len(output.read_text().splitlines()) == len(done) + 1 + 2  # the skipped ones are tried again
-    monkeypatch.setattr(gpu_lane, "_source", lambda: "other code")
-    assert gpu_lane.main(arguments) == 0
+    monkeypatch.setattr(lane, "_source", lambda _: "other code")
+    assert lane.main(arguments, enter) == 0
     assert "passed before" not in capsys.readouterr().out
 
 
@@ -161,46 +162,46 @@ def test_stage_stops_in_time_and_the_next_run_goes_on(capsys, tmp_path, monkeypa
     def run(crew, case, limit):
         ran.append(limit)
         clock[0] += 300
-        return gpu_worker.Outcome("passed", 300.0, "", [{"implementation": "copy_", "gb_per_s": 2.0}])
+        return worker.Outcome("passed", 300.0, "", [{"implementation": "copy_", "gb_per_s": 2.0}])
 
-    monkeypatch.setattr(gpu_lane, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(gpu_worker.Crew, "run", run)
-    monkeypatch.setattr(gpu_lane, "_source", lambda: "this code")
-    monkeypatch.setattr(gpu_lane, "cases_of", lambda stage: dict.fromkeys(("copy", "second", "third"), print))
-    arguments = ["bench", "--rehearse", "--output", str(tmp_path / "records.jsonl")]
-    assert gpu_lane.main(arguments) == 1
+    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(worker.Crew, "run", run)
+    monkeypatch.setattr(lane, "_source", lambda _: "this code")
+    monkeypatch.setattr(lane, "cases_of", lambda stage: dict.fromkeys(("copy", "second", "third"), print))
+    arguments = ["bench", "--output", str(tmp_path / "records.jsonl")]
+    assert lane.main(arguments, enter) == 1
     printed = capsys.readouterr().out
-    assert ran == [gpu_worker.CASE_LIMIT, gpu_lane.STAGE_LIMIT - 300], "no case goes on beyond the stage's limit"
+    assert ran == [worker.CASE_LIMIT, lane.STAGE_LIMIT - 300], "no case goes on beyond the stage's limit"
     assert "8.5 minutes are over, 1 cases remain" in printed
     assert "rehearsal bench: third" in printed
     assert all(line.startswith("rehearsal bench") for line in printed.splitlines())
-    assert gpu_lane.main(arguments) == 0
+    assert lane.main(arguments, enter) == 0
     assert len(ran) == 3
     assert "copy: 2.0 GB/s" in capsys.readouterr().out, "measured by the first run"
 
 
 def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypatch):
-    outcomes = iter([gpu_worker.Outcome("failed", 1.0, "what every rank said"), gpu_worker.Outcome("passed", 1.0, "")])
-    monkeypatch.setattr(gpu_worker.Crew, "run", lambda crew, case, limit: next(outcomes))
+    outcomes = iter([worker.Outcome("failed", 1.0, "what every rank said"), worker.Outcome("passed", 1.0, "")])
+    monkeypatch.setattr(worker.Crew, "run", lambda crew, case, limit: next(outcomes))
     output = tmp_path / "records.jsonl"
     only = ["--only=scaled fp16: equal bits", "--only=scaled bf16: equal bits"]
-    arguments = ["ranks", "--rehearse", "--output", str(output), *only]
-    assert gpu_lane.main(arguments) == 1
+    arguments = ["ranks", "--output", str(output), *only]
+    assert lane.main(arguments, enter) == 1
     assert "what every rank said" in capsys.readouterr().out
     assert [(r["case"], r["status"], r["text"]) for r in records(output)] == [
         ("scaled fp16: equal bits on both DDPs", "failed", "what every rank said"),
         ("scaled bf16: equal bits on both DDPs", "passed", ""),
     ]
-    outcomes = iter([gpu_worker.Outcome("passed", 1.0, "")])
-    assert gpu_lane.main(arguments) == 0  # the failed one alone
+    outcomes = iter([worker.Outcome("passed", 1.0, "")])
+    assert lane.main(arguments, enter) == 0  # the failed one alone
 
 
 def test_stuck_rank_shows_its_stack_and_the_next_case_has_new_processes(monkeypatch):
-    monkeypatch.setattr(gpu_worker, "GRACE", 0.5)
+    monkeypatch.setattr(worker, "GRACE", 0.5)
     monkeypatch.syspath_prepend(str(TESTS))  # processes that are spawned get this path
     import gpu_lane_cases
 
-    with gpu_worker.Crew(2, rehearsal=True) as crew:
+    with worker.Crew(2, enter) as crew:
         outcome = crew.run(gpu_lane_cases.one_rank_raises)
         assert outcome.status == "failed"
         assert "rank 0 failed gave no answer in time" in outcome.text

@@ -8,13 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradwire.bench import advise_command, commands
-from gradwire.bench.commands import app
-from gradwire.bench.options import finite
+from gradwire.cli import advise, app, bench
+from gradwire.cli.options import finite
 
 # Options whose text holds numbers, with the unit of a value.
 WITH_UNITS = {"bandwidth": "mbit", "rate": "mbit", "rates": "mbit", "ranks": "", "sizes": ""}
-WITHOUT_NUMBERS = {"output", "hooks", "models", "model", "targets", "task", "json", "plot", "before", "after", "root"}
+WITHOUT_NUMBERS = {"output", "hooks", "models", "model", "task", "json", "plot", "results", "plots"}
 ZERO_IS_VALID = {("demo", "seed"), ("advise", "latency")}
 VALUES = ("nan", "inf", "-1", "0", str(10**21))
 # What a command needs to come to its numbers.
@@ -31,7 +30,7 @@ def commands_of(of, *names):
 
 OPTIONS = [
     (path, name, get_args(annotation)[0])
-    for path, function in commands_of(app)
+    for path, function in commands_of(app.app)
     for name, annotation in get_type_hints(function, include_extras=True).items()
     if get_origin(annotation) is Annotated
 ]
@@ -56,10 +55,11 @@ def nothing_is_measured(monkeypatch):
     def fail(what, *_, **__):
         raise AssertionError(f"{what} began")
 
-    monkeypatch.setattr(commands, "measured", partial(fail, "the measurement"))
-    monkeypatch.setattr(commands.namespaces, "obstacle", lambda: None)
-    monkeypatch.setattr(advise_command, "_run", partial(fail, "the measurement"))
-    monkeypatch.setattr(advise_command.torch, "set_num_threads", lambda _: None)
+    for module in (app, bench):
+        monkeypatch.setattr(module, "measured", partial(fail, "the measurement"))
+    monkeypatch.setattr(bench.namespaces, "obstacle", lambda: None)
+    monkeypatch.setattr(advise, "_run", partial(fail, "the measurement"))
+    monkeypatch.setattr(advise.torch, "set_num_threads", lambda _: None)
 
 
 def test_every_option_is_numeric_a_flag_or_listed_here():
@@ -72,7 +72,7 @@ def test_every_option_is_numeric_a_flag_or_listed_here():
 def test_number_out_of_range_is_a_usage_error(case):
     path, name, value = case
     arguments = [*path, *NEEDED.get(path[0], []), option(name), value]
-    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, arguments)
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app.app, arguments)
     assert done.exit_code == 2, done.output
     assert option(name) in done.output
     assert isinstance(done.exception, SystemExit)
@@ -86,6 +86,6 @@ def test_number_that_is_not_finite_is_refused_by_every_version_of_typer(number):
 
 def test_ranks_per_node_that_do_not_divide_the_world_size_are_refused():
     arguments = ["advise", *NEEDED["advise"], "--ranks-per-node", "3"]
-    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, arguments)
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app.app, arguments)
     assert done.exit_code == 2
     assert "3 is not a divisor of the world size, 4" in done.output

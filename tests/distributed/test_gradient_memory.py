@@ -15,11 +15,10 @@ import torch.distributed as dist
 from bits import assert_same_bits, differences
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
+from support.rehearsal import gpu_on_cpu, register_backend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import HOOKS, SMALLEST, WRAPPERS, gradients, register
-
-from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 
 WIDTH, ROWS = 4, 3
 STEPS = 3

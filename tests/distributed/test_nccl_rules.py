@@ -8,10 +8,10 @@ import torch.distributed as dist
 import zoo
 from bits import assert_same_bits
 from harness import CaseFailed
+from support.rehearsal import gpu_on_cpu, register_backend
 from torch import nn
 from training import HOOKS, SMALL, train
 
-from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 from gradwire.comm import GroupTransport, torch_internals
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from powersgd_steps import HOOKS, Fed, new_state, noise
+from support.graph_on_cpu import GraphOnCpu, graphs_on_cpu
+from support.rehearsal import gpu_on_cpu, register_backend
 from training import WRAPPERS, gradients, register
 
-from gradwire.bench.graph_on_cpu import GraphOnCpu, graphs_on_cpu
-from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorithm
 from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
 from gradwire.compress import LowRankBucket

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 from stream_double import Race, Stream, StreamTransport, stream_double
+from support.graph_on_cpu import graphs_on_cpu
 
-from gradwire.bench.graph_on_cpu import graphs_on_cpu
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import (

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from features import Parts
+from support.rehearsal import gpu_on_cpu, register_backend
 from torch.futures import collect_all
 from training import SMALLEST, WRAPPERS, gradients, plainly_named
 
-from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
 from gradwire.hooks import default_hooks
 
 LIMIT = 20  # seconds

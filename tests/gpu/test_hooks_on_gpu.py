@@ -1,10 +1,10 @@
-"""The cases of `gradwire.bench.gpu_lane` on a GPU: kernels, and hooks with one rank and with two ranks on one GPU."""
+"""The cases of `gradwire.bench.gpu.lane` on a GPU: kernels, and hooks with one rank and with two ranks on one GPU."""
 
 import pytest
 import torch
 
-from gradwire.bench.gpu_lane import RANKS, cases_of
-from gradwire.bench.gpu_worker import Crew
+from gradwire.bench.gpu.lane import RANKS, cases_of
+from gradwire.bench.gpu.worker import Crew
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +15,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def crews():
-    with Crew(1, rehearsal=False) as one, Crew(2, rehearsal=False) as two:
+    with Crew(1) as one, Crew(2) as two:
         yield {1: one, 2: two}
 
 

@@ -12,7 +12,7 @@ if INTERPRETED:
     pytest.skip("kernels decorated under TRITON_INTERPRET cannot be compiled", allow_module_level=True)
 pytest.importorskip("triton")
 
-from gradwire.bench import ahead_of_time, assembly
+from tools import ahead_of_time, assembly
 
 FP32, FP16, BF16, FP64 = REALS
 NAMES = {80: "sm_80", 90: "sm_90", 100: "sm_100", "gfx942": "gfx942"}

@@ -1,4 +1,4 @@
-"""`gradwire bench compiled`: bank conflicts and instruction counts by hand, and kernels against the kept results."""
+"""`tools.compiled`: bank conflicts and instruction counts by hand, and kernels against the kept results."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 
 # ruff: noqa: E402
-from gradwire.bench import compiled
-from gradwire.bench.ahead_of_time import TARGETS, Compiled
-from gradwire.bench.assembly import inspect
-from gradwire.bench.bank_conflicts import Conflicts, bank_conflicts, passes
 from gradwire.bench.record import load
+from tools import compiled
+from tools.ahead_of_time import TARGETS, Compiled
+from tools.assembly import inspect
+from tools.bank_conflicts import Conflicts, bank_conflicts, passes
 
 LANES = np.arange(32)
 

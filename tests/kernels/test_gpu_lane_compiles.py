@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ahead_of_time import NAMES  # skips this module where nothing can be compiled
+from support.rehearsal import gpu_on_cpu, register_backend
 
-from gradwire.bench import gpu_hook_cases, gpu_kernel_bench, gpu_kernel_cases, gpu_quantization_cases
-from gradwire.bench.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
-from gradwire.bench.gpu_checks import Skipped
-from gradwire.bench.kernel_model import recorded_case
-from gradwire.bench.rehearsal import gpu_on_cpu, register_backend
+from gradwire.bench.gpu import hook_cases, kernel_bench, kernel_cases, quantization_cases
+from gradwire.bench.gpu.checks import Skipped
 from gradwire.bench.shapes import rotation
+from tools.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
+from tools.kernel_model import recorded_case
 
 TARGET = NAMES[90]
 CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")
@@ -35,21 +35,20 @@ def of_case(module, case):
 
 
 def of_bench(maker, mib):
-    buckets = gpu_kernel_bench.buckets_of(gpu_kernel_bench.MODEL, mib, torch.device("cuda"))
-    _, launches = recorded_case(gpu_kernel_bench.MAKERS[maker], rotation(buckets, mib))
+    buckets = kernel_bench.buckets_of(kernel_bench.MODEL, mib, torch.device("cuda"))
+    _, launches = recorded_case(kernel_bench.MAKERS[maker], rotation(buckets, mib))
     return [launch for of_bucket in launches for launch in of_bucket]
 
 
 KERNELS = {
-    **{name: partial(of_case, gpu_kernel_cases, case) for name, case in gpu_kernel_cases.KERNEL_CASES.items()},
+    **{name: partial(of_case, kernel_cases, case) for name, case in kernel_cases.KERNEL_CASES.items()},
     **{
-        name: partial(of_case, gpu_quantization_cases, case)
-        for name, case in gpu_quantization_cases.QUANTIZATION_CASES.items()
+        name: partial(of_case, quantization_cases, case) for name, case in quantization_cases.QUANTIZATION_CASES.items()
     },
     **{
         f"bench {name}": partial(of_bench, *bench.args)
-        for name, bench in gpu_kernel_bench.KERNEL_BENCHES.items()
-        if bench is not gpu_kernel_bench.copy
+        for name, bench in kernel_bench.KERNEL_BENCHES.items()
+        if bench is not kernel_bench.copy
     },
 }
 
@@ -90,7 +89,7 @@ def one_rank():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", gpu_hook_cases.HOOK_CASES)
+@pytest.mark.parametrize("case", hook_cases.HOOK_CASES)
 def test_kernels_of_hooks_of_gpu_lane_compile(case, one_rank, checked=set()):  # noqa: B006
-    launches = of_case(gpu_hook_cases, gpu_hook_cases.HOOK_CASES[case])
+    launches = of_case(hook_cases, hook_cases.HOOK_CASES[case])
     check_variants(launches, check_compiled, checked)

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from support.graph_on_cpu import graphs_on_cpu
 
-from gradwire.bench.graph_on_cpu import graphs_on_cpu
 from gradwire.comm import LocalTransport, Workspace, graphs, run_algorithm
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.compress import LowRankBucket, LowRankPolicy, alternating_all_reduce, powersgd_all_reduce

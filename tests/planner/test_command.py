@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import advise_command
-from gradwire.bench.commands import app
 from gradwire.bench.launch import HERE, LaunchError, launch
+from gradwire.cli import advise
+from gradwire.cli.app import app
 from gradwire.planner import probe
 from gradwire.planner.model import Overlap
 
@@ -48,9 +48,7 @@ def refusal(*arguments):
 
 
 def test_two_ranks_measure_the_network_and_advise(folder):
-    launch(
-        "gradwire.bench", ["advise", "my_training:job", "--hooks", "int4,powersgd-r1", "--json", "a.json"], [HERE] * 2
-    )
+    launch("gradwire.cli", ["advise", "my_training:job", "--hooks", "int4,powersgd-r1", "--json", "a.json"], [HERE] * 2)
     content = json.loads((folder / "a.json").read_text())
     link = content["measurement"]["link"]
     assert content["measurement"]["is_link_measured"]
@@ -75,27 +73,27 @@ def test_two_ranks_measure_the_network_and_advise(folder):
 
 def test_model_without_gradients_is_refused_on_every_rank(folder):
     with pytest.raises(LaunchError) as failure:
-        launch("gradwire.bench", ["advise", "my_training:frozen"], [HERE] * 2)
+        launch("gradwire.cli", ["advise", "my_training:frozen"], [HERE] * 2)
     assert "No parameter of the model requires a gradient" in failure.value.log
     assert "Traceback" not in failure.value.log
 
 
 def test_loss_that_fails_on_one_rank_is_refused_on_every_rank_with_its_traceback(folder):
     with pytest.raises(LaunchError) as failure:
-        launch("gradwire.bench", ["advise", "my_training:fails_on_rank_1"], [HERE] * 2)
+        launch("gradwire.cli", ["advise", "my_training:fails_on_rank_1"], [HERE] * 2)
     assert "loss(model) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in failure.value.log
     assert "my_training.py" in failure.value.log or "On rank 1: " in failure.value.log
 
 
 def test_world_of_one_under_torchrun_is_refused(folder):
     with pytest.raises(LaunchError) as failure:
-        launch("gradwire.bench", ["advise", "my_training:job"], [HERE])
+        launch("gradwire.cli", ["advise", "my_training:job"], [HERE])
     assert "The world size is 1" in failure.value.log
     assert "Traceback" not in failure.value.log
 
 
 def test_single_process_predicts_for_a_given_network(folder):
-    command = [sys.executable, "-m", "gradwire.bench", "advise", "my_training:job", "--hooks", "int4"]
+    command = [sys.executable, "-m", "gradwire.cli", "advise", "my_training:job", "--hooks", "int4"]
     options = [
         "--bandwidth",
         "100mbit",
@@ -147,7 +145,7 @@ def test_single_process_computes_with_the_threads_that_torchrun_gives_a_rank(
         monkeypatch.setenv(name, value)
     limits = []
     monkeypatch.setattr(torch, "set_num_threads", limits.append)
-    monkeypatch.setattr(advise_command, "_run", lambda *_: None)
+    monkeypatch.setattr(advise, "_run", lambda *_: None)
     done = CliRunner().invoke(app, ["advise", "tiny-layers", "--bandwidth", "1gbit", "--world-size", "4", *arguments])
     assert done.exit_code == 0, done.output
     assert limits == [1] * is_limited

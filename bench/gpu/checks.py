@@ -1,0 +1,68 @@
+"""Comparisons for the cases of the GPU lane, with messages that tell how far off a result is."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+KernelCase = Callable[[torch.device], None]
+
+REHEARSED = 1 << 16  # elements on a CPU, in place of more than 2^31
+
+
+class Skipped(Exception):
+    """A case cannot run here; the message says why."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype, without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Raise unless two tensors have equal bits, every NaN taken for the same."""
+    if actual.dtype.is_complex:
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
+    different = ~((actual == expected) & (actual.signbit() == expected.signbit()))
+    if actual.is_floating_point():
+        different &= ~(actual.isnan() & expected.isnan())
+    if different.any():
+        at = tuple(different.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(different.sum())} of {actual.numel()} elements differ; the first, at {at}, is "
+            f"{actual[at].item()!r}, expected {expected[at].item()!r}"
+        )
+
+
+def within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:
+    """Raise unless every element is as close to ``expected``, fp64, as ``bound`` says."""
+    error = (actual.double() - expected).abs()
+    wrong = ~(error <= bound)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {actual.numel()} elements are out of bounds; the first, at {at}, is "
+            f"{actual[at].item()!r}, expected {expected[at].item()!r} within {bound[at].item()!r}"
+        )
+
+
+def require(is_so: object, what: str) -> None:
+    """Raise with the message ``what`` unless ``is_so``."""
+    if not is_so:
+        raise AssertionError(what)
+
+
+def large_numel(device: torch.device, nbytes_per_element: int) -> int:
+    """More than 2^31 elements, if there is memory for them; on a CPU, `REHEARSED`."""
+    if device.type != "cuda":
+        return REHEARSED
+    numel, free = (1 << 31) + 4097, torch.cuda.mem_get_info(device)[0]
+    if numel * nbytes_per_element * 1.1 > free:
+        raise Skipped(f"needs {numel * nbytes_per_element / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+    return numel
+
+
+def skip_if_rehearsed(numel: int) -> None:
+    """Raise `Skipped` after a case that passed with the numel of a rehearsal."""
+    if numel == REHEARSED:
+        raise Skipped(f"right with {numel:,} elements; 2^31 take a GPU")

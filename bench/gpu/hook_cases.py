@@ -1,0 +1,392 @@
+"""Cases of the GPU lane: the hooks and both DDPs on every rank of the default process group.
+
+A case is a function of the device, called on all ranks; it raises if the property in its name does not hold.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+
+from gradwire.bench.emulated import emulated_link, wire_seconds
+from gradwire.bench.gpu.checks import Skipped, require
+from gradwire.bench.gpu.training import (
+    HalfNet,
+    Net,
+    OurDDP,
+    StateAndHook,
+    TorchDDP,
+    assert_equal_on_all_ranks,
+    assert_same,
+    register,
+    take_step,
+    train,
+    wrap,
+)
+from gradwire.bench.namespaces import Rate
+from gradwire.bench.timing import timed
+from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm.graphs import WARM_UP_STEPS
+from gradwire.compress import Gradients
+from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
+from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
+from gradwire.hooks._types import GradBucket
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
+
+HookCase = Callable[[torch.device], None]
+
+
+def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
+    """A PowerSGD hook that compresses matrices of every size from the third step on."""
+    return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
+
+
+def _quantized(wire: str, **options: Any) -> Callable[[], StateAndHook]:
+    """A quantised hook from the third step on."""
+    return lambda: (quantization_hooks.QuantizationState(None, wire, **options), quantization_hooks.quantization_hook)
+
+
+# Each makes a new state and hook: states and wrappers keep memory between steps.
+HOOKS: dict[str, Callable[[], StateAndHook]] = {
+    "allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    "bf16": lambda: (None, default_hooks.bf16_compress_hook),
+    "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "scaled fp16": lambda: (scaled_cast_hooks.ScaledCastState(), scaled_cast_hooks.scaled_cast_hook),
+    "scaled bf16": lambda: (
+        scaled_cast_hooks.ScaledCastState(dtype=torch.bfloat16),
+        scaled_cast_hooks.scaled_cast_hook,
+    ),
+    "bf16, sums in fp32": lambda: (default_hooks.CastState(accumulate="fp32"), default_hooks.bf16_compress_hook),
+    **{f"quantized {wire}": _quantized(wire) for wire in WIRE_FORMATS},
+    "quantized int4, stochastic rounding, bf16 errors": _quantized(
+        "int4", stochastic_rounding=True, error_dtype=torch.bfloat16
+    ),
+    "powersgd": _powersgd(),
+    "powersgd, rank 32": _powersgd(rank=32),
+    "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
+    "powersgd, alternating": _powersgd(alternating=True),
+    "powersgd, batched": _powersgd(batched_powerSGD_hook),
+    "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
+    "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
+}
+# Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
+STEPS_BEFORE_CAPTURE = 11
+# Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
+CAPTURED = ("allreduce", "fp16", "scaled fp16", "quantized int4", "powersgd", "powersgd, CUDA graphs")
+# Options and nets of hooks whose kernels are captured between collectives.
+GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], type[Net | HalfNet]]] = {
+    "powersgd": (_powersgd, Net),
+    "powersgd, rank 32": (partial(_powersgd, rank=32), Net),
+    "powersgd, fp16 gradients": (_powersgd, HalfNet),
+    "powersgd, bf16 factors": (partial(_powersgd, factor_dtype=torch.bfloat16), Net),
+    "powersgd, alternating": (partial(_powersgd, alternating=True), Net),
+    "powersgd, cold start": (partial(_powersgd, warm_start=False), Net),
+    "powersgd, batched": (partial(_powersgd, batched_powerSGD_hook), Net),
+}
+# Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
+MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
+
+
+def mixed_dtypes(device: torch.device) -> None:
+    """Buckets with two dtypes on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
+    for net in (HalfNet, Net):
+        for name in MIXED:
+            for wrapper in (OurDDP, TorchDDP):
+                _, gradients = train(wrapper, device, HOOKS[name](), net)
+                require(all(g.isfinite().all() for g in gradients[-1]), f"{name}, {net.__name__}: not finite")
+                assert_equal_on_all_ranks(gradients, f"{name}, {net.__name__}")
+
+
+def no_hook_matches_pytorch(device: torch.device) -> None:
+    """Our DDP without a hook gives the gradients of PyTorch's."""
+    for view in (False, True):
+        _, ours = train(OurDDP, device, gradient_as_bucket_view=view)
+        _, theirs = train(TorchDDP, device, gradient_as_bucket_view=view)
+        assert_same(ours, theirs, f"gradient_as_bucket_view={view}")
+
+
+def hook_gives_equal_bits(name: str, device: torch.device) -> None:
+    """A hook gives the same gradients on both DDPs, in two runs, and on all ranks."""
+    for net in (Net, HalfNet):
+        _, theirs = train(TorchDDP, device, HOOKS[name](), net)
+        for view in (False, True):
+            _, ours = train(OurDDP, device, HOOKS[name](), net, gradient_as_bucket_view=view)
+            assert_same(ours, theirs, f"{net.__name__}, gradient_as_bucket_view={view}")
+        assert_equal_on_all_ranks(theirs, net.__name__)
+
+
+def hook_does_not_wait_on_the_host(name: str, device: torch.device) -> None:
+    """A step in the steady state does not synchronise the host with the GPU."""
+    model, _ = train(OurDDP, device, HOOKS[name]())
+    batch = Net.batch(torch.Generator().manual_seed(0)).to(device)
+    for _ in range(6):  # the buckets are rebuilt and every table is uploaded
+        take_step(model, batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        take_step(model, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if device.type != "cuda":
+        raise Skipped("the step ran; only a GPU shows whether the host waits")
+
+
+def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
+    """A step, captured once and replayed on other batches, gives the gradients of a model that is not captured."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [HalfNet.batch(generator).to(device) for _ in range(STEPS_BEFORE_CAPTURE + 3)]
+
+    def model_after_warm_up() -> TorchDDP:
+        torch.manual_seed(0)
+        model = wrap(OurDDP, HalfNet(), device)
+        register(model, *HOOKS[name]())
+        for batch in batches[:STEPS_BEFORE_CAPTURE]:
+            model.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+        return model
+
+    eager = model_after_warm_up()
+    stream = torch.cuda.Stream(device)  # the capture needs a warm-up on a stream that is not the default one
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        captured = model_after_warm_up()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize()
+
+    batch = batches[STEPS_BEFORE_CAPTURE].clone()
+    graph = torch.cuda.CUDAGraph()
+    captured.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured(batch).square().mean().backward()
+    for step, following in enumerate(batches[STEPS_BEFORE_CAPTURE:]):
+        batch.copy_(following)
+        graph.replay()
+        eager.zero_grad(set_to_none=True)
+        eager(following).square().mean().backward()
+        for mine, other in zip(captured.parameters(), eager.parameters(), strict=True):
+            assert mine.grad is not None and other.grad is not None
+            # Not to the bit: a capture may give a matrix product another workspace.
+            is_close = torch.allclose(mine.grad, other.grad, rtol=2**-7, atol=1e-4)
+            off = (mine.grad - other.grad).abs().sum().item()
+            require(is_close, f"step {step} after the capture, {tuple(mine.shape)}: off by {off} in total")
+        if device.type != "cuda":
+            break  # in a rehearsal the step ran as it was captured, and a replay does nothing
+    torch.cuda.synchronize()
+    graph.reset()
+    if device.type != "cuda":
+        raise Skipped("the step ran; only a GPU captures it")
+
+
+def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
+    """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
+    make, net = GRAPHED[name]
+    steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
+    for wrapper in (OurDDP, TorchDDP):
+        _, eager = train(wrapper, device, make()(), net, steps)
+        _, graphs = train(wrapper, device, make(cuda_graphs=True)(), net, steps)
+        workspaces = executor_for(None, device).workspaces
+        captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
+        require(captured > 0, f"{wrapper.__name__}: no graph was captured")
+        assert_same(graphs, eager, wrapper.__name__)
+
+
+def cast_hooks_match_the_mean(device: torch.device) -> None:
+    """Cast hooks give the mean within the rounding of their wire dtype."""
+    _, exact = train(TorchDDP, device)
+    for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled fp16", 2**-11), ("scaled bf16", 2**-8)):
+        _, rounded = train(OurDDP, device, HOOKS[name]())
+        for mine, other in zip(rounded, exact, strict=True):
+            for a, b in zip(mine, other, strict=True):
+                # One rounding of each contribution, one of each partial sum; the floor is fp16's subnormal step.
+                bound = rounding * (dist.get_world_size() + 1) * b.abs().max() + 2**-23
+                require((a - b).abs().max() <= bound, f"{name}: off by {(a - b).abs().max().item()}")
+
+
+def no_flat_buffer_is_allocated(device: torch.device) -> None:
+    """A zero-copy hook allocates no flat buffer."""
+    model, _ = train(OurDDP, device, HOOKS["fp16"]())
+    assert isinstance(model, OurDDP)
+    is_flat = [getattr(bucket, "_buffer", None) is not None for bucket in model.reducer.buckets]
+    require(not any(is_flat), f"buckets with a flat buffer: {is_flat}")
+
+
+@zero_copy
+def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        wire = workspace.wire(source.table.numel, torch.float32)
+        flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
+        await transport.all_reduce(wire)
+        wire.square_()
+        await transport.all_reduce(wire)
+        unflatten(wire, target.tensors, table=target.table)
+
+    return reduce_bucket(None, bucket, algorithm, "mean_then_mean_of_squares")
+
+
+def two_collectives_of_a_bucket_stay_in_order(device: torch.device) -> None:
+    """A hook that awaits two all-reduces of each bucket."""
+    _, exact = train(TorchDDP, device)
+    _, ours = train(OurDDP, device, (None, _mean_then_mean_of_squares))
+    _, theirs = train(TorchDDP, device, (None, _mean_then_mean_of_squares))
+    assert_same(ours, theirs, "both DDPs")
+    for mine, mean in zip(ours, exact, strict=True):
+        for a, b in zip(mine, mean, strict=True):
+            torch.testing.assert_close(a, dist.get_world_size() * b.square())
+
+
+def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
+    """Gradients below fp16's smallest number arrive, and a NaN reaches every rank and leaves the scale."""
+    module = nn.Linear(100, 100, bias=False)
+    model = wrap(OurDDP, module, device)
+    state = scaled_cast_hooks.ScaledCastState()
+    model.register_comm_hook(state, scaled_cast_hooks.scaled_cast_hook)
+    batch = torch.full((1, 100), 1e-9, device=device)
+    for _ in range(3):
+        model.zero_grad()
+        model(batch).sum().backward()
+    torch.testing.assert_close(module.weight.grad, batch.expand(100, 100), rtol=2**-10, atol=0)
+    require(state.skipped_steps == state.nonfinite_elements == 0, "finite gradients were counted as not finite")
+    batch.fill_(float("nan"))
+    exponents = state.exponents()
+    model.zero_grad()
+    model(batch).sum().backward()
+    assert module.weight.grad is not None
+    require(module.weight.grad.isnan().all(), "a NaN did not arrive")
+    require(state.exponents() == exponents, "a NaN moved the scale")
+    require(state.skipped_steps == 1, f"{state.skipped_steps} steps with a NaN, expected 1")
+
+
+def powersgd_loses_nothing(device: torch.device) -> None:
+    """The sum of all gradients equals the sum of all results plus the final errors, up to rounding."""
+    for name in ("powersgd", "powersgd, rank 32", "powersgd, bf16 factors", "powersgd, alternating"):
+        module = nn.Linear(300, 200, bias=False)
+        model = wrap(OurDDP, module, device)
+        state, hook = HOOKS[name]()
+        register(model, state, hook)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        balance = torch.zeros(200, 300, dtype=torch.float64, device=device)
+        largest = 0.0
+        for _ in range(20):
+            model.zero_grad()
+            # The gradient of the weight is the sum over the batch of one-hot rows times columns: the columns, exactly.
+            columns = torch.randn(200, 300, generator=generator).to(device)
+            (model(columns) * torch.eye(200, device=device)).sum().backward()
+            assert module.weight.grad is not None
+            balance += columns.double() - module.weight.grad.double()
+            largest = max(largest, columns.abs().max().item())
+        balance -= state.tensors("errors")["weight"].double()
+        dist.all_reduce(balance)
+        # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
+        bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
+        require(balance.abs().max() <= bound, f"{name}: {balance.abs().max().item()} is lost, allowed {bound}")
+        require(state.compression_stats()[0] > 1, f"{name}: nothing was compressed")
+
+
+def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
+    """An inf on one rank is NaN on all, and leaves errors and factors as they were."""
+    module = nn.Linear(300, 200, bias=False)
+    model = wrap(OurDDP, module, device)
+    state = PowerSGDState(None, 4, 2, 1)
+    register(model, state, powerSGD_hook)
+    batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).to(device)
+    for _ in range(4):
+        take_step(model, batch)
+    before = {entry: state.tensors(entry)["weight"].clone() for entry in state.memory if state.tensors(entry)}
+    bad = batch.clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        bad[0, 0] = float("inf")
+    take_step(model, bad)
+    assert module.weight.grad is not None
+    require(module.weight.grad.isnan().all(), "the gradient is not NaN on all ranks")
+    after = {entry: state.tensors(entry) for entry in state.memory}
+    require(torch.equal(after["errors"]["weight"], before["errors"]), "the error memory changed")
+    require(torch.equal(after["q"]["weight"], before["q"]), "the factors changed")
+    take_step(model, batch)
+    require(module.weight.grad.isfinite().all(), "the next gradient is not finite")
+
+
+def powersgd_launches_a_dozen_kernels_for_each_bucket(device: torch.device) -> None:
+    """The number of Triton kernels of a step, by the profiler."""
+    if device.type != "cuda":
+        raise Skipped("counts kernels in a profile of a GPU")
+    model, _ = train(OurDDP, device, HOOKS["powersgd"]())
+    batch = Net.batch(torch.Generator().manual_seed(0)).to(device)
+    for _ in range(4):
+        take_step(model, batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        take_step(model, batch)
+        torch.cuda.synchronize()
+    assert isinstance(model, OurDDP)
+    launches = [event.name for event in profile.events() if event.name.lstrip("_").endswith("_kernel")]
+    print(len(model.reducer.buckets), "buckets:", launches)
+    # project and its sum, orthogonalise (1 to 6), backproject and its sum, norms, reconstruct
+    require(0 < len(launches) <= 12 * len(model.reducer.buckets), f"{len(launches)} launches: {launches}")
+
+
+def wrapped_hooks_of_pytorch_run(device: torch.device) -> None:
+    """Our wrapper around PyTorch's hook gives the gradients of PyTorch's wrapper."""
+    _, theirs = train(TorchDDP, device, (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
+    _, ours = train(OurDDP, device, (None, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
+    assert_same(ours, theirs, "both DDPs")
+
+
+def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> None:
+    """On an emulated link, collectives take longer and give the same results."""
+    if device.type != "cuda":
+        raise Skipped("the model of a link spins on a GPU")
+    rate = Rate.parse("1gbit")
+    tensor = torch.ones(1_000_000, device=device)
+    for async_op in (False, True):
+        with emulated_link(rate, 2, device):
+
+            def all_reduce(async_op: bool = async_op) -> None:
+                work = dist.all_reduce(tensor, async_op=async_op)
+                if work is not None:
+                    require(work.get_future().wait()[0] is tensor, "the future holds another tensor")
+                    work.wait()
+
+            seconds, least = timed(all_reduce, device).seconds, 0.5 * wire_seconds(tensor.nbytes, rate, 2)
+            require(seconds > least, f"an all-reduce took {seconds} s, expected at least {least}")
+    for name in ("fp16", "quantized int4", "powersgd, bf16 factors"):
+        _, plain = train(OurDDP, device, HOOKS[name]())
+        with emulated_link(rate, 2, device):
+            _, ours = train(OurDDP, device, HOOKS[name]())
+            _, theirs = train(TorchDDP, device, HOOKS[name]())
+        assert_same(ours, plain, name)
+        assert_same(theirs, plain, name)
+    with emulated_link(rate, 2, device):
+        _, theirs = train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))
+    assert_same(theirs, train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))[1], "PyTorch's hook")
+
+
+HOOK_CASES: dict[str, HookCase] = {
+    "two dtypes on the wire": mixed_dtypes,
+    "no hook: PyTorch's gradients": no_hook_matches_pytorch,
+    **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},
+    **{f"{name}: no host synchronisation": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
+    **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
+    **{
+        f"{name}: graphs give the bits of eager steps": partial(graphs_give_the_bits_of_eager_steps, name)
+        for name in GRAPHED
+    },
+    **{
+        case.__name__.replace("_", " "): case
+        for case in (
+            cast_hooks_match_the_mean,
+            no_flat_buffer_is_allocated,
+            two_collectives_of_a_bucket_stay_in_order,
+            scaled_cast_keeps_tiny_gradients,
+            powersgd_loses_nothing,
+            powersgd_survives_a_nonfinite_gradient,
+            powersgd_launches_a_dozen_kernels_for_each_bucket,
+            wrapped_hooks_of_pytorch_run,
+            emulated_link_takes_its_time_and_changes_no_bit,
+        )
+    },
+}

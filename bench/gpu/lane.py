@@ -1,0 +1,205 @@
+"""``python -m gradwire.bench.gpu smoke ranks sanitize bench`` tests and times gradwire on this machine's GPU.
+
+Stages, each under 9 minutes:
+    smoke      every kernel against its reference, and every hook over NCCL with one rank.
+    ranks      every hook over NCCL with two ranks that share the GPU.
+    sanitize   small kernel cases under compute-sanitizer, if it is found.
+    bench      times of kernels and hooks beside PyTorch's, and a table of them.
+
+Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
+ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
+interrupted stage resumes where it stopped. A stage starts no case after `STAGE_SECONDS` and lists those that remain.
+The exit status is 0 if no case failed and none remains.
+
+The tests of gradwire rehearse the same cases on the CPU, with stand-ins for a GPU that are not part of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire
+from gradwire.bench.gpu.hook_bench import HOOK_BENCHES
+from gradwire.bench.gpu.hook_cases import HOOK_CASES
+from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES
+from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
+from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.report import tables
+from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
+from gradwire.bench.gpu.worker import CASE_LIMIT, Case, Crew, Rehearse
+from gradwire.bench.record import provenance
+
+OUTPUT = Path("gpu_lane.jsonl")
+RANKS = {"smoke": 1, "ranks": 2, "sanitize": 1, "bench": 1}
+# After STAGE_SECONDS a stage starts no case; after STAGE_LIMIT it ends the one that runs.
+STAGE_SECONDS, STAGE_LIMIT = 510.0, 530.0
+# Facts that must be equal for an earlier pass to count.
+IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "rehearsal")
+
+
+def cases_of(stage: str) -> Mapping[str, Case]:
+    """A stage's cases by name; the case with two dtypes on the wire comes first."""
+    if stage == "ranks":
+        return HOOK_CASES
+    if stage == "sanitize":
+        return SANITIZER_CASES
+    if stage == "bench":
+        return {**KERNEL_BENCHES, **HOOK_BENCHES}
+    first = next(iter(HOOK_CASES))
+    return {first: HOOK_CASES[first], **KERNEL_CASES, **QUANTIZATION_CASES, **HOOK_CASES}
+
+
+def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:
+    """Provenance of a stage's records: machine, versions, date, and a digest of the code."""
+    rehearsal = rehearse is not None
+    code = [*map(Path, gradwire.__path__), *([Path(inspect.getfile(rehearse)).parent] if rehearse else [])]
+    device = torch.device("cpu") if rehearsal else torch.device("cuda", 0)
+    return {
+        **provenance(device, "gloo" if rehearsal else "nccl", torch.get_num_threads()),
+        "source": _source(code),
+        "triton": _triton(),
+        "cuda": torch.version.cuda,
+        "nccl": None if rehearsal else ".".join(map(str, torch.cuda.nccl.version())),
+        "rehearsal": rehearsal,
+        "stage": stage,
+        "ranks": RANKS[stage],
+    }
+
+
+def _source(folders: Sequence[Path]) -> str:
+    """A digest of the code in these folders, which changes where no version number does."""
+    digest = blake2b(digest_size=8)
+    for folder in sorted(folders):
+        for file in sorted(_modules(folder)):
+            digest.update(str(file.relative_to(folder)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    for path, _, names in os.walk(folder, followlinks=True):
+        yield from (Path(path, name) for name in names if name.endswith(".py"))
+
+
+def _triton() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def passed_before(output: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Records, by case, of those that have passed in the same stage with the same code, versions and device."""
+    if not output.exists():
+        return {}
+    wanted = {name: identity[name] for name in (*IDENTITY, "stage")}
+    passed = {}
+    for line in output.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the last line of a killed run
+        if record["status"] == "passed" and {name: record.get(name) for name in wanted} == wanted:
+            passed[record["case"]] = record
+    return passed
+
+
+def run_stage(
+    stage: str,
+    *,
+    rehearse: Rehearse | None = None,
+    output: Path = OUTPUT,
+    limit: float = CASE_LIMIT,
+    only: Sequence[str] = ("",),
+) -> list[str]:
+    """Run the cases of a stage that have not passed yet; returns the names of those that failed or remain.
+
+    Args:
+        stage: a key of `RANKS`.
+        rehearse: to run on the CPU, as `Crew` does.
+        output: file of JSON lines to append to.
+        limit: time limit of a case, in seconds.
+        only: run the cases whose name contains one of these.
+    """
+    start = time.monotonic()
+    identity = facts(stage, rehearse)
+    rehearsal = identity["rehearsal"]
+    cases = {name: case for name, case in cases_of(stage).items() if any(part in name for part in only)}
+    passed = passed_before(output, identity)
+    what = "REHEARSAL ON THE CPU, NOT ON A GPU" if rehearsal else identity["gpu"]
+    label = f"rehearsal {stage}" if rehearsal else stage
+    print(f"{label}: {len(cases)} cases, {RANKS[stage]} rank(s), {what}", flush=True)
+    counts = {"passed": 0, "skipped": 0, "failed": 0, "passed before": 0}
+    failed, remaining, measured = [], [], {}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a") as file, Crew(RANKS[stage], rehearse) as crew:
+        if file.tell() and not output.read_text().endswith("\n"):
+            file.write("\n")  # after the last line of a killed run
+        for number, (name, case) in enumerate(cases.items(), 1):
+            place = f"{label} {number}/{len(cases)}"
+            if name in passed:
+                counts["passed before"] += 1
+                measured[name] = passed[name].get("measured", ())
+                print(f"{place} passed before: {name}", flush=True)
+                continue
+            elapsed = time.monotonic() - start
+            if elapsed > STAGE_SECONDS:
+                remaining.append(name)
+                continue
+            outcome = crew.run(case, min(limit, STAGE_LIMIT - elapsed))
+            counts[outcome.status] += 1
+            record = {"case": name, "status": outcome.status, "seconds": round(outcome.seconds, 2)}
+            json.dump({**record, "text": outcome.text, "measured": list(outcome.measured), **identity}, file)
+            file.write("\n")
+            file.flush()
+            measured[name] = outcome.measured
+            reason = f" ({outcome.text})" if outcome.status == "skipped" else ""
+            print(f"{place} {outcome.status} in {outcome.seconds:.1f} s: {name}{reason}", flush=True)
+            if outcome.status == "failed":
+                failed.append(name)
+                print(outcome.text, flush=True)
+    for line in tables({name: rows for name, rows in measured.items() if rows}):
+        print(f"{label}: {line}", flush=True)
+    total = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    print(f"{label}: {total}; {what}; records in {output}", flush=True)
+    if remaining:
+        print(
+            f"{label}: {STAGE_SECONDS / 60:g} minutes are over, {len(remaining)} cases remain; run it again for them:"
+        )
+        print("\n".join(f"{label}: {name}" for name in remaining), flush=True)
+    return failed + remaining
+
+
+def main(arguments: Sequence[str] | None = None, rehearse: Rehearse | None = None) -> int:
+    """Run the stages on the command line, on the CPU with ``rehearse``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help=f"one or more of {', '.join(RANKS)}")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
+    parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds per case; default: %(default)g")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="only cases whose name contains TEXT; repeatable"
+    )
+    options = parser.parse_args(arguments)
+    if rehearse is None and not torch.cuda.is_available():
+        print(
+            "There is no CUDA device here. In a checkout, make gpu-rehearsal runs the cases on the CPU.",
+            file=sys.stderr,
+        )
+        return 2
+    open_cases = []
+    only = options.only or [""]
+    for stage in options.stages:
+        open_cases += run_stage(stage, rehearse=rehearse, output=options.output, limit=options.limit, only=only)
+    return 1 if open_cases else 0

@@ -1,0 +1,161 @@
+"""Cases of the GPU lane for quantisation: every wire format against the references, twice, with equal bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.gpu.checks import KernelCase, large_numel, name_of, same, skip_if_rehearsed
+from gradwire.kernels import (
+    WIRE_FORMATS,
+    BlockTable,
+    MessageLayout,
+    Rounding,
+    commit_errors,
+    commit_errors_reference,
+    dequantize,
+    dequantize_reference,
+    quantize,
+    quantize_reference,
+    random_key,
+    reduce_quantized,
+    reduce_quantized_reference,
+)
+
+WORLD_SIZE, RANK, PIECES = 3, 1, 2
+# Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
+SHAPES = ((4096,), (64, 128), (61, 67), (1,), (), (0, 5), (12289,))
+KERNELS = (quantize, reduce_quantized, dequantize, commit_errors)
+REFERENCES = (quantize_reference, reduce_quantized_reference, dequantize_reference, commit_errors_reference)
+
+
+def _gradients(dtype: torch.dtype, device: torch.device, offset: int, seed: int, bad: bool) -> list[Tensor]:
+    """Normal gradients of very different magnitudes, ``offset`` elements past an aligned address."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for k, shape in enumerate(SHAPES):
+        numel = int(torch.Size(shape).numel())
+        values = torch.randn(numel, generator=generator) * 10.0 ** (k - 3)
+        if numel > 100:
+            values[7], values[64:128] = 0, 0
+            if bad and seed == 0:
+                values[5] = torch.nan
+        buffer = torch.empty(offset + numel, dtype=dtype, device=device)
+        buffer[offset:] = values.to(dtype)
+        tensors.append(buffer[offset:].view(shape))
+    return tensors
+
+
+def both_shots(
+    wire: str,
+    dtype: torch.dtype,
+    error_dtype: torch.dtype | None,
+    stochastic: bool,
+    offset: int,
+    bad: bool,
+    device: torch.device,
+) -> None:
+    """Quantise the gradients of three ranks, reduce a shard of each, decode, and commit the errors."""
+    ranks = [_gradients(dtype, device, offset, seed, bad) for seed in range(WORLD_SIZE)]
+    keys = [random_key(0, str(k)) for k in range(len(SHAPES))]
+    table = BlockTable(ranks[0], 64, keys)
+    layout = MessageLayout([(WIRE_FORMATS[wire], table)], WORLD_SIZE, PIECES)
+    (section,) = layout.sections
+    step = torch.full((1,), 5, dtype=torch.int64, device=device)
+    # Blocks and cells may lack elements, which have no errors.
+    present = torch.zeros(table.numel, device=device)
+    for view in table.error_views(present):
+        view.fill_(1)
+    of_shard = torch.zeros(layout.shard_numel(section), device=device)
+    for piece, cell in enumerate(of_shard.split(section.blocks_per_cell * table.block_size)):
+        begin, end = (table.block_size * block for block in section.cell_blocks(piece * WORLD_SIZE + RANK))
+        cell[: end - begin] = present[begin:end]
+
+    def run(functions: tuple) -> list[Tensor]:  # type: ignore[type-arg]
+        quantizer, reducer, dequantizer, commit = functions
+        messages, memory = [], []
+
+        def errors_of(where: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
+            if error_dtype is None:
+                return None, None
+            generator = torch.Generator().manual_seed(seed)
+            errors = (where * (0.01 * torch.randn(len(where), generator=generator)).to(device)).to(error_dtype)
+            return errors, torch.full_like(errors, torch.nan)
+
+        for rank, tensors in enumerate(ranks):
+            message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+            errors, pending = errors_of(present, rank)
+            rounding = Rounding(step, rank, stochastic)
+            quantizer(tensors, section, message, scale=1 / 3, errors=errors, pending=pending, rounding=rounding)
+            messages.append(message)
+            memory += [pending] if pending is not None else []
+        received = torch.stack([message[:, RANK] for message in messages], 1).contiguous()
+        result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
+        errors, pending = errors_of(of_shard, 9)
+        reducer(
+            received,
+            section,
+            result,
+            rank=RANK,
+            errors=errors,
+            pending=pending,
+            rounding=Rounding(step, -1, stochastic),
+        )
+        gathered = result.unsqueeze(1).repeat(1, WORLD_SIZE, 1)  # as if all shards were this one
+        if errors is not None and pending is not None:
+            commit(gathered, pending, errors)
+            memory += [errors, pending]
+        targets = [torch.full_like(tensor, torch.nan) for tensor in ranks[0]]
+        dequantizer(gathered, section, targets)
+        return [*messages, result, *targets, *memory]
+
+    what = f"{wire} of {name_of(dtype)}"
+    for first, second, reference in zip(run(KERNELS), run(KERNELS), run(REFERENCES), strict=True):
+        same(first, second, f"{what}, run twice")
+        same(first, reference, what)
+
+
+def beyond_int32(device: torch.device) -> None:
+    """int4 codes of a gradient of more than 2^31 elements that are on its grid come back to the bit."""
+    numel = large_numel(device, 3)
+    gradient = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    for part in gradient.split(1 << 24):
+        part.copy_(torch.arange(len(part), device=device) % 15 - 7)
+    table = BlockTable([gradient], 64, [0])
+    layout = MessageLayout([(WIRE_FORMATS["int4"], table)], 1)
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+    quantize([gradient], layout.sections[0], message, scale=1.0)
+    target = torch.full_like(gradient, torch.nan)
+    dequantize(message, layout.sections[0], [target])
+    for part, expected in zip(target.split(1 << 24), gradient.split(1 << 24), strict=True):
+        same(part, expected, "the round trip")
+    skip_if_rehearsed(numel)
+
+
+def _label(wire: str, dtype: torch.dtype, error_dtype: torch.dtype | None, stochastic: bool, offset: int) -> str:
+    errors = "no errors" if error_dtype is None else f"errors in {name_of(error_dtype)}"
+    rounding = ", stochastic" if stochastic else ""
+    return f"quantise {name_of(dtype)} to {wire}, {errors}{rounding}{', unaligned' if offset else ''}"
+
+
+_VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, bool, int], ...] = (
+    (torch.float32, torch.float32, False, 0),
+    (torch.float32, torch.float32, False, 1),
+    (torch.float32, torch.bfloat16, True, 0),
+    (torch.bfloat16, None, False, 0),
+    (torch.float16, torch.float32, False, 1),
+)
+QUANTIZATION_CASES: dict[str, KernelCase] = {
+    **{
+        _label(wire, *variant): partial(both_shots, wire, *variant, False)
+        for wire in WIRE_FORMATS
+        for variant in _VARIANTS
+    },
+    **{
+        f"quantise NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
+        for wire in WIRE_FORMATS
+    },
+    "int4 of more than 2^31 elements": beyond_int32,
+}

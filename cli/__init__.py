@@ -1,0 +1,1 @@
+"""The ``gradwire`` command. May import every package of gradwire; no package imports it."""

@@ -1,0 +1,130 @@
+"""The commands of ``gradwire``: doctor, advise and demo. Those of ``gradwire bench`` are in `gradwire.cli.bench`."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import gradwire
+from gradwire.bench import demo as demo_bench
+from gradwire.bench import namespaces, network
+from gradwire.bench.tables import format_rate
+from gradwire.cli import doctor as doctor_command
+from gradwire.cli.advise import advise_command
+from gradwire.cli.bench import bench
+from gradwire.cli.command_runs import measured, report
+from gradwire.cli.options import (
+    MOST_SEED,
+    MOST_STEPS,
+    HooksOption,
+    LoopbackOption,
+    listed,
+    parse_hooks,
+    parse_rate,
+    refuse_beside,
+)
+from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
+
+app = typer.Typer(
+    help="Gradient compression for PyTorch data-parallel training: check, predict, demo and benchmark.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_DEMO_HOOKS = ", ".join(DEMO_HOOKS)
+_DEMO_CHOICES = {name: entry for name, entry in HOOKS.items() if name != "noop"}  # with noop, ranks drift apart
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gradwire {gradwire.__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of gradwire and torch, and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("doctor")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Check this installation: versions, devices, kernels, backends and environment; run a self-test of all hooks.
+
+    Takes a few seconds on a CPU. The exit status is 1 if a check failed.
+    """
+    raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
+
+
+app.command("advise")(advise_command)
+app.add_typer(bench, name="bench")
+
+
+@app.command(epilog=listed(_DEMO_CHOICES))
+def demo(
+    context: typer.Context,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
+    ] = Path("demo"),
+    processes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes (ranks) on this machine.")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Epochs to train with each hook.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed for initial weights and data order.")] = 0,
+    hooks: HooksOption = _DEMO_HOOKS,
+    rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
+    loopback: LoopbackOption = False,
+) -> None:
+    """Train a small network with each hook over a slow link; compare loss, accuracy and time.
+
+    The hosts are network namespaces of this machine, joined by rate-limited links. This needs root on Linux; otherwise
+    the demo trains over loopback, where sending less saves no time. Takes about 2 minutes.
+    """
+    if loopback:
+        refuse_beside(context, "--loopback", "rate")
+    names, link = parse_hooks(hooks, _DEMO_CHOICES), parse_rate(rate, "--rate")
+    obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
+    _make_folder(output)
+    if obstacle is None:
+        typer.echo(f"Training with {processes} processes over a {format_rate(link.name)} link, once with each hook.\n")
+    else:
+        typer.echo(
+            f"Training with {processes} processes over loopback ({obstacle}), where sending less saves no time.\n"
+            f"As root on Linux, gradwire demo trains over a {format_rate(link.name)} link. Most of a step is then\n"
+            "communication, so hooks that send less train faster.\n"
+        )
+        link = network.LOOPBACK
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    records = measured(
+        "gradwire demo",
+        partial(demo_bench.measure, names, link, processes, epochs, seed),
+        demo_bench.demo_device(processes, link),
+        threads,
+    )
+    from gradwire.bench.plots import draw_demo  # matplotlib takes a second to import
+
+    results, plot = output / "results.jsonl", output / "loss_vs_bytes.png"
+    draw_demo(records, plot)
+    typer.echo()
+    report(records, demo_bench.tables, results)
+    if obstacle is None:
+        typer.echo(f"{demo_bench.verdict(records)}\n")
+    typer.echo(f"Plot:    {plot}\nResults: {results}")
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}.", param_hint="--output") from None

@@ -1,0 +1,60 @@
+"""Runs of benchmark commands: provenance, clean interruption, printed tables and the output file."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+from gradwire.bench.launch import LaunchError
+from gradwire.bench.record import Measured, Record, provenance, save
+from gradwire.bench.tables import Table, print_tables
+from gradwire.bench.timing import BackgroundLoad, backend_of
+
+
+def measured(
+    command: str, measure: Callable[[], Measured], device: torch.device, threads: int = 1, program: str = "gradwire"
+) -> list[Record]:
+    """Records of a bench with their provenance; exits cleanly if it is interrupted or fails."""
+    ran = " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    facts = provenance(device, backend_of(device), threads) | {"command": ran}
+    load = BackgroundLoad()
+    with _stoppable(command, Console()):
+        outcome = measure()
+    return outcome.with_provenance(facts | {"background_cpu_load": load.busy_cpus()})
+
+
+def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[Table]], output: Path | None) -> None:
+    """Print the tables of records, and write the records to ``output``."""
+    print_tables(tables(records))
+    if output is not None:
+        save(records, output)
+
+
+@contextmanager
+def _stoppable(command: str, console: Console) -> Iterator[None]:
+    """End the command cleanly if it is interrupted or terminated, or if a worker fails."""
+    for end in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
+        signal.signal(end, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted.", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except LaunchError as error:
+        typer.echo(f"{error.log}\n{command}: {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        console.show_cursor()  # a stopped worker may have hidden it
+
+
+def _terminate(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)

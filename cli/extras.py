@@ -1,0 +1,15 @@
+"""Packages that the commands need and that are not dependencies of gradwire, by the extra that installs them."""
+
+import importlib.util
+import sys
+
+_CLI = ("rich", "typer")
+EXTRAS = {
+    "cli": _CLI,
+    "bench": ("matplotlib", "numpy", *_CLI, "sklearn", *(("pyroute2",) if sys.platform == "linux" else ())),
+}
+
+
+def missing_packages(extra: str) -> list[str]:
+    """The packages of an extra that are not installed, by their import names."""
+    return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]

@@ -1,0 +1,125 @@
+"""Options that several commands of ``gradwire`` share, and the parsing of their values."""
+
+import math
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELLED_MBIT, Rate
+from gradwire.planner.hook_registry import HookEntry
+
+# Upper bounds of options: beyond these, a run takes weeks, or a machine has not as many.
+MOST_STEPS = 1_000_000
+MOST_SEED = 2**32 - 1
+MOST_THREADS = 1024
+MOST_RANKS = 65_536
+
+HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, comma-separated.")]
+RanksOption = Annotated[
+    str | None,
+    typer.Option("--ranks", help="World sizes, comma-separated. Default: 1,2, or 1 on a machine with one GPU."),
+]
+LoopbackOption = Annotated[
+    bool, typer.Option("--loopback", help="Use loopback instead of a rate-limited link. Needs no root.")
+]
+HostsOption = Annotated[int, typer.Option(min=2, max=16, help="Number of hosts, one rank each.")]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuse, before the measurement, a file that cannot be written after it."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--output")
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise typer.BadParameter(
+            f"no permission to write to {path.parent}; choose another folder.", param_hint="--output"
+        )
+    return path
+
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", help="Write the results to this file as JSON lines.", dir_okay=False, callback=_in_a_folder
+    ),
+]
+
+
+def listed(hooks: dict[str, HookEntry]) -> str:
+    """A sentence with the names and descriptions of hooks, for the help."""
+    return f"Available hooks: {', '.join(f'{name} ({entry.description})' for name, entry in hooks.items())}."
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Split ``text`` at commas; repeated parts count once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
+    """Parse a comma-separated list of ``choices``."""
+    names = parse_list(text)
+    unknown = [name for name in names if name not in choices]
+    if unknown:
+        raise typer.BadParameter(
+            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(choices)}.", param_hint=option
+        )
+    return names
+
+
+def parse_choice(text: str, choices: Collection[str], option: str) -> str:
+    """Parse a single choice among ``choices``."""
+    names = parse_choices(text, choices, option)
+    if len(names) > 1:
+        raise typer.BadParameter(
+            f"expected one, got {len(names)}: {text!r}. Run the command once for each.", param_hint=option
+        )
+    return names[0]
+
+
+def parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
+    """Parse names of hooks."""
+    return parse_choices(text, choices, "--hooks")
+
+
+def parse_ranks(text: str | None, device: torch.device) -> list[int]:
+    """Parse world sizes: by default 1 and 2; on GPUs at most one rank per GPU."""
+    most = torch.cuda.device_count() if device.type == "cuda" else 16
+    choices = [str(count) for count in range(1, most + 1)]
+    asked = text if text is not None else ",".join(choices[:2])
+    return [int(count) for count in parse_choices(asked, choices, "--ranks")]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Parse sizes in MiB."""
+    sizes = parse_list(text)
+    wrong = [size for size in sizes if re.fullmatch("[1-9][0-9]{0,5}", size) is None]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB from 1 to 999999.", param_hint="--sizes")
+    return [int(size) for size in sizes]
+
+
+def finite(number: float | None) -> float | None:
+    """The callback of options that are floats: in older versions of typer, NaN is in every range."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number.")
+    return number
+
+
+def parse_rate(text: str, option: str, *, is_modelled: bool = False) -> Rate:
+    """Parse the rate of a link: of an interface, or, if ``is_modelled``, of a link that is only computed."""
+    try:
+        return Rate.parse(text, MOST_MODELLED_MBIT if is_modelled else MOST_LIMITED_MBIT)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.", param_hint=option) from None
+
+
+def refuse_beside(context: typer.Context, option: str, *others: str) -> None:
+    """Refuse ``others`` on the command line, because ``option`` sets their values."""
+    sources = {name: context.get_parameter_source(name) for name in others}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise typer.BadParameter(f"already sets --{given[0]}; use only one of the two.", param_hint=option)

@@ -1,0 +1,81 @@
+"""Self-test of ``gradwire doctor``: every hook on two ranks, and every family of kernels on a GPU.
+
+`check_hooks` starts two processes that train a small model with each hook over gloo on the CPU. Each hook's gradients
+are compared with their plain mean over the ranks, as before a benchmark. `check_kernels` runs the Triton kernels of
+each family against their references in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.bench import launch
+from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, NARROW, Implementation, make_batch
+from gradwire.bench.record import STEP_MS, Record, percentiles_ms
+from gradwire.planner.hook_registry import HOOKS
+
+RANKS = 2
+TIMEOUT_S = 60
+
+# The case of each family of kernels, by its name in the GPU lane.
+KERNELS = {
+    "flattening": "flatten and unflatten float32, aligned",
+    "delayed scaling": "delayed scaling",
+    "low-rank passes": "low-rank passes, float32, rank 4, aligned",
+    "orthogonalization": "orthogonalize, rank 4",
+    "column norms": "warm start, rank 4",
+    "quantization": "quantise float32 to int4, errors in float32",
+}
+
+
+def check_hooks() -> list[Record]:
+    """Train with each hook on two processes; returns a record with the step time of each hook.
+
+    Raises:
+        LaunchError: a hook's gradients are wrong, or a process failed.
+    """
+    return launch.run("gradwire.cli.self_test", {"threads": 1, "timeout_s": TIMEOUT_S}, RANKS)
+
+
+def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """One rank of `check_hooks`. Raises RuntimeError if a hook's gradients are wrong."""
+    records = []
+    for hook in HOOKS:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(NARROW, 256, bias=False), nn.Linear(256, 128, bias=False))
+        implementation = Implementation(hook, GRADWIRE, device, model=model)
+        steps = range(FIRST_COMPRESSED + 1)
+        seconds = [implementation.step(make_batch(step, dist.get_rank(), device)) for step in steps]
+        implementation.check(make_batch(len(steps), dist.get_rank(), device))
+        case = {"hook": hook}
+        times = percentiles_ms(seconds[1:])
+        records.append(
+            Record(bench="self_test", case=case, implementation=GRADWIRE, ranks=RANKS, metric=STEP_MS, **times)
+        )
+    return records
+
+
+def check_kernels(family: str, device: torch.device) -> None:
+    """Run a family's Triton kernels on ``device`` twice, and compare the results with each other and the reference.
+
+    Args:
+        family: a key of `KERNELS`.
+        device: a GPU.
+
+    Raises:
+        AssertionError: a result is wrong.
+        RuntimeError: a kernel cannot be compiled or launched.
+    """
+    from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
+    from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+
+    case = {**KERNEL_CASES, **QUANTIZATION_CASES}[KERNELS[family]]
+    case(device)
+
+
+if __name__ == "__main__":
+    launch.work(main)

@@ -1,0 +1,1 @@
+"""Developers' tools: compiled kernels, a model of their times, pages from results, comparison of results."""

@@ -1,0 +1,130 @@
+"""``python -m tools.pages``: tables and plots of README and docs, from the results in bench/results and nothing else.
+
+A page marks the place of a table by a pair of comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; the text
+between them is replaced. `TABLES` lists the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.bench import report
+from gradwire.bench.plots import DRAWINGS
+from gradwire.bench.record import Record, RecordError, load, replacing, unique
+from gradwire.bench.tables import Table, machine_line
+from tools import compiled, page_tables
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/choosing-a-hook.md",
+    "docs/quantization.md",
+    "docs/auto-hook.md",
+    "docs/advise.md",
+    "docs/telemetry.md",
+    "docs/compiled-kernels.md",
+)
+PLOTS = "docs/plots"
+Results = dict[str, list[Record]]  # by the name of their file
+
+# By name: the results files, and the function of their records.
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
+    **{name: ((name,), report.TABLES[name]) for name in report.TABLES if name != "converge"},
+    "converge_digits": (("converge_digits",), report.TABLES["converge"]),
+    "converge_text": (("converge_text",), report.TABLES["converge"]),
+    "choice": (("network", "converge_text"), page_tables.hooks),
+    "wires": (("converge_text", "rounding"), page_tables.wire_formats),
+    "compiled": (("compiled",), compiled.tables),
+}
+
+
+class PageError(Exception):
+    """A page asks for a table that does not exist."""
+
+
+def write_pages(root: Path) -> list[Path]:
+    """Fill in the pages and draw the plots of a checkout; returns the files written.
+
+    Raises:
+        PageError: a page names an unknown table, or the results for it are missing or not a bench's.
+    """
+    results = load_all(root / "bench" / "results")
+    pages = {root / name: fill((root / name).read_text(), results) for name in PAGES}
+    for path, text in pages.items():
+        with replacing(path) as partial:
+            partial.write_text(text)
+    written = list(pages)
+    folder = root / PLOTS
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, records in results.items():
+        if records[0].bench in DRAWINGS:
+            DRAWINGS[records[0].bench](records, folder / f"{name}.png")
+            written.append(folder / f"{name}.png")
+    return written
+
+
+def load_all(folder: Path) -> Results:
+    """The results of each bench. Raises PageError if a file is not a bench's."""
+    try:
+        return {path.stem: load(path) for path in sorted(folder.glob("*.jsonl"))}
+    except RecordError as error:
+        raise PageError(f"{error}. Run that bench again, or delete the file.") from error
+
+
+def fill(page: str, results: Results) -> str:
+    """The page with every table generated anew. Raises PageError like `write_pages`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        name = match["name"]
+        files, tables = TABLES.get(name, ((name,), None))
+        missing = [f"bench/results/{file}.jsonl" for file in files if file not in results]
+        if tables is None or missing:
+            raise PageError(f"There is no table {name!r}, or no {' and no '.join(missing)} for it. Run that bench.")
+        found = [results[file] for file in files]
+        sources = "\n".join(source(records[0]) for records in found)
+        return f"<!-- begin {name} -->\n{to_markdown(tables(*found))}\n{sources}<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)
+
+
+def to_markdown(tables: Sequence[Table]) -> str:
+    """Tables for a page, each under its title, with the notes of all below the last."""
+    parts = []
+    for table in tables:
+        rule = ["---", *("---:" for _ in table.headers[1:])]
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in (table.headers, rule, *table.rows))
+        parts.append(f"**{table.title}**\n\n{lines}")
+    notes = [f"- {note[0].upper()}{note[1:]}.\n" for note in unique(note for table in tables for note in table.notes)]
+    return "\n".join([*parts, "".join(notes)] if notes else parts)
+
+
+def source(record: Record) -> str:
+    """Command, commit and machine of a measurement, as a line of Markdown."""
+    facts = record.provenance
+    name, _, changes = (facts["commit"] or "").partition("-")
+    commit = f", commit {name[:10]}{' with local changes' if changes else ''}" if name else ""
+    return f"`{facts['command']}`{commit}. {machine_line(facts)}.\n"
+
+
+@app.command()
+def main(
+    root: Annotated[Path, typer.Argument(help="Checkout with bench/results, README.md and docs/.")] = Path(),
+) -> None:
+    """Generate the tables and plots in README.md and docs/ from bench/results."""
+    try:
+        for path in write_pages(root):
+            typer.echo(path)
+    except (PageError, OSError) as error:
+        typer.echo(f"tools.pages: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app()
