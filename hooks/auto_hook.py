@@ -18,7 +18,7 @@ from gradwire.hooks._parameter_names import parameter_names, plain_name
 from gradwire.hooks._reduce_bucket import agree, bucket_device
 from gradwire.hooks._state_validation import check_auto_state
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import HookState, communication_hook
+from gradwire.hooks.hook_state import HookState, hook_for
 from gradwire.kernels import is_capturing
 
 __all__ = ["AutoState", "auto_hook"]
@@ -388,7 +388,7 @@ async def _largest(times: Tensor, transport: Transport) -> None:
     await transport.all_reduce_max(times)
 
 
-@communication_hook(AutoState)
+@hook_for(AutoState)
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients: time the candidates in the first steps, then use the fastest per bucket.
 

@@ -28,7 +28,7 @@ from gradwire.hooks._types import GradBucket, StepBoundary
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout, layout_in_dtype, memory_order
 
-__all__ = ["HookState", "Memory", "Step", "communication_hook"]
+__all__ = ["HookState", "Memory", "Step", "hook_for"]
 
 # How long a rank waits for the others. Short for `state_dict`: a rank that waits is probably the only one to call it.
 STATE_DICT_TIMEOUT = timedelta(seconds=10)
@@ -108,7 +108,7 @@ class Step(NamedTuple):
 Algorithm = Callable[[Step], Awaitable[None]]
 
 
-def communication_hook(kind: type["HookState"]) -> Callable[[Hook], Hook]:
+def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     """Decorate a hook ``hook(state, bucket)`` that calls ``state.run``, for states of type ``kind``.
 
     The hook reads and writes gradients in place on gradwire's DDP. It raises TypeError for another state.

@@ -16,12 +16,12 @@ from gradwire.hooks._arguments import ddp_hook, needs_state
 from gradwire.hooks._powersgd_options import PowerSGDOptions
 from gradwire.hooks._powersgd_state import PowerSGDState
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import Step, communication_hook
+from gradwire.hooks.hook_state import Step, hook_for
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 
-@communication_hook(PowerSGDState)
+@hook_for(PowerSGDState)
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients, approximating each matrix at rank r, with error feedback.
 

@@ -15,7 +15,7 @@ from gradwire.hooks._quantization_state import QuantizationState, check_block_si
 from gradwire.hooks._reduce_bucket import zero_copy
 from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import Step, communication_hook
+from gradwire.hooks.hook_state import Step, hook_for
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
@@ -24,7 +24,7 @@ _PER_TENSOR = HookSettings("quantization_pertensor_hook")
 _PER_CHANNEL: dict[int, HookSettings] = {}  # by block size
 
 
-@communication_hook(QuantizationState)
+@hook_for(QuantizationState)
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 1 to 16 bits per element, with error feedback.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.hooks._state_validation import MAX_COUNT, check_scaled_cast_state
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import HookState, Step, communication_hook
+from gradwire.hooks.hook_state import HookState, Step, hook_for
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -201,7 +201,7 @@ class ScaledCastState(HookState):
         self.load_state_dict(state["state"])
 
 
-@communication_hook(ScaledCastState)
+@hook_for(ScaledCastState)
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bits, scaled by a power of two that follows the previous step.
 

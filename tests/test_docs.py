@@ -173,6 +173,12 @@ def test_overview_lists_every_public_hook():
     assert {name for name in public if f"{name}`" not in table} == set()
 
 
+def test_compressor_of_the_guide_is_the_example():
+    page, program = (ROOT / "docs" / "writing-a-hook.md").read_text(), (ROOT / "examples" / "topk_hook.py").read_text()
+    (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert code.partition("@dataclass")[2].strip() in program
+
+
 def test_api_reference_has_every_public_name():
     reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]

@@ -56,7 +56,7 @@ def run(block, names):
         ("16-bit.md", 4),
         ("powersgd.md", 3),
         ("quantization.md", 3),
-        ("writing-a-hook.md", 6),
+        ("writing-a-hook.md", 8),
     ],
 )
 def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, page, blocks):

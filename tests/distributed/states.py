@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from training import SMALL, WRAPPERS, build, register
+from training import SMALL, WRAPPERS, build, register, topk
 
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -37,6 +37,7 @@ FEEDBACK = {
     "batched_powersgd": _powersgd(batched_powerSGD_hook),
     "int4": _int4(),
     "auto": _auto,
+    "topk": lambda group, _: (topk.TopKState(group, density=0.25, start_iter=START), topk.topk_hook),
 }
 STATES = FEEDBACK | {"scaled_fp16": lambda group, _: (ScaledCastState(group), scaled_cast_hook)}
 

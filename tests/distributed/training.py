@@ -1,8 +1,11 @@
 """Training a few steps behind either DDP, and the list of hooks that every law is tested with."""
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,11 @@ from gradwire.hooks import (
     quantization_hooks,
     scaled_cast_hooks,
 )
+
+# The compressor of the guide, by the name under which it is pickled.
+_spec = spec_from_file_location("topk_hook", Path(__file__).parents[2] / "examples" / "topk_hook.py")
+topk = sys.modules["topk_hook"] = module_from_spec(_spec)
+_spec.loader.exec_module(topk)
 
 WRAPPERS = {"pytorch": torch.nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
 
@@ -65,6 +73,7 @@ HOOKS = {
     "powersgd_alternating": _power_sgd(lambda: powerSGD_hook.powerSGD_hook, alternating=True),
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
 }
+HOOKS["topk"] = lambda group: (topk.TopKState(group, density=0.25), topk.topk_hook)
 NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
 # Plain for two steps, measures for four, and chooses.
 AUTO = {

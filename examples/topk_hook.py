@@ -1,0 +1,72 @@
+"""A compressor of your own: top-k with error feedback, which sends the largest elements of a bucket and keeps the rest.
+
+Run it with torchrun --nproc-per-node 2 examples/topk_hook.py
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradwire import DistributedDataParallel
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
+
+
+@dataclass(frozen=True)
+class TopKOptions:
+    density: float = 0.01  # the part of the elements to send
+    start_iter: int = 2  # plain steps before the first compressed one
+
+
+class TopKState(HookState):
+    memory = {"errors": Memory(merge="sum")}
+
+    def __init__(self, process_group=None, **options):
+        super().__init__("topk_hook", process_group, TopKOptions(**options))
+
+
+@hook_for(TopKState)
+def topk_hook(state, bucket):
+    return state.run(bucket, lambda step: topk_all_reduce(step, state.options.density))
+
+
+async def topk_all_reduce(step: Step, density: float) -> None:
+    world_size, errors = step.transport.world_size, step.memory["errors"]
+    share = torch.cat([gradient.flatten().float() for gradient in step.gradients]) / world_size
+    total = share + torch.cat([error.flatten().float() for error in errors])
+    indices = total.abs().topk(max(1, int(density * total.numel()))).indices
+    message = torch.cat([indices.int().view(torch.uint8), total[indices].view(torch.uint8)])
+    gathered = message.new_empty(1, world_size, message.numel())
+    await step.transport.all_gather(gathered, message[None])
+    result = torch.zeros_like(total)
+    for received in gathered[0]:  # in the order of the ranks, so all ranks get the same bits
+        their_indices, their_values = received.chunk(2)
+        result.index_add_(0, their_indices.view(torch.int32), their_values.view(torch.float32))
+    is_finite = result.isfinite().all()  # on all ranks or on none
+    unsent = total.index_fill(0, indices, 0)
+    sizes = [error.numel() for error in errors]
+    for error, values in zip(errors, unsent.split(sizes), strict=True):
+        error.copy_(torch.where(is_finite, values.view_as(error), error))
+    for target, values in zip(step.results, result.split(sizes), strict=True):
+        target.copy_(values.view_as(target))
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
+    model.register_comm_hook(TopKState(density=0.05), topk_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(1, 101):
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step % 25 == 0 and dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
