@@ -49,12 +49,12 @@ class ModelBucket(Protocol):
     """What gradwire's buckets, and copies of them, know of their DistributedDataParallel.
 
     Attributes:
-        process_group: its ranks.
+        process_group: its ranks; None before the reducer launches the bucket.
         hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
         model_parameters: all parameters that it averages.
     """
 
-    process_group: dist.ProcessGroup
+    process_group: dist.ProcessGroup | None
     hook_has_groups: bool
     model_parameters: Sequence[torch.Tensor]
 
@@ -193,12 +193,15 @@ def agree(
 
 def _group_of(bucket: ModelBucket, chosen: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The process group that a hook on gradwire's DistributedDataParallel uses."""
-    if chosen is None or chosen is bucket.process_group or not is_initialized_group(chosen):
-        return bucket.process_group
+    own = bucket.process_group
+    if own is None:  # no reducer has launched it
+        return chosen or default_group()
+    if chosen is None or chosen is own or not is_initialized_group(chosen):
+        return own
     if bucket.hook_has_groups:
         return chosen
-    check_same_ranks(chosen, bucket.process_group, "hook's process group")
-    return bucket.process_group
+    check_same_ranks(chosen, own, "hook's process group")
+    return own
 
 
 def _parameters_in_pytorchs_ddp(

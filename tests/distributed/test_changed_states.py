@@ -281,7 +281,7 @@ def load_errors(change, hook):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("other names", "entries of the error memory are of parameters that this model does not have"),
+        ("other names", "entries of the error memory belong to parameters that this model does not have"),
         ("too large", "1e+300"),
     ],
 )
