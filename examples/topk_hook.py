@@ -4,6 +4,7 @@ Run it with torchrun --nproc-per-node 2 examples/topk_hook.py
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,16 @@ from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 
 @dataclass(frozen=True)
 class TopKOptions:
+    """How much to send, and from which step on."""
+
     density: float = 0.01  # the part of the elements to send
     start_iter: int = 2  # plain steps before the first compressed one
 
 
 class TopKState(HookState):
-    memory = {"errors": Memory(merge="sum")}
+    """The options of `topk_hook`, and what it has not sent yet."""
+
+    memory: ClassVar = {"errors": Memory(merge="sum")}
 
     def __init__(self, process_group=None, **options):
         super().__init__("topk_hook", process_group, TopKOptions(**options))
@@ -27,10 +32,12 @@ class TopKState(HookState):
 
 @hook_for(TopKState)
 def topk_hook(state, bucket):
+    """Average a bucket: the largest elements of each rank."""
     return state.run(bucket, lambda step: topk_all_reduce(step, state.options.density))
 
 
 async def topk_all_reduce(step: Step, density: float) -> None:
+    """Send the indices and values of the largest elements of gradient and error, and add up those of all ranks."""
     world_size, errors = step.transport.world_size, step.memory["errors"]
     share = torch.cat([gradient.flatten().float() for gradient in step.gradients]) / world_size
     total = share + torch.cat([error.flatten().float() for error in errors])
@@ -52,6 +59,7 @@ async def topk_all_reduce(step: Step, density: float) -> None:
 
 
 def main():
+    """Train a model to copy its input."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import NoReturn
 
 import torch
@@ -19,6 +21,8 @@ __all__ = ["BucketBase", "BucketSpec", "DenseBucket", "TakeBack"]
 
 # Called with a parameter's name and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], None]
+
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,9 +296,10 @@ class DenseBucket(BucketBase):
             assert self._buffer is not None
             self.point_gradients_at_buffer()
             results = self._views(self._buffer)
-        for i, (parameter, result) in enumerate(zip(self._parameters, results, strict=True)):
-            grad = parameter.grad
-            if grad is result or i in dropped:
+        grads = list(map(_grad_of, self._parameters))
+        for i in compress(range(len(grads)), map(is_not, grads, results)):  # usually none
+            parameter, grad, result = self._parameters[i], grads[i], results[i]
+            if i in dropped:
                 continue
             if grad is None:
                 parameter.grad = result

@@ -92,17 +92,18 @@ def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
         return bool(others == 0)
     base = incoming._base
     # The base is held by ``incoming`` and by its Python object, which nobody else holds.
-    is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _ONE_REFERENCE  # type: ignore[attr-defined]
+    is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _OWN_BASE  # type: ignore[attr-defined]
     return bool(others == 1 + is_base_theirs)
 
 
-def _count_of_one_reference() -> int:
-    """What ``sys.getrefcount`` says of an object that one local variable holds; it depends on the version of Python."""
-    local = object()
-    return sys.getrefcount(local)
+def _count_of_own_base() -> int:
+    """What ``sys.getrefcount`` says of the base of a view that nobody else holds; it depends on Python and PyTorch."""
+    view = torch.empty(2, 2, device="cpu").t()
+    base = view._base
+    return sys.getrefcount(base)
 
 
-_ONE_REFERENCE = _count_of_one_reference()
+_OWN_BASE = _count_of_own_base()
 
 
 def assign_buckets(

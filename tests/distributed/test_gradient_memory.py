@@ -8,6 +8,7 @@ before autograd reads on.
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from support.rehearsal import gpu_on_cpu, register_backend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import HOOKS, SMALLEST, WRAPPERS, gradients, register
+
+from gradwire.reducer import torch_internals
 
 WIDTH, ROWS = 4, 3
 STEPS = 3
@@ -385,3 +388,45 @@ def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(worlds, h
     for theirs, *ours in worlds(2).run(replaced_gradients_of_both, how=how, hook=hook):
         for seen in ours:
             assert_same_bits(seen, theirs)
+
+
+class Ordinary(nn.Module):
+    """Layers whose gradients are their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.recurrent = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, words):
+        x = self.conv(self.table(words).transpose(1, 2)).transpose(1, 2)
+        x = x + self.attention(self.norm(x), x, x)[0]
+        return self.head(self.recurrent(x)[0]).square().mean()
+
+
+def count_own_gradients(cap):
+    """For every gradient that a bucket took: whether it is its own."""
+    ddp, owned = WRAPPERS["gradwire"](Ordinary(), bucket_cap_mb=cap), []
+    register(ddp, "fp16")
+    owns_memory = torch_internals.owns_memory
+
+    def observed(*arguments):
+        owned.append(owns_memory(*arguments))
+        return owned[-1]
+
+    with mock.patch.object(torch_internals, "owns_memory", observed):
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(torch.arange(20).view(2, 10) % 10).backward()
+    return owned, len(list(ddp.parameters()))
+
+
+@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
+def test_gradients_of_ordinary_layers_are_not_copied(worlds, cap):
+    # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
+    for owned, n_parameters in worlds(2).run(count_own_gradients, cap=cap):
+        assert owned == [True] * 4 * n_parameters
