@@ -18,6 +18,7 @@ MODULES = [
     "auto_hook",
     "debugging_hooks",
     "default_hooks",
+    "hook_state",
     "powerSGD_hook",
     "quantization_hooks",
     "scaled_cast_hooks",
