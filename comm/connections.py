@@ -221,9 +221,8 @@ class Connections:
         for executor in self._executors.values():
             executor.close(EXIT_TIMEOUT_SECONDS)
         if self._transports and not threading.main_thread().is_alive():
-            time.sleep(
-                0.05
-            )  # in which gloo's threads call back what has failed; afterwards they would abort the process
+            # Meanwhile gloo's threads call back what has failed; afterwards they would abort the process.
+            time.sleep(0.05)
         self._executors, self._transports = {}, {}
 
     def _abandon(self) -> None:

@@ -248,7 +248,7 @@ class _Worker:
                 run.works = self._transport.start(run.steps.send(None), self._later)
             # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
             run.messages = collect_all([work.get_future() for work in run.works])
-            run.messages.add_done_callback(self._wake)
+            run.messages.add_done_callback(partial(_wake, self.events))
             self._n_awaited += 1
         except StopIteration as end:
             run.complete = partial(run.future.set_result, end.value)
@@ -266,8 +266,13 @@ class _Worker:
         run.works = []
         run.complete = partial(run.future.set_exception, error)
 
-    def _wake(self, _: object) -> None:
-        self.events.put(_Event.DONE)
+
+def _wake(events: _Events, _: object) -> None:
+    """Report that a collective is done. A collective that gloo has forgotten keeps this callback: it must hold no more.
+
+    With the worker it would hold the error, its frames and so the main module, whose files Python then never closes.
+    """
+    events.put(_Event.DONE)
 
 
 def _with_traceback_as_text(error: Exception) -> Exception:

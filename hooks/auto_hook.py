@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradwire.comm import Transport, executor_for
 from gradwire.compress._options import check_whole_number
-from gradwire.hooks._arguments import check_process_group
 from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
 from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
 from gradwire.hooks._handshake import digest
@@ -87,15 +86,7 @@ class AutoState(HookState):
         self._first_trial = FIRST_STEPS  # the step of the first measurement
         self._checks_plan = True  # whether the plan must be compared with the model
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over, with every method; None for the model's."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        check_process_group(process_group)
-        self._process_group, self.follows_model = process_group, False
+    def _pass_on(self, process_group: dist.ProcessGroup | None) -> None:
         for exchange in (*self._exchanges.values(), *(trial.exchange for trial in self._trials)):
             exchange.state.process_group = process_group
 

@@ -170,6 +170,10 @@ class HookState(Observed, HookSettings):
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_process_group(process_group)
         self._process_group, self.follows_model = process_group, False
+        self._pass_on(process_group)
+
+    def _pass_on(self, process_group: dist.ProcessGroup | None) -> None:
+        """Assign a new process group to the states that this one consists of."""
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -291,18 +291,16 @@ class DenseBucket(BucketBase):
 
     def _hand_over(self, dropped: Collection[int]) -> None:
         """Make the results the parameters' gradients, whatever a hook has assigned to ``.grad`` since `collect`."""
-        results = self._grads
         if self.as_view:
-            assert self._buffer is not None
-            self.point_gradients_at_buffer()
-            results = self._views(self._buffer)
+            self.point_gradients_at_buffer(dropped)
+            return
         grads = list(map(_grad_of, self._parameters))
-        for i in compress(range(len(grads)), map(is_not, grads, results)):  # usually none
-            parameter, grad, result = self._parameters[i], grads[i], results[i]
+        for i in compress(range(len(grads)), map(is_not, grads, self._grads)):  # usually none
+            grad, result = grads[i], self._grads[i]
             if i in dropped:
                 continue
             if grad is None:
-                parameter.grad = result
+                self._parameters[i].grad = result
             elif grad.data_ptr() != result.data_ptr():
                 grad.copy_(result)
 
@@ -351,11 +349,16 @@ class DenseBucket(BucketBase):
     def _free_buffer(self) -> None:
         self._buffer, self._flat_table = None, None
 
-    def point_gradients_at_buffer(self) -> None:
-        """Make every defined ``.grad`` a view of the buffer, which holds its values."""
+    def point_gradients_at_buffer(self, optional: Collection[int]) -> None:
+        """Make every ``.grad`` a view of the buffer, which holds its values.
+
+        Args:
+            optional: positions of the parameters whose ``.grad``, if undefined, stays so.
+        """
         assert self._buffer is not None
-        for parameter, view in zip(self._parameters, self._views(self._buffer), strict=True):
-            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+        for i, (parameter, view) in enumerate(zip(self._parameters, self._views(self._buffer), strict=True)):
+            grad = parameter.grad
+            if i not in optional if grad is None else grad.data_ptr() != view.data_ptr():
                 parameter.grad = view
 
     def adopt_gradients(self) -> None:
@@ -364,7 +367,7 @@ class DenseBucket(BucketBase):
         for parameter, view in zip(self._parameters, self._views(buffer), strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
-        self.point_gradients_at_buffer()
+        self.point_gradients_at_buffer(range(len(self._parameters)))
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shapes, strides and dtype of the gradients."""
