@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import CaseFailed
-from worker import join_group, leave_group
+
+from tests.support.harness import CaseFailed
+from tests.support.worker import join_group, leave_group
 
 
 def sum_of_ranks(offset):
