@@ -1,8 +1,8 @@
 """Worlds: worker processes that stay alive between tests and run, on every rank, the cases they are sent.
 
-A case is a plain function at the top level of a test module; `World.run` names it to the workers, which load that file
-by its path, call the function with the given arguments, and send back what it returns. The workers are one gloo group,
-found through a file, so a case uses ``torch.distributed`` as any training script does.
+A case is a plain function at the top level of a test module; `World.run` names it to the workers, which import that
+module, call the function with the given arguments, and send back its result. The workers are one gloo group, found
+through a file, so a case uses ``torch.distributed`` as any training script does.
 
 Workers are forked from a server process that has imported torch and gradwire, so a world costs little to start.
 
