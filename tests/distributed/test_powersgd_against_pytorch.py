@@ -41,7 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import SMALLEST, WRAPPERS, register
 from worker import join_group
 
-from gradwire.comm import collectives
+from gradwire.comm import transport
 from gradwire.hooks import powerSGD_hook as ours
 
 outcomes = {}
@@ -501,7 +501,7 @@ def lifetimes(library, values):
     state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     ddp = wrapped(values[0][0])
     register(ddp, (state, module.powerSGD_hook))
-    module_of, name = {"ours": (collectives, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
+    module_of, name = {"ours": (transport, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
     all_reduce = getattr(module_of, name)
     seen = []
 
