@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
-from gradwire.comm import collectives
+from gradwire.comm import transport
 
 LATENCY = 20e-6  # seconds per message
 _CALIBRATION = 100_000_000  # cycles: tens of milliseconds
@@ -96,5 +96,5 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
         for name in ("all_to_all", "all_gather"):
-            patches.enter_context(mock.patch.object(collectives, name, shot(getattr(collectives, name))))
+            patches.enter_context(mock.patch.object(transport, name, shot(getattr(transport, name))))
         yield

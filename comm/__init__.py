@@ -3,19 +3,18 @@
 This package imports neither kernels nor hooks.
 """
 
-from gradwire.comm.collectives import Collective
 from gradwire.comm.connections import Connections, connections_of, executor_for
-from gradwire.comm.executor import Executor
-from gradwire.comm.profiling import in_ranges
+from gradwire.comm.executor import Executor, Workspace
 from gradwire.comm.transport import (
+    Collective,
     GroupTransport,
     LocalTransport,
     Steps,
     Transport,
+    in_ranges,
     run_algorithm,
     wait_for,
 )
-from gradwire.comm.workspace import Workspace
 
 __all__ = [
     "Collective",

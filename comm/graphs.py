@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradwire.comm.collectives import Collective
-from gradwire.comm.transport import Steps
+from gradwire.comm.transport import Collective, Steps
 
 # Eager steps before a capture. Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from gradwire.comm.executor import CLOSED, Executor, Task
+from gradwire.comm.executor import CLOSED, Executor, Task, Workspace
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import GroupTransport, Steps
-from gradwire.comm.workspace import Workspace
 
 HIGH_PRIORITY = -1  # so that the few kernels of a hook do not queue behind those of the backward
 MAX_TASKS_IN_FLIGHT = 2  # the one that waits at its first collective, and the one after it
@@ -142,7 +141,7 @@ class _Run:
     Attributes:
         steps: its coroutine.
         future: its result.
-        collective_done: recorded behind the collective that it awaits; None before the first one.
+        collective_done: recorded after the collective that it awaits; None before the first one.
         is_done: whether the future was completed.
     """
 

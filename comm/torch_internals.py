@@ -44,9 +44,11 @@ with private_names():
     )
 
     _engine: Any = torch.autograd.Variable._execution_engine
+    # The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant one has its own.
+    current_backward: Callable[[], int] = torch._C._current_graph_task_id
+    # Calls a function at the end of the running backward, after those that were queued before.
+    queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
     _METHODS = (
-        _engine.queue_callback,
-        torch._C._current_graph_task_id,
         dist.ProcessGroup._allgather_base,
         dist.ProcessGroup._device_types,
         dist.ProcessGroup._get_backend,
@@ -75,16 +77,6 @@ __all__ = [
 NO_BACKWARD = -1
 
 
-def current_backward() -> int:
-    """The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant one has its own."""
-    return torch._C._current_graph_task_id()
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the running backward, after those that were queued before."""
-    _engine.queue_callback(callback)
-
-
 def default_group() -> dist.ProcessGroup:
     """The default process group.
 
@@ -95,7 +87,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def is_initialized_group(group: dist.ProcessGroup) -> bool:
-    """Whether PyTorch knows ``group``: it was initialised here and not destroyed."""
+    """Whether PyTorch knows ``group``: it was initialized here and not destroyed."""
     return group in _world.pg_map
 
 

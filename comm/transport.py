@@ -1,4 +1,4 @@
-"""Transports run the collectives that algorithms await.
+"""Collectives that algorithms await, and the transports that issue them.
 
 An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no
 process group, so the same function runs on a GPU's side stream, in a CPU's worker thread, and in a
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from types import coroutine
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,17 +21,166 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm.collectives import AllGather, AllReduce, AllToAll, Collective, SparseTurn, broadcast
 from gradwire.comm.groups import destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
+from gradwire.comm.torch_internals import all_gather, all_to_all, profiler_range
 
 T = TypeVar("T")
-# gloo announces that a rank can receive a message only behind the data that this rank sends in it. So a message on its
-# own uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
+# gloo announces that a rank can receive a message only after the data that this rank sends in it. So a single message
+# uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
 MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, smaller cells wait longer for gloo's announcements than for the wire
+
+
+class Collective(ABC):
+    """A collective that an algorithm awaits once: one message or several, all of them in flight together.
+
+    Attributes:
+        payload_bytes: bytes to add to `Transport.payload_bytes`.
+    """
+
+    payload_bytes: int
+
+    def __await__(self) -> Generator[Collective, None, None]:
+        yield self
+
+    @abstractmethod
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Run in the current stream of the tensors."""
+
+    @abstractmethod
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Launch every message and return one `dist.Work` per message; PyTorch need not know the group."""
+
+    @abstractmethod
+    def run_alone(self) -> None:
+        """Run in a world of one rank, without a group."""
+
+
 # An algorithm in flight: it yields each collective that it awaits, and is sent None once that collective is done.
 Steps = Coroutine[Collective, None, T]
+
+
+class AllReduce(Collective):
+    """An in-place all-reduce of tensors that may differ in dtype, one message per tensor.
+
+    Args:
+        tensors: modified in place. A sparse one counts with its values and indices.
+        op: the reduction.
+        turn: turn of the sparse tensors.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType, turn: SparseTurn) -> None:
+        self.tensors, self.op, self._turn = tensors, op, turn
+        self.payload_bytes = 0
+        for tensor in tensors:
+            parts = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
+            for part in parts:
+                self.payload_bytes += part.nbytes
+
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Run one tensor after another.
+
+        The all-reduces are not coalesced: the tensors may differ in dtype, and NCCL's coalesced all-reduce takes
+        tensors of one dtype only.
+        """
+        for tensor in self.tensors:
+            dist.all_reduce(tensor, self.op, group=group)
+
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Launch an all-reduce of each tensor, of a sparse one only once the previous sparse one is done."""
+        works = []
+        for tensor in self.tensors:
+            if tensor.is_sparse:
+                self._turn.wait()
+            works.append(_all_reduce(tensor, self.op, group))
+            if tensor.is_sparse:
+                self._turn.end_with(works[-1])
+        return works
+
+    def run_alone(self) -> None:
+        """Leave the tensors unchanged."""
+
+
+class SparseTurn:
+    """Lets a transport's sparse all-reduces run one at a time.
+
+    Two in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log.md).
+    """
+
+    def __init__(self) -> None:
+        self._done: Future[None] | None = None  # done when the latest sparse all-reduce is
+
+    def wait(self) -> None:
+        """Wait for the latest sparse all-reduce."""
+        if self._done is not None:
+            self._done.wait()
+
+    def end_with(self, work: dist.Work) -> None:
+        """Record the latest sparse all-reduce."""
+        self._done = work.get_future().then(_nothing)  # the work itself would keep the tensor alive
+
+
+class Shot(Collective):
+    """Half of a two-shot all-reduce over n ranks, cut into pieces: one message per piece.
+
+    Args:
+        target: [pieces, n, bytes], overwritten.
+        source: this rank's contribution, in as many pieces.
+    """
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self.target, self.source = target, source
+
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Launch every piece, then wait for each."""
+        for work in self.start(group, is_async=False):
+            work.wait()
+
+    def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+        """Launch every piece."""
+        works = []
+        if self.target.numel() > 0:
+            for target, source in zip(self.target, self.source, strict=True):
+                if (work := self._start_piece(target, source, group, is_async)) is not None:
+                    works.append(work)
+        return works
+
+    @staticmethod
+    @abstractmethod
+    def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None: ...
+
+
+class AllToAll(Shot):
+    """The first shot: ``target[p, i]`` = ``source[p, this rank]`` of rank i, where the source is [pieces, n, bytes]."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        super().__init__(target, source)
+        self.payload_bytes = target.nbytes // 2  # the other half is the second shot's
+
+    @staticmethod
+    def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
+        return all_to_all(target, source, group, is_async=is_async)
+
+    def run_alone(self) -> None:
+        """Copy what the only rank sends to itself."""
+        self.target.copy_(self.source)
+
+
+class AllGather(Shot):
+    """The second shot: ``target[p, i]`` = ``source[p]`` of rank i, where the source is [pieces, bytes]."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        super().__init__(target, source)
+        self.payload_bytes = target.nbytes - target.nbytes // 2
+
+    @staticmethod
+    def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
+        return all_gather(target.view(-1), source, group, is_async=is_async)
+
+    def run_alone(self) -> None:
+        """Copy what the only rank sends to itself."""
+        self.target.copy_(self.source[:, None])
 
 
 class Transport:
@@ -39,13 +190,9 @@ class Transport:
     shot each rank gets its cell of every rank's message, from which it computes the cell of the result; the second
     shot collects the results. A message may be cut into several *pieces* of n cells, all of them in flight at once.
 
-    Args:
-        world_size: number of ranks.
-        rank: of this process among them.
-
     Attributes:
         world_size: number of ranks.
-        rank: of this process among them.
+        rank: number of this process among them.
         payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n
             ranks sends 2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot
             counts half of the message, of which it sends (n - 1) / n.
@@ -177,7 +324,12 @@ class GroupTransport(Transport):
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         """Launch an in-place broadcast of ``tensor`` from the group's rank ``source``."""
-        return broadcast(tensor, source, self.group)
+        group = self.group
+        if isinstance(group, dist.ProcessGroup):
+            return cast("dist.Work", dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return group.broadcast([tensor], options)
 
     def wait(self, work: dist.Work, check: Callable[[], None] | None = None) -> None:
         """Wait for a collective that was launched.
@@ -216,6 +368,33 @@ def run_algorithm(steps: Steps[T], transport: Transport) -> T:
         except StopIteration as end:
             return cast("T", end.value)
         transport.run(collective)
+
+
+@coroutine
+def in_ranges(steps: Steps[T], name: str) -> Generator[Collective, None, T]:
+    """Run an algorithm with each of its stretches between collectives in a profiler range: "NAME, part 1", ...
+
+    A range costs 0.2 us while no profiler runs. `torch.profiler` records a CPU's worker thread only with
+    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``; `torch.autograd.profiler.emit_nvtx` turns all
+    ranges into NVTX ranges.
+
+    Args:
+        steps: the algorithm; await the result instead.
+        name: common part of the names of the ranges.
+    """
+    part = 0
+    try:
+        while True:
+            part += 1
+            with profiler_range(f"{name}, part {part}"):
+                try:
+                    collective = steps.send(None)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            yield collective
+    finally:
+        steps.close()
 
 
 def wait_for(future: Future[T], check: Callable[[], None]) -> T:
@@ -264,12 +443,28 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo" if is_registered else isinstance(group, dist.ProcessGroupGloo)
 
 
+# torch.distributed's functions take only groups that it has registered: they look up the group's name. gradwire's own
+# groups are not registered, so their methods are called directly.
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
+    if isinstance(group, dist.ProcessGroup):
+        return cast("dist.Work", dist.all_reduce(tensor, op, group=group, async_op=True))
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+
+
+def _nothing(_: Future[Any]) -> None:
+    pass
+
+
 def _check_pieces(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
     """Raise ValueError unless the tensor is uint8, has ``shape``, of which None is any size, and contiguous pieces."""
-    sizes_fit = len(shape) == tensor.dim() and all(
-        size in (None, actual) for size, actual in zip(shape, tensor.shape, strict=True)
-    )
-    if tensor.dtype != torch.uint8 or not sizes_fit:
+    fits = tensor.dtype == torch.uint8 and tensor.dim() == len(shape)
+    for size, actual in zip(shape, tensor.shape, strict=False):
+        fits = fits and size in (None, actual)
+    if not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected torch.uint8 of shape [{sizes}]. "

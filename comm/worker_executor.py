@@ -11,17 +11,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
-from gradwire.comm.executor import CLOSED, TWO_THREADS, Executor, Task
+from gradwire.comm.executor import CLOSED, TWO_THREADS, Executor, Task, Workspace
 from gradwire.comm.groups import DESTROY_SECONDS, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.transport import GroupTransport, Steps
-from gradwire.comm.workspace import Workspace
 
 MAX_TASKS_IN_FLIGHT = 2  # gloo works on two collectives of a group at a time
 EXIT_TIMEOUT_SECONDS = 2.0  # how long tasks in flight may delay the interpreter's exit
@@ -33,7 +33,7 @@ class WorkerExecutor(Executor):
     Args:
         transport: its group carries the first collective of every task.
         later: carries every other collective.
-        device: of the gradients.
+        device: device of the gradients.
         check: called every `POLL_SECONDS` while tasks wait for other ranks; raises RuntimeError to fail them.
     """
 
@@ -78,10 +78,10 @@ class _Run:
     """A submitted task.
 
     Attributes:
-        thread: that submitted it.
+        thread: number of the submitting thread.
         steps: the task's coroutine; None before it starts.
-        works: handles of the collective that it awaits, one per message.
-        messages: done when all of these are.
+        works: handles of the collective that it awaits, one per message; each keeps connections open.
+        messages: done when all messages are.
         complete: completes the future; set once the task has ended.
         precedes_error: whether a later task has failed, which does not stop this one.
     """
@@ -96,11 +96,6 @@ class _Run:
         self.complete: Callable[[], None] | None = None
         self.precedes_error = False
 
-    def wait(self) -> None:
-        """Wait for the awaited collective and drop its works, each of which keeps connections open."""
-        while self.works:
-            self.works.pop(0).wait()
-
 
 async def _refuse(_: Workspace) -> None:
     raise RuntimeError(TWO_THREADS)
@@ -112,6 +107,7 @@ class _Event(Enum):
     ABANDON = "unfinished tasks must fail"
 
 
+_future_of = methodcaller("get_future")
 _Events = queue.SimpleQueue[_Run | _Event]
 
 
@@ -237,17 +233,16 @@ class _Worker:
     def _step(self, run: _Run, workspace: Workspace) -> None:
         """Run a task up to its next collective, and launch that."""
         try:
-            run.wait()
+            while run.works:
+                run.works.pop(0).wait()
             if self.error is not None and not run.precedes_error:
                 self._fail(run, self.error)
                 return
-            if run.steps is None:
-                run.steps = run.task(workspace)
-                run.works = self._transport.start(run.steps.send(None))
-            else:
-                run.works = self._transport.start(run.steps.send(None), self._later)
+            group = self._later if run.steps is not None else None
+            run.steps = run.steps or run.task(workspace)
+            run.works = self._transport.start(run.steps.send(None), group)
             # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
-            run.messages = collect_all([work.get_future() for work in run.works])
+            run.messages = collect_all(list(map(_future_of, run.works)))
             run.messages.add_done_callback(partial(_wake, self.events))
             self._n_awaited += 1
         except StopIteration as end:

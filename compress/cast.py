@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.comm.workspace import Workspace
 from gradwire.compress.gradients import Gradients
 from gradwire.kernels import flatten, unflatten
 

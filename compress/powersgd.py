@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.comm.workspace import Workspace
 from gradwire.compress.powersgd_bucket import LowRankBucket
 from gradwire.kernels import Renewal, backproject, draw, orthogonalize, project, reconstruct_and_renew
 

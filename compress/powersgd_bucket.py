@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.comm.workspace import Workspace
+from gradwire.comm.executor import Workspace
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd_memory import PowerSGDMemory
 from gradwire.kernels import (

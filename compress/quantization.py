@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.comm.workspace import Workspace
 from gradwire.compress.quantized_bucket import QuantizedBucket
 from gradwire.kernels import commit_errors, dequantize, quantize, reduce_quantized
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.comm.workspace import Workspace
 from gradwire.kernels import (
     HEADER_BYTES,
     BlockTable,

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.comm.workspace import Workspace
 from gradwire.compress._options import check_whole_number
 from gradwire.compress.gradients import Gradients
 from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale

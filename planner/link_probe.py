@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace, executor_for
-from gradwire.comm.collectives import Collective
 from gradwire.comm.executor import Task
+from gradwire.comm.transport import Collective
 from gradwire.planner.clock import Clock
 from gradwire.planner.model import Link, Message, MessageCost
 

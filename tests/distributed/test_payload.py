@@ -46,7 +46,7 @@ class Done:
 def transport(monkeypatch):
     """Of two ranks; nothing is sent."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: None)
-    monkeypatch.setattr("gradwire.comm.collectives._all_reduce", lambda tensor, op, group: Done())
+    monkeypatch.setattr("gradwire.comm.transport._all_reduce", lambda tensor, op, group: Done())
     return GroupTransport(SimpleNamespace(size=lambda: 2, rank=lambda: 0))
 
 

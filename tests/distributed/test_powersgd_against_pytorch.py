@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwire.comm import collectives
+from gradwire.comm import transport
 from gradwire.hooks import powerSGD_hook as ours
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.powersgd_probes import (
@@ -501,7 +501,7 @@ def lifetimes(library, values):
     state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     ddp = wrapped(values[0][0])
     register(ddp, (state, module.powerSGD_hook))
-    module_of, name = {"ours": (collectives, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
+    module_of, name = {"ours": (transport, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
     all_reduce = getattr(module_of, name)
     seen = []
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradwire.comm import workspace
+from gradwire.comm import Workspace
 from gradwire.compress import powersgd_bucket
 from gradwire.kernels import Operands, SegmentTable, column_norms, flattening, lowrank, orthogonalization, uploads
 from gradwire.kernels.dispatch import is_interpreted
@@ -228,7 +228,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (uploads, "is_capturing", is_capturing),
             (powersgd_bucket, "is_capturing", is_capturing),
             (powersgd_bucket, "can_capture", lambda _: True),
-            (workspace.Workspace, "_is_capturing", is_capturing),
+            (Workspace, "_is_capturing", is_capturing),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))
         yield GraphOnCpu

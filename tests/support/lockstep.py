@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.collectives import AllGather, AllToAll
+from gradwire.comm.transport import AllGather, AllToAll
 
 
 def run_in_lockstep(algorithms, watch=None):

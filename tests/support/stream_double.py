@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradwire.comm import LocalTransport, stream_executor
-from gradwire.comm.collectives import AllReduce
+from gradwire.comm.transport import AllReduce
 
 
 class Race(Exception):
