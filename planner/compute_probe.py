@@ -34,15 +34,10 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 
 
 class Buckets(NamedTuple):
-    """The buckets and gradients of a model.
+    """The buckets and gradients of a model."""
 
-    Attributes:
-        specs: in the order of launch.
-        gradients: copies, in the order of the model's parameters.
-    """
-
-    specs: list[BucketSpec]
-    gradients: list[Tensor]
+    specs: list[BucketSpec]  # in the order of launch
+    gradients: list[Tensor]  # copies, in the order of the model's parameters
 
 
 def measure_model(

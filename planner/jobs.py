@@ -20,15 +20,11 @@ class JobError(Exception):
 
 
 class Job(NamedTuple):
-    """A model and its loss.
+    """A model and its loss."""
 
-    Attributes:
-        model: on the device, not wrapped in a DDP.
-        loss: called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
-            and returns a tensor with one element.
-    """
-
-    model: nn.Module
+    model: nn.Module  # on the device, not wrapped in a DDP
+    # called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
+    # and returns a tensor with one element.
     loss: Callable[[nn.Module], Tensor]
 
 

@@ -26,15 +26,10 @@ _REPETITIONS = 15, 3  # of the smallest messages, and of all others
 
 
 class Sample(NamedTuple):
-    """The time of messages of one size.
+    """The time of messages of one size."""
 
-    Attributes:
-        nbytes: payload.
-        seconds: from launch to arrival, on the slowest rank.
-    """
-
-    nbytes: int
-    seconds: float
+    nbytes: int  # payload
+    seconds: float  # from launch to arrival, on the slowest rank
 
 
 def bytes_out_of_node(kind: str, world_size: int, ranks_per_node: int) -> float:

@@ -28,37 +28,23 @@ HOOK_BUDGET = 0.25  # seconds for steps of each hook
 
 @dataclass(frozen=True, kw_only=True)
 class GivenLink:
-    """A network that the user describes instead of measuring it.
+    """A network that the user describes instead of measuring it."""
 
-    Attributes:
-        world_size: number of ranks.
-        bandwidth: bits per second that each node sends.
-        latency: seconds from one node to another.
-    """
-
-    world_size: int
-    bandwidth: float
-    latency: float
+    world_size: int  # number of ranks
+    bandwidth: float  # bits per second that each node sends
+    latency: float  # seconds from one node to another
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The measurements on which predictions are based.
+    """The measurements on which predictions are based."""
 
-    Attributes:
-        model: cost of a step without gradient exchange.
-        hooks: cost of each hook, including `PLAIN` and `CAST`.
-        link: between the ranks.
-        threads: CPU threads with which this rank computed.
-        is_link_measured: whether the link was measured, or else described by the user.
-        samples: times of messages by their kind, to which the link's costs were fitted; empty if the link was given.
-    """
-
-    model: ModelCost
-    hooks: tuple[HookCost, ...]
-    link: Link
-    threads: int
-    is_link_measured: bool
+    model: ModelCost  # cost of a step without gradient exchange
+    hooks: tuple[HookCost, ...]  # cost of each hook, including `PLAIN` and `CAST`
+    link: Link  # between the ranks
+    threads: int  # CPU threads with which this rank computed
+    is_link_measured: bool  # whether the link was measured, or else described by the user
+    # times of messages by their kind, to which the link's costs were fitted; empty if the link was given
     samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
 

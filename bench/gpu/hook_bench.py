@@ -31,8 +31,8 @@ from gradwire.bench.implementations import (
     make_batch,
     needs_one_bucket,
 )
+from gradwire.bench.kernel_cases import BLOCK_SIZE
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.quantization_cases import BLOCK_SIZE
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import in_turn, timed, timed_replays

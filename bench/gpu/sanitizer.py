@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire.bench.gpu.checks import KernelCase, Skipped
+from gradwire.bench.gpu.checks import LaneCase, Skipped
 from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.launch import exit_with_launcher
@@ -85,7 +85,7 @@ def sanitized(tool: str, name: str, device: torch.device) -> None:
         raise Skipped("right without compute-sanitizer, which takes a GPU")
 
 
-SANITIZER_CASES: dict[str, KernelCase] = {
+SANITIZER_CASES: dict[str, LaneCase] = {
     f"{tool}: {name}": partial(sanitized, tool, name) for name in SANITIZED for tool in TOOLS
 }
 
