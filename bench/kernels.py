@@ -27,17 +27,7 @@ COPY = "copy_"
 
 
 def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device: torch.device) -> Measured:
-    """Times of every implementation of every kernel.
-
-    Args:
-        models: names in `SHAPES`.
-        sizes_mib: sizes at which a bucket is full. A smaller model is one bucket.
-        rounds: how often each implementation goes through all buckets of a case.
-        device: where to measure.
-
-    Raises:
-        RuntimeError: a kernel's result is wrong.
-    """
+    """Times of every implementation of every kernel. Raises RuntimeError if a kernel's result is wrong."""
     torch.manual_seed(0)
     copied = round(copy_bandwidth(device), 2)
     records = [_record({"kernel": "copy"}, COPY, BANDWIDTH, p50=copied)]

@@ -88,11 +88,7 @@ def obstacle() -> str | None:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts on one bridge, deleted at the end, also after an error.
-
-    Raises:
-        NamespaceError: the system refuses.
-    """
+    """``count`` hosts on one bridge, deleted at the end, also after an error."""
     delete_abandoned()
     prefix = f"{_PREFIX}{os.getpid()}-"
     addresses = map(str, _NETWORK.hosts())
@@ -125,11 +121,7 @@ def existing() -> list[str]:
 
 
 def limit(rate: Rate) -> None:
-    """Limit the rate of this host's interface; call it in the host's namespace.
-
-    Raises:
-        NamespaceError: the system refuses.
-    """
+    """Limit the rate of this host's interface; call it in the host's namespace."""
     with _refusals(), IPRoute() as here:
         index = _index(here, INTERFACE)
         if any(queue.get("kind") == "tbf" for queue in here.get_qdiscs(index=index)):

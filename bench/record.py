@@ -105,11 +105,7 @@ def save(records: Sequence[Record], path: Path) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """Read the records of a file.
-
-    Raises:
-        RecordError: the file is missing, or is not one that a bench writes.
-    """
+    """Read the records of a file. Raises RecordError if the file is missing, or is not one that a bench writes."""
     try:
         first, *lines = path.read_text().splitlines()
         provenance = json.loads(first)["provenance"]

@@ -135,11 +135,7 @@ def relative_error(exchange: Exchange, world_size: int, steps: int, seed: int) -
 
 
 def measure() -> Measured:
-    """The relative error of every exchange for every world size.
-
-    Raises:
-        RuntimeError: an exchange is wrong.
-    """
+    """The relative error of every exchange for every world size. Raises RuntimeError if an exchange is wrong."""
     torch.manual_seed(0)
     records = []
     for exchange in track(make_exchanges(), description="rounding"):

@@ -51,14 +51,7 @@ def _sharing(world_size: int, ranks_per_node: int) -> int:
 def measure_link(
     group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message], ranks_per_node: int = 1
 ) -> tuple[Link, dict[str, list[Sample]]]:
-    """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call.
-
-    Args:
-        group: the ranks.
-        device: of the messages.
-        messages: of all hooks.
-        ranks_per_node: ranks that share a machine and its network interface.
-    """
+    """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call."""
     probe = _Probe(group, device)
     probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
     kinds = sorted({message.kind for message in messages})

@@ -60,16 +60,8 @@ def measure(
 
     Every number is the slowest rank's.
 
-    Args:
-        build: creates the model and its loss.
-        hooks: names in the registry; `PLAIN` and `CAST` are added.
-        device: of the model.
-        given: a network to assume; the process group then has one rank. None to measure the network.
-        progress: called with the name of each measurement before it starts.
-        ranks_per_node: ranks that share a machine and its network interface.
-
-    Raises:
-        JobError: the model cannot be measured, on this rank or another.
+    With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are measured too. ``progress`` takes the
+    name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.
     """
     group = dist.group.WORLD
     assert group is not None, "no process group"
@@ -112,11 +104,7 @@ def measure(
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """Call ``work`` on every rank. A collective call.
-
-    Raises:
-        JobError: on every rank, if ``work`` raised JobError on any rank.
-    """
+    """Call ``work`` on every rank. A collective call. Raises JobError on every rank if ``work`` raised it on any."""
     result, failure = None, None
     try:
         result = work()

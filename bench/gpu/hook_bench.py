@@ -139,11 +139,7 @@ class HookStep:
             future.wait()
 
     def check(self, wire: torch.dtype | None) -> None:
-        """Take a step and check its result. A collective call.
-
-        Args:
-            wire: of a hook that only casts; None for one with error feedback.
-        """
+        """Take a step and check its result. A collective call."""
         local, old = self._copies(), self._errors()
         self()
         result, new = list(self.gradients.values()), self._errors()

@@ -58,12 +58,7 @@ def find_sanitizer() -> str | None:
 
 
 def sanitized(tool: str, name: str, device: torch.device) -> None:
-    """Run a case in a process under compute-sanitizer.
-
-    Raises:
-        Skipped: there is no compute-sanitizer.
-        AssertionError: it found an error, or the case failed.
-    """
+    """Run a case in a process under compute-sanitizer. Raises Skipped without one, AssertionError if it fails."""
     sanitizer = find_sanitizer() if device.type == "cuda" else None
     if device.type == "cuda" and sanitizer is None:
         raise Skipped("compute-sanitizer is neither on PATH, nor in a CUDA toolkit, nor in a Python package")
