@@ -31,6 +31,7 @@ class AutogradHooks:
     """
 
     def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
+        self._parameters = parameters
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self._recorded: list[int] = []
         self._deferred = bytearray(len(parameters))
@@ -70,6 +71,14 @@ class AutogradHooks:
         for index in indices:
             if self._deferred[index]:
                 self._deferred[index] = 0
+                return index
+        return None
+
+    def find_lost(self, indices: Iterable[int]) -> int | None:
+        """The first of these parameters whose gradient another node accumulates, without the hook; None if none."""
+        for index in indices:
+            parameter = self._parameters[index]
+            if parameter.requires_grad and torch_internals.gradient_node(parameter) is not self.nodes[index]:
                 return index
         return None
 

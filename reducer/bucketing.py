@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
-from gradwire.reducer.arguments import check_bucket_size
-from gradwire.reducer.bucket import BucketSpec, DenseBucket
+from gradwire.reducer.bucket import BucketSpec, DenseBucket, SparseBucket
+from gradwire.reducer.errors import check_bucket_size
 from gradwire.reducer.mixed_precision import LowPrecisionBucket
-from gradwire.reducer.sparse_bucket import SparseBucket
 
 __all__ = [
     "Bucket",

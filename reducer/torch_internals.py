@@ -37,18 +37,19 @@ else:
 with private_names():
     from torch.nn.parallel.distributed import _find_tensors
 
-    _ATTRIBUTES = (torch._C.Future, torch._C._storage_Use_Count, Tensor._use_count)  # type: ignore[attr-defined]
+    AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
+    _ATTRIBUTES = (torch._C._storage_Use_Count, Tensor._use_count)  # type: ignore[attr-defined]
 
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "GLOO_THREADS",
     "HAS_FORWARD_SYNC_BUFFERS",
     "HAS_LAZY_BUCKET_ALLOCATION",
+    "AnyFuture",
     "BuiltinCommHookType",
     "assign_buckets",
     "gradient_node",
     "is_debugging",
-    "is_future",
     "not_compiled",
     "optimizer_hooks",
     "owns_memory",
@@ -145,11 +146,6 @@ def tensors_in(output: object) -> list[Tensor]:
 def uses_python_reducer() -> bool:
     """Whether torch.compile is configured to replace DDP's reducer with its own."""
     return torch._dynamo.config.optimize_ddp == "python_reducer"
-
-
-def is_future(value: object) -> bool:
-    """Whether ``value`` is a PyTorch future; ``Future.then`` returns one of the public class's base class."""
-    return isinstance(value, torch._C.Future)
 
 
 def is_debugging() -> bool:

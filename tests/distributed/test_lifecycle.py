@@ -19,7 +19,7 @@ import gradwire
 from gradwire.comm.connections import executor_for
 from gradwire.hooks import default_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.reducer.ddp_logging import Logger
+from gradwire.reducer.ddp_interface import Logger
 from gradwire.reducer.reducer import Reducer
 
 LATER_ARGUMENTS = {"lazy_bucket_allocation"}  # since PyTorch 2.15
