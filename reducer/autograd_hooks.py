@@ -22,7 +22,7 @@ class AutogradHooks:
     takes all recorded indices. A hook is deferred once; its second call notifies.
 
     Args:
-        parameters: by index. None of their hooks is deferred.
+        parameters: the parameters, by index. None of their hooks is deferred.
         notify: called with the gradient that has come in; takes the indices from `recorded`. May be called from any of
             autograd's threads, and may find that another call has taken them.
 
@@ -65,8 +65,8 @@ class AutogradHooks:
         """Stop deferring one of these parameters; returns it. None if none of them is deferred.
 
         Args:
-            indices: of parameters that have not been taken from `recorded`. An index that is
-                recorded already will be taken by the next call of ``notify``.
+            indices: parameters that have not been taken from `recorded`. The next call of ``notify`` takes an index
+                that is recorded already.
         """
         for index in indices:
             if self._deferred[index]:

@@ -113,8 +113,7 @@ class ForwardResults:
     """Handles and futures that forwards have set for the next reduction.
 
     Attributes:
-        live_ranks: in `join`, the all-reduce that counts the ranks with inputs left; None to divide
-            by the world size.
+        live_ranks: the all-reduce that counts the ranks with inputs left, in `join`; None to divide by the world size.
         futures: awaited at the end of the backward.
     """
 
@@ -147,7 +146,7 @@ class Backward:
     ready. It is *launched* once it and all buckets before it are complete.
 
     Args:
-        buckets: in the order of launch.
+        buckets: the buckets, in the order of launch.
         bucket_of: the index of each parameter's bucket.
         phase: the first phase.
 
@@ -157,9 +156,9 @@ class Backward:
         ready_order: the parameters whose gradients autograd has completed, in that order; unused
             parameters are not listed.
         expected_last: 1 for each parameter whose autograd hook is the only one of its bucket to notify.
-        calls: with a static graph, number of calls of each parameter's autograd hook.
+        calls: number of calls of each parameter's autograd hook, with a static graph.
         n_launched: number of launched buckets, skipped ones included.
-        futures: for each bucket the result of its reduction; None before its launch, and if it is not reduced.
+        futures: the result of each bucket's reduction; None before its launch, and if it is not reduced.
     """
 
     def __init__(self, buckets: Sequence[Bucket], bucket_of: Sequence[int], phase: Phase = Phase.PREPARED) -> None:
@@ -206,7 +205,7 @@ class Backward:
         Args:
             first: the parameter of the gradient that has just come.
             unused: parameters that get no gradient.
-            expected_calls: with a static graph, number of calls of each hook in a backward.
+            expected_calls: number of calls of each hook in a backward, with a static graph.
         """
         mask = bytearray(b"\1") * len(self._bucket_of)
         for index in unused:

@@ -33,8 +33,8 @@ class BucketSpec:
         index: position in the order of launch.
         is_last: whether it is the last bucket of a backward.
         members: indices of its parameters in the model.
-        parameters: in the order of their gradients in the buffer.
-        names: of the parameters, as in ``module.named_parameters()``.
+        parameters: its parameters, in the order of their gradients in the buffer.
+        names: parameter names, as in ``module.named_parameters()``.
         model_parameters: all parameters that the reducer averages.
     """
 
@@ -51,7 +51,7 @@ class BucketBase:
 
     Attributes:
         members: indices of the parameters in the model.
-        device: of the gradients.
+        device: device of the gradients.
         process_group: the ranks to average over; set by the reducer.
         model_parameters: all parameters that the reducer averages.
         divisor: divisor of a sum over ranks: the world size, or in `join` the number of ranks with
@@ -109,7 +109,7 @@ class DenseBucket(BucketBase):
     """
 
     zero_copy: bool
-    _grads: Sequence[Tensor]  # what the reduction reads and, without `as_view`, writes
+    _grads: Sequence[Tensor]  # read by the reduction and, without `as_view`, written
     _scale: float  # of the result that `finish` has written
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
@@ -270,8 +270,8 @@ class DenseBucket(BucketBase):
         Args:
             result: flat, of the bucket's number of elements; or the first tensor of `target`, if that has the result.
             scale: multiplies the result.
-            used: for each of `stand_ins`, whether any rank has a gradient for it.
-            take_back: called for those that no rank has a gradient for.
+            used: whether any rank has a gradient, for each of `stand_ins`.
+            take_back: called for the stand-ins that no rank has a gradient for.
 
         Raises:
             ValueError: the result has another number of elements than the bucket.

@@ -1,4 +1,4 @@
-"""What PyTorch's DistributedDataParallel calls: the methods of its reducer and of its logger, under its names."""
+"""The reducer and the logger with the methods that PyTorch's DistributedDataParallel calls, under its names."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class DDPReducer(Reducer):
     def _check_not_cast(self, indices: Sequence[int]) -> None:
         """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
 
-        A cast that was undone shows in the autograd node. To save time, only the nodes of the first parameter and of
-        those that seem unused are compared. Others are missing at the end of the backward.
+        A cast that was undone shows in the autograd node. To save time, only some nodes are compared: of the
+        first parameter, and of parameters that seem unused. Others are missing at the end of the backward.
         """
         if self._upcast_stream is not None:
             return
@@ -206,7 +206,7 @@ class DDPReducer(Reducer):
         Every backward must use the same parameters as the first one, equally often.
 
         Raises:
-            RuntimeError: there was a synchronised forward already.
+            RuntimeError: there was a synchronized forward already.
         """
         if self.times.iterations > 0:
             self._raise(errors.static_graph_too_late(self.times.iterations))
@@ -364,7 +364,7 @@ class Logger:
             self._set_static_graph()
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called at the start of every synchronised forward."""
+        """Called at the start of every synchronized forward."""
 
     def set_error_and_log(self, error: str) -> None:
         """Keep an error."""

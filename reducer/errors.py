@@ -105,15 +105,7 @@ _OUTPUTS = (
 def unfinished(
     rank: int, names: Sequence[str], missing: Iterable[int], *, static_graph: bool, find_unused: bool
 ) -> str:
-    """The previous backward left parameters without a gradient.
-
-    Args:
-        rank: of this process in its group.
-        names: of all parameters.
-        missing: indices of those without a gradient.
-        static_graph: whether the graph is declared static.
-        find_unused: whether a backward may leave parameters without a gradient.
-    """
+    """The previous backward left parameters without a gradient."""
     missing = list(missing)
     begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
     unused = "This error indicates that your module has parameters that were not used in producing loss. "
@@ -186,13 +178,7 @@ def cannot_finalize(why: str) -> str:
 
 
 def graph_changed(name: str, index: int, calls: int) -> str:
-    """A parameter got more gradients than in the first backward of a static graph.
-
-    Args:
-        name: of the parameter.
-        index: of the parameter.
-        calls: number of gradients in the first backward.
-    """
+    """A parameter got more gradients than in the first backward of a static graph."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
         "got used in the second iteration. this is not compatible with static_graph set to True.\n"
@@ -215,7 +201,7 @@ def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
     Args:
         inside: name of that wrapper in the module, empty for the module itself.
         kind: class of that wrapper.
-        names: of the parameters.
+        names: parameter names.
     """
     where = f"contains a {kind.__module__}.{kind.__qualname__} ({inside})" if inside else "is a DistributedDataParallel"
     return (
@@ -226,12 +212,7 @@ def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
 
 
 def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
-    """The forward of another wrapper calls this wrapper, and both reduce the same parameters.
-
-    Args:
-        kind: class of the other wrapper.
-        names: of the parameters.
-    """
+    """The forward of another wrapper calls this wrapper, and both reduce the same parameters."""
     return (
         "This gradwire.DistributedDataParallel was wrapped in another wrapper, a "
         f"{kind.__module__}.{kind.__qualname__}: both average {_some(names)}, and the gradients would be averaged "
@@ -292,7 +273,7 @@ def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape
 
 
 def parameter_unknown(name: str) -> str:
-    """A trainable parameter is not among those that the reducer averages."""
+    """A trainable parameter is not among the ones that the reducer averages."""
     return (
         f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be averaged. "
         "Wrap the model again, or change it before you wrap it; load_state_dict without assign=True keeps parameters. "

@@ -46,7 +46,7 @@ def verify_model(
             dtypes and device types must agree.
         options: the options that decide which collectives are issued, and in which order.
         group: the ranks.
-        device: of the all-gather.
+        device: device of the all-gather.
 
     Raises:
         RuntimeError: the ranks differ.
@@ -106,7 +106,7 @@ def broadcast_coalesced(
     """Overwrite ``tensors`` with those of the group's rank ``source``. A collective call.
 
     Args:
-        tensors: of any dtypes; sent as bytes.
+        tensors: tensors of any dtypes; sent as bytes.
         transport: carries the broadcasts.
         limit: approximate size of a message in bytes.
         source: a rank of the group.
@@ -160,9 +160,9 @@ def resynchronize(
     exchanged through the store, because collectives may be stuck.
 
     Args:
-        reducer: of this rank. Restarted.
-        parameters: of the model, including frozen ones. Overwritten with those of ``from_rank``.
-        buffers: of the model. Overwritten with those of ``from_rank``.
+        reducer: this rank's reducer. Restarted.
+        parameters: the model's parameters, including frozen ones. Overwritten with the values of ``from_rank``.
+        buffers: the model's buffers. Overwritten with the values of ``from_rank``.
         from_rank: see `DistributedDataParallel.resynchronize`.
         limit: approximate size of a message in bytes.
     """

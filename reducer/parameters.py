@@ -125,7 +125,7 @@ def _count_registrations() -> None:
 
 
 class ModelWatch:
-    """Compares the trainable parameters of a model with those that its reducer averages.
+    """Compares the trainable parameters of a model with the ones that its reducer averages.
 
     Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Only
     after such a registration in this process, and every `LOOK_EVERY` forwards, are the names looked at: the watch costs
@@ -141,7 +141,7 @@ class ModelWatch:
         _count_registrations()
         self._module = module
         self._known = set(known)  # alive, so that no other parameter gets the identity of one
-        # Wrappers of submodules, such as those of checkpointing, change names.
+        # Wrappers of submodules, such as checkpointing's, change names.
         self._known.update(parameter for name, parameter in module.named_parameters() if name in ignored)
         self._ignored = ignored
         self._remember()

@@ -340,7 +340,7 @@ class Reducer:
         """Wait for the results, in the order of the buckets, and write them into the gradients."""
         backward, connections = self._backward, self.exchange.connections
         backward.phase = Phase.DONE
-        # A hook averages over all ranks, of which those that have joined added zeros.
+        # A hook averages over all ranks; ranks that have joined added zeros.
         size = self.exchange.process_group.size()
         scale = size / self._forward_results.divisor(size) if self._hook is not None else 1
         self.times.n_reduced = len(backward.futures) - backward.futures.count(None)

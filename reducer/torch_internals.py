@@ -98,7 +98,7 @@ def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
 
 
 def _count_of_own_base() -> int:
-    """What ``sys.getrefcount`` says of the base of a view that nobody else holds; it depends on Python and PyTorch."""
+    """``sys.getrefcount`` of the base of a view that nobody else holds; it depends on Python and PyTorch."""
     view = torch.empty(2, 2, device="cpu").t()
     base = view._base
     return sys.getrefcount(base)
@@ -113,7 +113,7 @@ def assign_buckets(
     """PyTorch's assignment by dtype, device and size; a sparse gradient gets a bucket of its own.
 
     Args:
-        tensors: in the order of assignment.
+        tensors: the tensors, in the order of assignment.
         limits: bucket sizes in bytes; the last one repeats.
         sparse: whether the gradient of each index is sparse.
         indices: the tensors' indices; by default their positions.
