@@ -85,7 +85,7 @@ gpu: install
 
 # The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
-	PYTHONPATH=tests $(BIN)/python -m support.rehearse smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.rehearse smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
 
 # Trains over a link of 100 Mb/s as root on Linux, else over loopback.
 demo: .venv/.demo

@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pairwise import mark_surplus_cases
+from tests.support.pairwise import mark_surplus_cases
 
 # The repository's tools, but not its other folders: as modules, some of them would hide packages of the same name.
 _spec = spec_from_file_location("tools", Path(__file__).parents[1] / "tools" / "__init__.py")

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support import rehearsal
-from support.rehearsal import gpu_on_cpu
 from typer.testing import CliRunner
 
 from gradwire.bench import emulated, implementations, namespaces, network
@@ -28,6 +26,8 @@ from gradwire.cli.app import app
 from gradwire.comm import GroupTransport
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, label
+from tests.support import rehearsal
+from tests.support.rehearsal import gpu_on_cpu
 
 # Seconds; it ends what hangs, and nothing else takes that long, on a busy machine either.
 HANG_LIMIT = 600

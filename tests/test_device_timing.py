@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.rehearsal import gpu_on_cpu
 
 from gradwire.bench import timing
 from gradwire.bench.timing import SPIN_CYCLES, DriverCalls, Timing, driver_calls, timed, timed_replays
+from tests.support.rehearsal import gpu_on_cpu
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -84,7 +84,7 @@ def test_paths_named_in_the_docs_exist():
         if page.name not in ("log.md", "CHANGELOG.md")
         for path in re.findall(r"`((?:\w+/)+(?:\w[\w.-]*)?)`", CODE.sub("", page.read_text()))
     }
-    assert "tests/distributed/training.py" in named
+    assert "tests/support/training.py" in named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.rehearsal import gpu_on_cpu
 
 from gradwire.bench import implementations
 from gradwire.bench.gpu import hook_bench, kernel_bench, report, sanitizer
@@ -29,6 +28,7 @@ from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, 
 from gradwire.bench.kernel_case import Case
 from gradwire.bench.shapes import SHAPES
 from gradwire.planner.hook_registry import HOOKS
+from tests.support.rehearsal import gpu_on_cpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = [[(192,), (192, 192)], [(256, 192), (3, 5)]]

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.rehearsal import enter
 
 import gradwire
 from gradwire.bench.gpu import lane, worker
 from gradwire.bench.gpu.hook_cases import CAPTURED, HOOKS
 from gradwire.hooks import default_hooks
 from gradwire.kernels import WIRE_FORMATS
+from tests.support.rehearsal import enter
 
 TESTS = Path(__file__).parent
 REQUIREMENT = re.compile(r"[\w.-]+")
@@ -50,7 +50,7 @@ def run_bare(tmp_path):
             for installed in requirements(*packages)
             for top in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}
         }
-        for top, place in (places | {"gradwire": Path(gradwire.__path__[0]), "support": TESTS / "support"}).items():
+        for top, place in (places | {"gradwire": Path(gradwire.__path__[0]), "tests": TESTS}).items():
             (folder / top).symlink_to(place)
         command = [sys.executable, "-S", "-W", "ignore", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -69,7 +69,7 @@ def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
 def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
     only = ("--only=copy", "--only=powersgd-r4, resnet50", "--only=memcheck: delayed scaling")
     arguments = ("bench", "sanitize", "--output", str(tmp_path / "records.jsonl"), *only)
-    printed = run_bare(("torch", "triton"), "-m", "support.rehearse", *arguments)
+    printed = run_bare(("torch", "triton"), "-m", "tests.support.rehearse", *arguments)
     assert "rehearsal bench: 2 passed; REHEARSAL ON THE CPU" in printed
     assert "rehearsal sanitize 1/1 skipped" in printed
     assert all(line.startswith("rehearsal ") for line in printed.splitlines())
@@ -199,7 +199,7 @@ def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypa
 def test_stuck_rank_shows_its_stack_and_the_next_case_has_new_processes(monkeypatch):
     monkeypatch.setattr(worker, "GRACE", 0.5)
     monkeypatch.syspath_prepend(str(TESTS))  # processes that are spawned get this path
-    import gpu_lane_cases
+    from tests import gpu_lane_cases
 
     with worker.Crew(2, enter) as crew:
         outcome = crew.run(gpu_lane_cases.one_rank_raises)

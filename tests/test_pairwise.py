@@ -3,7 +3,8 @@
 from itertools import combinations, product
 
 import pytest
-from pairwise import surplus
+
+from tests.support.pairwise import surplus
 
 
 def product_of(**axes):

@@ -1,14 +1,10 @@
-"""One `World` of each size for the whole run; the helper modules of this folder are importable by their own names."""
-
-import sys
-from pathlib import Path
+"""One `World` of each size for the whole run."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("bits")
+pytest.register_assert_rewrite("tests.support.bits")
 
-from harness import World  # noqa: E402
+from tests.support.harness import World  # noqa: E402
 
 
 @pytest.fixture(scope="module")

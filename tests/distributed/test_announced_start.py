@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from training import SMALL, WRAPPERS, build, register
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.support.training import SMALL, WRAPPERS, build, register
 
 HOOKS = {
     "powersgd": (lambda start: PowerSGDState(None, 1, start), powerSGD_hook),

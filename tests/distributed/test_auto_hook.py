@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bits import assert_same_bits, assert_same_on_all_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from training import SMALL, SMALLEST, WRAPPERS, build, error_of, gradients, register, train
-from zoo import SparseTable
 
 import gradwire
 from gradwire.hooks import auto_hook as auto_module
@@ -21,6 +18,9 @@ from gradwire.hooks._auto_trial import Trial
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, error_of, gradients, register, train
+from tests.support.zoo import SparseTable
 
 # --- the choice
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from training import WRAPPERS
 
 from gradwire.reducer.autograd_hooks import AutogradHooks
 from gradwire.reducer.backward import Phase
+from tests.support.training import WRAPPERS
 
 PAIRS = 5e-6  # MiB: a bucket for every two numbers
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=60)

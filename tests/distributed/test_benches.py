@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from training import error_of
 
 from gradwire.bench import converge, demo, hooks, implementations, network, reducer
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.tasks import TASKS
 from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook
+from tests.support.training import error_of
 
 CPU = torch.device("cpu")
 

@@ -8,17 +8,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from features import flat_hook
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
-from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, register, train
-from zoo import Probe
 
 from gradwire.bench.shapes import SHAPES
 from gradwire.hooks import _powersgd_state, powerSGD_hook
 from gradwire.reducer.torch_internals import assign_buckets
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import flat_hook
+from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, register, train
+from tests.support.zoo import Probe
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20

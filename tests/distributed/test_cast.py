@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bits import assert_same_bits
-from lockstep import run_in_lockstep
 
 from gradwire.comm import LocalTransport, Transport, Workspace, run_algorithm
 from gradwire.compress import Gradients, cast_all_reduce, sparse_all_reduce
 from gradwire.kernels import SegmentTable
 from gradwire.reducer import reducer
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
+from tests.support.bits import assert_same_bits
+from tests.support.lockstep import run_in_lockstep
 
 N_RANKS = 3
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from training import SMALL, build, error_of, gradients
 
 import gradwire
+from tests.support.training import SMALL, build, error_of, gradients
 
 DDP = gradwire.DistributedDataParallel
 

@@ -6,9 +6,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
-from features import Parts
-from training import SMALL, SMALLEST, WRAPPERS, build, error_of, gradients, plainly_named, register, sent_bytes
 
 import gradwire
 from gradwire.hooks import default_hooks
@@ -17,6 +14,19 @@ from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.bits import assert_same_bits
+from tests.support.features import Parts
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    build,
+    error_of,
+    gradients,
+    plainly_named,
+    register,
+    sent_bytes,
+)
 
 
 def power_sgd(**options):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import WRAPPERS, message_of
 
 from gradwire.reducer import parameters
+from tests.support.training import WRAPPERS, message_of
 
 
 class Part(nn.Module):

@@ -5,16 +5,26 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import SMALL, SMALLEST, WRAPPERS, FailsInBackward, Fault, build, error_of, gradients, register
 
 import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
 from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.reducer.model_sync import broadcast_coalesced
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    FailsInBackward,
+    Fault,
+    build,
+    error_of,
+    gradients,
+    register,
+)
 
 DDP = gradwire.DistributedDataParallel
 

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
-from training import error_of
 
 from gradwire.comm import connections
 from gradwire.comm.connections import Connections, executor_for
 from gradwire.comm.worker_executor import MAX_TASKS_IN_FLIGHT
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.training import error_of
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALLEST, FailsInBackward, Fault, build, error_of, message_of, register
 
 import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import _handshake
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.training import HOOKS, SMALLEST, FailsInBackward, Fault, build, error_of, message_of, register
 
 N_STEPS = 8
 

@@ -13,15 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, differences
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-from support.rehearsal import gpu_on_cpu, register_backend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import HOOKS, SMALLEST, WRAPPERS, gradients, register
 
 from gradwire.reducer import torch_internals
+from tests.support.bits import assert_same_bits, differences
+from tests.support.rehearsal import gpu_on_cpu, register_backend
+from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, register
 
 WIDTH, ROWS = 4, 3
 STEPS = 3

@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
-from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 
 from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
@@ -21,6 +19,8 @@ from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train
 
 TIMEOUT = timedelta(seconds=5)  # of the groups on which some rank waits in vain
 

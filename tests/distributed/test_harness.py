@@ -4,14 +4,13 @@ import gc
 import os
 import signal
 import threading
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import CaseFailed
-from worker import join_group, leave_group
+
+from tests.support.harness import CaseFailed
+from tests.support.worker import join_group, leave_group
 
 
 def sum_of_ranks(offset):
@@ -163,13 +162,3 @@ def test_fresh_case_leaves_pool_workers_unchanged(worlds):
     before = worlds(2).run(process_id)
     worlds(2).run_fresh(one_rank_ends_each_way, ways=[exit_early, raise_error])
     assert worlds(2).run(process_id) == before
-
-
-def test_shared_test_modules_have_unique_names():
-    """All test folders are on `sys.path`: of two modules with one name, ranks would import either."""
-    names = Counter(
-        path.name
-        for path in Path(__file__).parents[1].rglob("*.py")
-        if not path.name.startswith(("test_", "conftest", "__"))
-    )
-    assert {name for name, count in names.items() if count > 1} == set()

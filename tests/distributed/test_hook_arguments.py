@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from training import WRAPPERS, build, plainly_named
 
 from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+from tests.support.training import WRAPPERS, build, plainly_named
 
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,

@@ -8,16 +8,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from training import HOOKS, SMALL, WRAPPERS, build, register, sent_bytes, train
 
 import gradwire
 from gradwire.comm.connections import connections_of, executor_for
 from gradwire.hooks import _reduce_bucket, default_hooks
+from tests.support.bits import assert_same_bits
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register, sent_bytes, train
 
 
 def on_both(model, hook, **options):

@@ -9,8 +9,9 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from harness import _reserved_port
-from worker import ENVIRONMENT
+
+from tests.support.harness import _reserved_port
+from tests.support.worker import ENVIRONMENT
 
 SCRIPT = """
 import sys

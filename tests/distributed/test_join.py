@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from features import UNDER_HOOKS, assert_parity, of_both, over, under_hooks, views, ways, wrap, zero_grad
 from torch import nn
-from training import error_of, gradients, one_thread_group
-from zoo import Probe
+
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import UNDER_HOOKS, assert_parity, of_both, over, under_hooks, views, ways, wrap, zero_grad
+from tests.support.training import error_of, gradients, one_thread_group
+from tests.support.zoo import Probe
 
 
 def join_with_inputs(wrapper, hook, view, lengths, divide, clear="to-none", joins=True, find_unused=False, **options):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks, same_bits
-from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, train
+
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, same_bits
+from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, train
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])

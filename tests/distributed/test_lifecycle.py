@@ -11,9 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from training import HOOKS, SMALL, WRAPPERS, build, gradients, register, train
 
 import gradwire
 from gradwire.comm.connections import executor_for
@@ -21,6 +19,8 @@ from gradwire.hooks import default_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.reducer.ddp_interface import Logger
 from gradwire.reducer.reducer import Reducer
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, register, train
 
 LATER_ARGUMENTS = {"lazy_bucket_allocation"}  # since PyTorch 2.15
 

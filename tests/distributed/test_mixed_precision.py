@@ -5,23 +5,18 @@ It asks for streams, so these cases run with streams that do nothing, as PyTorch
 
 import copy
 import pickle
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
-from training import SMALL, WRAPPERS, error_of, gradients
 
 from gradwire.hooks import default_hooks
-
-sys.path.append(str(Path(__file__).parents[1] / "conformance"))
-
-from no_stream import NoStream
+from tests.conformance.no_stream import NoStream
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import SMALL, WRAPPERS, error_of, gradients
 
 DDP = WRAPPERS["gradwire"]
 MixedPrecision = torch.nn.parallel.distributed._MixedPrecision

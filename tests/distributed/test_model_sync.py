@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
 from torch import nn
-from training import SMALL, build, error_of, train
 
 import gradwire
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import SMALL, build, error_of, train
 
 DDP = gradwire.DistributedDataParallel
 

@@ -5,17 +5,17 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
-from bits import assert_same_bits
-from harness import CaseFailed
-from support.rehearsal import gpu_on_cpu, register_backend
 from torch import nn
-from training import HOOKS, SMALL, train
 
 from gradwire.comm import GroupTransport, torch_internals
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
+from tests.support import zoo
+from tests.support.bits import assert_same_bits
+from tests.support.harness import CaseFailed
+from tests.support.rehearsal import gpu_on_cpu, register_backend
+from tests.support.training import HOOKS, SMALL, train
 
 
 class HalfAndBias(nn.Module):

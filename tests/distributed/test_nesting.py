@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
 from torch import nn
-from training import SMALL, WRAPPERS, build, gradients, register
+
+from tests.support.bits import assert_same_bits
+from tests.support.training import SMALL, WRAPPERS, build, gradients, register
 
 OURS, THEIRS = WRAPPERS["gradwire"], WRAPPERS["pytorch"]
 

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
-from training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
-from zoo import Probe
+
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from tests.support.zoo import Probe
 
 EXTREMES = (0.0, 1e-45, 1e-30, -1e-30, 1.0, 1e30, -1e30, 3e38)
 BUILT_IN_PYTORCH = {"pytorchs_fp16": (None, torch_hooks.fp16_compress_hook)}

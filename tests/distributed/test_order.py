@@ -7,15 +7,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from training import HOOKS, SMALLEST, register
-from zoo import Probe
 
 import gradwire
 from gradwire.comm import GroupTransport, executor_for
 from gradwire.hooks._reduce_bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import HOOKS, SMALLEST, register
+from tests.support.zoo import Probe
 
 STEPS = 30
 SHAPES = [(size,) for size in (3, 7, 1, 64, 5, 2, 9, 33, 4, 8, 1, 6)] + [(3, 5), (2, 2, 2), ()]

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bits import assert_same_bits, assert_same_on_all_ranks
-from states import STATES, Training, make
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
 from gradwire.hooks import _parameter_names, _wrappers
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.states import STATES, Training, make
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 

@@ -6,10 +6,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, differences
 from torch import nn
-from training import MODELS, SMALL, SMALLEST, WRAPPERS, Record, build, gradients, register, train
-from zoo import Probe
+
+from tests.support.bits import assert_same_bits, differences
+from tests.support.training import MODELS, SMALL, SMALLEST, WRAPPERS, Record, build, gradients, register, train
+from tests.support.zoo import Probe
 
 
 def with_both(model, **options):

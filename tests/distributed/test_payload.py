@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from training import WRAPPERS, register, sent_bytes
 
 from gradwire.comm import GroupTransport, Workspace
 from gradwire.compress import (
@@ -25,6 +24,7 @@ from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp1
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import SegmentTable
+from tests.support.training import WRAPPERS, register, sent_bytes
 
 # Rank 2: 2 x 24 and 2 x 16 elements of factors, both multiples of 16, to which factors are padded.
 ROWS, COLUMNS, RANK, BIAS = 24, 16, 2, 7

@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
-from powersgd_steps import HOOKS, Fed, new_state, noise
-from support.graph_on_cpu import GraphOnCpu, graphs_on_cpu
-from support.rehearsal import gpu_on_cpu, register_backend
-from training import WRAPPERS, gradients, register
 
 from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorithm
 from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
 from gradwire.compress import LowRankBucket
 from gradwire.kernels import MatrixTable, SegmentTable
+from tests.support.bits import assert_same_bits
+from tests.support.graph_on_cpu import GraphOnCpu, graphs_on_cpu
+from tests.support.powersgd_steps import HOOKS, Fed, new_state, noise
+from tests.support.rehearsal import gpu_on_cpu, register_backend
+from tests.support.training import WRAPPERS, gradients, register
 
 START = 2  # the first compressed step
 FIRST_REPLAY = START + WARM_UP_STEPS + 1

@@ -9,10 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from powersgd_steps import (
+
+from gradwire.comm import Transport
+from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, same_bits
+from tests.support.powersgd_steps import (
     HOOKS,
     NEARLY_ONE,
     PROPERTY,
@@ -25,10 +28,7 @@ from powersgd_steps import (
     one_thread,  # noqa: F401 - an autouse fixture
     run_steps,
 )
-from training import SMALL, SMALLEST, WRAPPERS, gradients, register, train
-
-from gradwire.comm import Transport
-from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, gradients, register, train
 
 # --- law 1: error feedback loses nothing
 

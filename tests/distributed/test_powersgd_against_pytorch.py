@@ -16,8 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
-from powersgd_probes import (
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradwire.comm import transport
+from gradwire.hooks import powerSGD_hook as ours
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.powersgd_probes import (
     MODULES,
     PROBE_LIMIT,
     Run,
@@ -36,13 +41,8 @@ from powersgd_probes import (
     step,
     wrapped,
 )
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
-from torch.multiprocessing.reductions import StorageWeakRef
-from training import SMALLEST, WRAPPERS, register
-from worker import join_group
-
-from gradwire.comm import transport
-from gradwire.hooks import powerSGD_hook as ours
+from tests.support.training import SMALLEST, WRAPPERS, register
+from tests.support.worker import join_group
 
 outcomes = {}
 

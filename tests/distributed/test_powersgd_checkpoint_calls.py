@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from training import SMALL, WRAPPERS, build, gradients, register
 
 from gradwire.hooks import hook_state
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import SMALL, WRAPPERS, build, gradients, register
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 

@@ -5,11 +5,8 @@ import re
 
 import pytest
 import torch
-from bits import assert_same_bits
-from powersgd_checkpoints import EARLY, own_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import SMALL, WRAPPERS, build, register
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import LowRankBucket, LowRankPolicy, PowerSGDMemory, flat_low_rank_bucket
@@ -17,6 +14,9 @@ from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState
+from tests.support.bits import assert_same_bits
+from tests.support.powersgd_checkpoints import EARLY, own_memory
+from tests.support.training import SMALL, WRAPPERS, build, register
 
 # --- buckets
 

@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from powersgd_checkpoints import EARLY, trained
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
-from training import SMALL, SMALLEST, WRAPPERS, build, register
 
 from gradwire.compress import LowRankBucket, flat_low_rank_bucket
 from gradwire.compress.policy import MatrixShape
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from tests.support.powersgd_checkpoints import EARLY, trained
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, register
 
 # --- options
 

@@ -6,9 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, same_bits
-from powersgd_oracle import PowerSGD, one_step_bound, random_q
-from powersgd_steps import (
+from torch import nn
+
+from gradwire.comm import Transport
+from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.powersgd_oracle import PowerSGD, one_step_bound, random_q
+from tests.support.powersgd_steps import (
     NEARLY_ONE,
     START,
     VARIANTS,
@@ -20,11 +24,7 @@ from powersgd_steps import (
     one_thread,  # noqa: F401 - an autouse fixture
     run_steps,
 )
-from torch import nn
-from training import WRAPPERS, register
-
-from gradwire.comm import Transport
-from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from tests.support.training import WRAPPERS, register
 
 # --- the oracle
 

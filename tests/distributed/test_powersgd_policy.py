@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
-from training import SMALL, WRAPPERS, build, register
-from zoo import Probe
 
 from gradwire.compress.policy import LowRankPolicy, MatrixShape
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.kernels import memory_order
+from tests.support.training import SMALL, WRAPPERS, build, register
+from tests.support.zoo import Probe
 
 # Derandomised: a failure in one run is a failure in every run.
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)

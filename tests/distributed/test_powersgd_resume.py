@@ -5,8 +5,11 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from powersgd_checkpoints import (
+
+from gradwire.hooks import powerSGD_hook as ours
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.powersgd_checkpoints import (
     CUT,
     EARLY,
     TOLERANCE,
@@ -17,11 +20,8 @@ from powersgd_checkpoints import (
     relative_deviation,
     save_and_load,
 )
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register
-from zoo import Probe
-
-from gradwire.hooks import powerSGD_hook as ours
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register
+from tests.support.zoo import Probe
 
 # --- resuming
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bits import assert_same_bits, assert_same_on_all_ranks
-from powersgd_checkpoints import (
+
+from gradwire.hooks import powerSGD_hook as ours
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.powersgd_checkpoints import (
     CUT,
     EARLY,
     TOLERANCE,
@@ -21,10 +24,7 @@ from powersgd_checkpoints import (
     save_and_load,
     trained,
 )
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
-
-from gradwire.hooks import powerSGD_hook as ours
-from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 
 # --- checkpoints
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
-from states import START, STATES, Ledger, Training, errors_of
-from training import HOOKS, SMALL, WRAPPERS, build, gradients, message_of, register
-from worker import leave_group
 
 import gradwire
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.states import START, STATES, Ledger, Training, errors_of
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, message_of, register
+from tests.support.worker import leave_group
 
 N_CYCLES = 10
 

@@ -5,15 +5,15 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from features import FEATURES, Parts, views, wrap
-from test_quantization_laws import hook_of, summed
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_hooks
-from training import SMALL, WRAPPERS, build, gradients, message_of, register, train
-from zoo import Probe
 
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
+from tests.distributed.test_quantization_laws import hook_of, summed
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import FEATURES, Parts, views, wrap
+from tests.support.training import SMALL, WRAPPERS, build, gradients, message_of, register, train
+from tests.support.zoo import Probe
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 

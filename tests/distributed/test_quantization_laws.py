@@ -8,14 +8,25 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from training import SMALL, SMALLEST, WRAPPERS, Fault, build, error_of, gradients, plainly_named, register, train
-from zoo import Probe
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS, as_real
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    Fault,
+    build,
+    error_of,
+    gradients,
+    plainly_named,
+    register,
+    train,
+)
+from tests.support.zoo import Probe
 
 QUICK = ("int4", "sign")
 formats = pytest.mark.parametrize(

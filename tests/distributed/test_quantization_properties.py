@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from bits import assert_same_bits, assert_same_on_all_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lockstep import run_in_lockstep
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Quantization, QuantizedBucket, quantized_all_reduce
 from gradwire.kernels import WIRE_FORMATS
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.lockstep import run_in_lockstep
 
 CPU = torch.device("cpu")
 FEW = settings(

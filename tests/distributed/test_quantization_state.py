@@ -8,13 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bits import assert_same_bits, assert_same_on_all_ranks
-from test_quantization_laws import hook_of, summed, wrapped
-from test_state_validation import BAD_COUNTS, FLOAT_DAMAGES, NO_FLAG, NO_WHOLE_NUMBER, TENSOR_DAMAGES, changed, refusal
-from training import WRAPPERS, build, gradients, message_of, register
 
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS
+from tests.distributed.test_quantization_laws import hook_of, summed, wrapped
+from tests.distributed.test_state_validation import (
+    BAD_COUNTS,
+    FLOAT_DAMAGES,
+    NO_FLAG,
+    NO_WHOLE_NUMBER,
+    TENSOR_DAMAGES,
+    changed,
+    refusal,
+)
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import WRAPPERS, build, gradients, message_of, register
 
 # --- options
 

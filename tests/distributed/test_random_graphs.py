@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from bits import differences
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import WRAPPERS, gradients
+
+from tests.support.bits import differences
+from tests.support.training import WRAPPERS, gradients
 
 STEPS = 5
 RANKS = 3  # for which plans are drawn

@@ -10,16 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from states import FEEDBACK, START, STATES, Ledger, Training, errors_of
 from torch import nn
-from training import SMALL, SMALLEST, WRAPPERS, Fault, build, error_of, gradients, register
 
 import gradwire
 from gradwire.comm import connections_of, store_collectives
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._reduce_bucket import reduce_bucket
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, Fault, build, error_of, gradients, register
 
 DDP = gradwire.DistributedDataParallel
 LIMIT = timedelta(minutes=1)

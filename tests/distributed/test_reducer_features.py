@@ -10,12 +10,25 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from features import DDP, FEATURES, Parts, assert_parity, features, flat_hook, of_both, views, ways, wrap, zero_grad
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, train
-from zoo import Probe
+
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import (
+    DDP,
+    FEATURES,
+    Parts,
+    assert_parity,
+    features,
+    flat_hook,
+    of_both,
+    views,
+    ways,
+    wrap,
+    zero_grad,
+)
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, train
+from tests.support.zoo import Probe
 
 
 def delay_some(wrapper, hook, view, clear):

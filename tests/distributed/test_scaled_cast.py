@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
-from zoo import Probe
 
 from gradwire.hooks import default_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from tests.support.zoo import Probe
 
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 

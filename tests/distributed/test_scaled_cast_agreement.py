@@ -5,15 +5,15 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_on_all_ranks
-from lockstep import run_in_lockstep
-from training import SMALLEST, WRAPPERS, gradients, register
-from zoo import Probe
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import SegmentTable
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.lockstep import run_in_lockstep
+from tests.support.training import SMALLEST, WRAPPERS, gradients, register
+from tests.support.zoo import Probe
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 from torch.nn import functional
-from training import sent_bytes
 
 import gradwire
 from gradwire.bench import demo, launch, namespaces
@@ -23,6 +22,7 @@ from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
 from gradwire.planner.report import print_advice
+from tests.support.training import sent_bytes
 
 CPU = torch.device("cpu")
 OBSTACLE = namespaces.obstacle()
@@ -89,7 +89,7 @@ def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree(worlds):
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
 def test_interface_sends_the_payload_that_telemetry_counts(monkeypatch):
     """Of n ranks, each sends 2 (n - 1) / n times its payload; headers add 3 % at most, and two barriers 10 kB."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
     hooks = ["fp16", "bf16-fp32-sum", "int4", "powersgd-r4"]
     with places_of(3, is_local=False) as places:
         records = launch.run("interface_bytes", {"hooks": hooks, "threads": 1}, places)

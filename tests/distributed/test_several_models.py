@@ -9,10 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
-from training import SMALL, WRAPPERS, FailsInBackward, build, error_of, gradients, plainly_named, register
 
 import gradwire
 from gradwire.hooks import _wrappers, default_hooks, powerSGD_hook, quantization_hooks
@@ -20,6 +18,8 @@ from gradwire.hooks._reduce_bucket import zero_copy
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.reducer import parameters
+from tests.support.bits import assert_same_bits
+from tests.support.training import SMALL, WRAPPERS, FailsInBackward, build, error_of, gradients, plainly_named, register
 
 DDP = gradwire.DistributedDataParallel
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from features import assert_parity, clearings, of_both, views, ways, wrap, zero_grad
 from torch import nn
-from training import gradients, one_thread_group
+
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import assert_parity, clearings, of_both, views, ways, wrap, zero_grad
+from tests.support.training import gradients, one_thread_group
 
 
 class Words(nn.Module):

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bits import assert_same_bits
-from features import FEATURES, Parts
-from states import FEEDBACK, START, STATES, Training, errors_of
 from torch import nn
-from training import SMALLEST, WRAPPERS, message_of
-from zoo import SparseTable
 
 from gradwire.hooks import hook_state
+from tests.support.bits import assert_same_bits
+from tests.support.features import FEATURES, Parts
+from tests.support.states import FEEDBACK, START, STATES, Training, errors_of
+from tests.support.training import SMALLEST, WRAPPERS, message_of
+from tests.support.zoo import SparseTable
 
 feedback_states = pytest.mark.parametrize("kind", FEEDBACK)
 

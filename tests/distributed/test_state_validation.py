@@ -7,17 +7,17 @@ import warnings
 
 import pytest
 import torch
-from bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from training import HOOKS, SMALLEST, WRAPPERS, build, message_of, register
 
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+from tests.support.bits import assert_same_bits
+from tests.support.training import HOOKS, SMALLEST, WRAPPERS, build, message_of, register
 
 # Derandomised: a failure in one run is a failure in every run.
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks
-from features import Parts, assert_parity, of_both, run_plan, static_plans, views, ways, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import SMALLEST, error_of, gradients
-from zoo import Probe
+
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import Parts, assert_parity, of_both, run_plan, static_plans, views, ways, wrap
+from tests.support.training import SMALLEST, error_of, gradients
+from tests.support.zoo import Probe
 
 
 def plan_on_both(**options):

@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from stream_double import Race, Stream, StreamTransport, stream_double
-from support.graph_on_cpu import graphs_on_cpu
 
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.stream_executor import StreamExecutor
@@ -25,6 +23,8 @@ from gradwire.compress import (
     scaled_cast_all_reduce,
 )
 from gradwire.kernels import SegmentTable
+from tests.support.graph_on_cpu import graphs_on_cpu
+from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 
 CPU = torch.device("cpu")
 N_BUCKETS, STEPS = 3, 3

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from training import HOOKS, SMALL, WRAPPERS, register
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.support.training import HOOKS, SMALL, WRAPPERS, register
 
 CHANNELS_LAST = {"memory_format": torch.channels_last}
 # The gradient of a parameter with gaps has none, and lies in row-major order.

@@ -9,10 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
 from torch.profiler import profile
-from training import HOOKS, SMALL, SMALLEST, WRAPPERS, FailsInBackward, build, error_of, gradients, register, train
-from zoo import SparseTable
 
 import gradwire
 from gradwire.hooks import _handshake
@@ -21,6 +18,20 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.hooks.telemetry import to_jsonl, to_tensorboard, to_wandb
+from tests.support.bits import assert_same_bits
+from tests.support.training import (
+    HOOKS,
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    FailsInBackward,
+    build,
+    error_of,
+    gradients,
+    register,
+    train,
+)
+from tests.support.zoo import SparseTable
 
 STATEFUL = ["bf16_in_fp32", "scaled_fp16", "int4", "powersgd", "powersgd_alternating"]
 COUNTS = {"step", "gradient_bytes", "sent_bytes", "compression_ratio", "uncompressed_buckets"}

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
 from torch import nn
-from training import error_of
 
 import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.comm.groups import duplicate_group
+from tests.support.bits import assert_same_bits
+from tests.support.training import error_of
 
 
 class Unfinished:

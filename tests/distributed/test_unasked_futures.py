@@ -6,13 +6,13 @@ Each case hung the host without a timeout, on the double of a GPU as on a GPU.
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
-from features import Parts
-from support.rehearsal import gpu_on_cpu, register_backend
 from torch.futures import collect_all
-from training import SMALLEST, WRAPPERS, gradients, plainly_named
 
 from gradwire.hooks import default_hooks
+from tests.support.bits import assert_same_bits
+from tests.support.features import Parts
+from tests.support.rehearsal import gpu_on_cpu, register_backend
+from tests.support.training import SMALLEST, WRAPPERS, gradients, plainly_named
 
 LIMIT = 20  # seconds
 SKIP = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}

@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits, assert_same_on_all_ranks, differences
-from features import (
+from torch import nn
+
+from gradwire.hooks import default_hooks
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
+from tests.support.features import (
     CAP,
     DDP,
     FEATURES,
@@ -24,11 +27,8 @@ from features import (
     wrap,
     zero_grad,
 )
-from states import FEEDBACK, START, STATES, Ledger, Training, errors_of
-from torch import nn
-from training import SMALLEST, gradients, register
-
-from gradwire.hooks import default_hooks
+from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
+from tests.support.training import SMALLEST, gradients, register
 
 
 def plan_on_both(**options):

@@ -6,7 +6,12 @@ pytest.importorskip("accelerate", reason="needs the extra 'accelerate': make tes
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from regression_task import (
+from torch import nn
+
+from gradwire import integrations
+from gradwire.integrations._comm_hook import find_ddp
+from gradwire.integrations.accelerate import prepare_model, register_comm_hook
+from tests.integrations.regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,
@@ -22,11 +27,6 @@ from regression_task import (
     rank_loader,
     weights,
 )
-from torch import nn
-
-from gradwire import integrations
-from gradwire.integrations._comm_hook import find_ddp
-from gradwire.integrations.accelerate import prepare_model, register_comm_hook
 
 
 class Run:

@@ -6,7 +6,10 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 
 from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from regression_task import (
+
+from gradwire.integrations import HookNotUsedWarning, register_comm_hook
+from gradwire.integrations.fabric import GradwireStrategy
+from tests.integrations.regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,
@@ -20,9 +23,6 @@ from regression_task import (
     rank_loader,
     weights,
 )
-
-from gradwire.integrations import HookNotUsedWarning, register_comm_hook
-from gradwire.integrations.fabric import GradwireStrategy
 
 STRATEGIES = {"pytorch": DDPStrategy, "gradwire": GradwireStrategy}
 

@@ -8,7 +8,10 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from regression_task import (
+
+from gradwire.hooks.default_hooks import fp16_compress_wrapper
+from gradwire.integrations.lightning import GradwireStrategy
+from tests.integrations.regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,
@@ -24,9 +27,6 @@ from regression_task import (
     rank_loader,
     weights,
 )
-
-from gradwire.hooks.default_hooks import fp16_compress_wrapper
-from gradwire.integrations.lightning import GradwireStrategy
 
 
 class Regression(LightningModule):

@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from regression_task import (
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from gradwire.integrations import register_comm_hook
+from tests.integrations.regression_task import (
     EPOCHS,
     HOOKS,
     RESUME_TOLERANCE,
@@ -18,11 +22,7 @@ from regression_task import (
     rank_loader,
     weights,
 )
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from worker import join_group
-
-from gradwire.integrations import register_comm_hook
+from tests.support.worker import join_group
 
 
 class Run:

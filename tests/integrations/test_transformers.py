@@ -8,7 +8,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra 'transformers': make test-integrations")
 
-from regression_task import (
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+
+from gradwire.integrations import HookNotUsedWarning
+from gradwire.integrations.transformers import CHECKPOINT_NAME, GradwireCallback
+from tests.integrations.regression_task import (
     BATCH_SIZE,
     EPOCHS,
     HOOKS,
@@ -24,11 +29,6 @@ from regression_task import (
     plain_run,
     weights,
 )
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
-
-from gradwire.integrations import HookNotUsedWarning
-from gradwire.integrations.transformers import CHECKPOINT_NAME, GradwireCallback
 
 
 class Regression(PreTrainedModel):

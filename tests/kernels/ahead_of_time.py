@@ -6,7 +6,8 @@ What is compiled is what the public functions launch: their arguments are record
 import re
 
 import pytest
-from cases import INTERPRETED, REALS
+
+from tests.kernels.cases import INTERPRETED, REALS
 
 if INTERPRETED:
     pytest.skip("kernels decorated under TRITON_INTERPRET cannot be compiled", allow_module_level=True)

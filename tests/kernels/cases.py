@@ -5,11 +5,11 @@ from math import prod
 
 import pytest
 import torch
-from exact import Guarded
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from gradwire.kernels.dispatch import is_interpreted
+from tests.kernels.exact import Guarded
 
 INTERPRETED = is_interpreted()
 REALS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

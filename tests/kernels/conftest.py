@@ -1,18 +1,14 @@
 """The lanes of the kernel tests: the CPU path, Triton's interpreter (``TRITON_INTERPRET=1``), and a GPU (``-m gpu``).
 
 One body serves all of them: it asks for ``device`` and compares the public function with its reference and an oracle.
-The helper modules of this folder are importable by their own names.
 """
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("exact", "cases")
+pytest.register_assert_rewrite("tests.kernels.exact", "tests.kernels.cases")
 
 from gradwire.kernels.dispatch import is_interpreted  # noqa: E402
 
@@ -20,7 +16,7 @@ INTERPRETED = is_interpreted()
 collect_ignore_glob = [] if find_spec("hypothesis") and find_spec("numpy") else ["*"]
 
 if INTERPRETED:
-    import interpreter_repair
+    from tests.kernels import interpreter_repair
 
     interpreter_repair.install()
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import triton
-from ahead_of_time import TARGETS
+
+from tests.kernels.ahead_of_time import TARGETS
 
 # Of all drivers: a kernel stays bound to the driver that it was compiled for.
 _launches = []

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from cases import INTERPRETED
-from exact import Guarded
 from hypothesis import strategies as st
 
 from gradwire.kernels.matrix_table import Matrix, MatrixTable, Operands
+from tests.kernels.cases import INTERPRETED
+from tests.kernels.exact import Guarded
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FACTOR_WIRES = (torch.float32, torch.bfloat16, torch.float64)

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from cases import Layout, layouts, name, values
-from exact import Guarded, assert_same_bits
 from hypothesis import strategies as st
 
 from gradwire.kernels import (
@@ -23,6 +21,8 @@ from gradwire.kernels import (
     reduce_quantized,
     reduce_quantized_reference,
 )
+from tests.kernels.cases import Layout, layouts, name, values
+from tests.kernels.exact import Guarded, assert_same_bits
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INTEGER_FORMATS = ("int8", "int4", "int2")

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-import ahead_of_time
 import pytest
 import torch
-from ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
-from cases import REALS, name
+
+from tests.kernels import ahead_of_time
+from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
+from tests.kernels.cases import REALS, name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of
 # 8 warps share a multiprocessor, 80 three, 128 two. No kernel may spill, and full aligned chunks must move through

@@ -5,8 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from ahead_of_time import BF16, FP16, FP32, TARGETS, check_program_number, compiled, intermediate, recorded_launches
-from cases import name
 
 from gradwire.kernels import (
     Matrix,
@@ -24,6 +22,17 @@ from gradwire.kernels import (
     reconstruction_triton,
 )
 from gradwire.kernels.language import next_power_of_2
+from tests.kernels.ahead_of_time import (
+    BF16,
+    FP16,
+    FP32,
+    TARGETS,
+    check_program_number,
+    compiled,
+    intermediate,
+    recorded_launches,
+)
+from tests.kernels.cases import name
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
 # and 128 for the 16 warps of Gram-Schmidt.

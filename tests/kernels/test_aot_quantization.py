@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
-import ahead_of_time
 import pytest
 import torch
-from ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
-from cases import name
 
 from gradwire.kernels import (
     WIRE_FORMATS,
@@ -22,6 +19,9 @@ from gradwire.kernels import (
     quantized_reduction_triton,
     reduce_quantized,
 )
+from tests.kernels import ahead_of_time
+from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
+from tests.kernels.cases import name
 
 MODULES = [quantization, quantization_triton, quantized_reduction_triton]
 # The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import PROPERTY, layouts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, BlockTable, Fitting, MessageLayout
 from gradwire.kernels import block_table as block_table_module
+from tests.kernels.cases import PROPERTY, layouts
 
 CPU = torch.device("cpu")
 

@@ -7,15 +7,23 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from cases import INTERPRETED, PROPERTY, name
-from exact import Guarded, assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, assert_within, numbers, packed, rounding, values
-from random_oracle import at, key_of_the_middle, uniform_oracle
 
 from gradwire.kernels import FactorLayout, column_norms, draw, random_key, renew, renew_reference, uniform
 from gradwire.kernels.dispatch import use_triton
+from tests.kernels.cases import INTERPRETED, PROPERTY, name
+from tests.kernels.exact import Guarded, assert_same_bits
+from tests.kernels.matrix_cases import (
+    FACTOR_WIRES,
+    assert_gaps_untouched,
+    assert_within,
+    numbers,
+    packed,
+    rounding,
+    values,
+)
+from tests.kernels.random_oracle import at, key_of_the_middle, uniform_oracle
 
 INF, NAN = float("inf"), float("nan")
 FOLLOWING = (torch.float32, torch.float64)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import INTERPRETED
+
+from tests.kernels.cases import INTERPRETED
 
 if INTERPRETED:
     pytest.skip("kernels decorated under TRITON_INTERPRET cannot be compiled", allow_module_level=True)

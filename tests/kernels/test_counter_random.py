@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from cases import PROPERTY
-from exact import assert_same_bits
 from hypothesis import example, given
 from hypothesis import strategies as st
-from random_oracle import at, splitmix64, uniform_oracle
 
 from gradwire.kernels import random_key, uniform
 from gradwire.kernels.counter_random import uniform_triton
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.language import jit, tl
+from tests.kernels.cases import PROPERTY
+from tests.kernels.exact import assert_same_bits
+from tests.kernels.random_oracle import at, splitmix64, uniform_oracle
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 EXTREMES = (0, 1, -1, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63))

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import INTERPRETED
 
 from gradwire.kernels import dispatch, flatten, lowrank_triton, unflatten
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import Matrix, MatrixTable
+from tests.kernels.cases import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -1,6 +1,11 @@
 import pytest
 import torch
-from cases import (
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gradwire.kernels import SegmentTable, compute_dtype, flatten, flatten_bytes, flatten_reference, segment_table
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from tests.kernels.cases import (
     LIMITS,
     PROPERTY,
     SCALE_SHAPES,
@@ -14,12 +19,7 @@ from cases import (
     on_the_cpu_path,
     scale_of_shape,
 )
-from exact import Guarded, as_float64, assert_same_bits, flatten_oracle
-from hypothesis import example, given
-from hypothesis import strategies as st
-
-from gradwire.kernels import SegmentTable, compute_dtype, flatten, flatten_bytes, flatten_reference, segment_table
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from tests.kernels.exact import Guarded, as_float64, assert_same_bits, flatten_oracle
 
 INF, NAN = float("inf"), float("nan")
 

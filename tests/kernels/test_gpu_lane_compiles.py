@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ahead_of_time import NAMES  # skips this module where nothing can be compiled
-from support.rehearsal import gpu_on_cpu, register_backend
 
 from gradwire.bench.gpu import hook_cases, kernel_bench, kernel_cases, quantization_cases
 from gradwire.bench.gpu.checks import Skipped
 from gradwire.bench.shapes import rotation
+from tests.kernels.ahead_of_time import NAMES  # skips this module where nothing can be compiled
+from tests.support.rehearsal import gpu_on_cpu, register_backend
 from tools.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
 from tools.kernel_model import recorded_case
 

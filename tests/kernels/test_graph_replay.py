@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from support.graph_on_cpu import graphs_on_cpu
 
 from gradwire.comm import LocalTransport, Workspace, graphs, run_algorithm
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.compress import LowRankBucket, LowRankPolicy, alternating_all_reduce, powersgd_all_reduce
 from gradwire.kernels import Operands
+from tests.support.graph_on_cpu import graphs_on_cpu
 
 SHAPES = [(24, 40), (24,), (33, 18), (7,)]
 STEPS = 4  # eager, captured, replayed twice

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from empty_driver import empty_gpu
-from test_variants import MODULES, OneRank, cast, powersgd, quantized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwire
@@ -20,6 +18,8 @@ from gradwire.bench.shapes import buckets, gpt2
 from gradwire.comm import Workspace, graphs
 from gradwire.compress import LowRankBucket, LowRankPolicy, Quantization, powersgd_all_reduce
 from gradwire.kernels import SegmentTable, flatten, unflatten
+from tests.kernels.empty_driver import empty_gpu
+from tests.kernels.test_variants import MODULES, OneRank, cast, powersgd, quantized
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
 CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}

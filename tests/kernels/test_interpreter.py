@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import INTERPRETED, name
-from exact import Guarded, as_float64, assert_same_bits, round_to
 
 from gradwire.kernels.flattening import NUM_WARPS, _flatten_kernel, _unflatten_kernel
 from gradwire.kernels.segment_table import CHUNK_NUMEL
+from tests.kernels.cases import INTERPRETED, name
+from tests.kernels.exact import Guarded, as_float64, assert_same_bits, round_to
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -11,23 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import INTERPRETED, PROPERTY, name
-from exact import Guarded, assert_same_bits, round_to
 from hypothesis import given
 from hypothesis import strategies as st
-from matrix_cases import (
-    FACTOR_WIRES,
-    GRADIENTS,
-    TF32,
-    Bucket,
-    Place,
-    assert_gaps_zero,
-    assert_within,
-    buckets,
-    numbers,
-    rounding,
-    stored_within,
-)
 
 from gradwire.kernels import (
     Matrix,
@@ -51,6 +36,21 @@ from gradwire.kernels import (
     unflatten,
 )
 from gradwire.kernels.lowrank_programs import Tiling
+from tests.kernels.cases import INTERPRETED, PROPERTY, name
+from tests.kernels.exact import Guarded, assert_same_bits, round_to
+from tests.kernels.matrix_cases import (
+    FACTOR_WIRES,
+    GRADIENTS,
+    TF32,
+    Bucket,
+    Place,
+    assert_gaps_zero,
+    assert_within,
+    buckets,
+    numbers,
+    rounding,
+    stored_within,
+)
 
 INF, NAN = float("inf"), float("nan")
 FP16_MAX = 65504.0

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import PROPERTY, name
 from hypothesis import given
 from hypothesis import strategies as st
-from matrix_cases import GRADIENTS, places
 
 from gradwire.kernels import FactorLayout, Matrix, MatrixTable, Operands
+from tests.kernels.cases import PROPERTY, name
+from tests.kernels.matrix_cases import GRADIENTS, places
 
 CPU = torch.device("cpu")
 

@@ -7,14 +7,14 @@ with another implementation's: what is tested is that rows are orthonormal or ze
 import numpy as np
 import pytest
 import torch
-from cases import INTERPRETED, PROPERTY, name
-from exact import Guarded, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
 from gradwire.kernels import FactorLayout, cholesky_qr_triton, orthogonalization, orthogonalize, orthogonalize_reference
 from gradwire.kernels.orthogonalization_cpu import orthogonalize_cpu
+from tests.kernels.cases import INTERPRETED, PROPERTY, name
+from tests.kernels.exact import Guarded, assert_same_bits
+from tests.kernels.matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
 INF, NAN = float("inf"), float("nan")
 OUTS = (torch.float32, torch.float64)

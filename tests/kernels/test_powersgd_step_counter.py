@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 import torch
-from exact import assert_same_bits
 
 from gradwire.comm import Workspace
 from gradwire.compress import LowRankBucket, alternating_all_reduce, powersgd_all_reduce, powersgd_bucket
 from gradwire.compress.policy import MatrixShape
+from tests.kernels.exact import assert_same_bits
 
 
 class OneRank:

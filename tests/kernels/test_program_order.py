@@ -5,9 +5,6 @@ Every family runs in Triton's interpreter in the ordinary order, then in random 
 
 import pytest
 import torch
-from cases import INTERPRETED
-from exact import assert_same_bits
-from program_order import shuffled
 
 from gradwire.kernels import (
     WIRE_FORMATS,
@@ -35,6 +32,9 @@ from gradwire.kernels import (
     unflatten,
     update_scale,
 )
+from tests.kernels.cases import INTERPRETED
+from tests.kernels.exact import assert_same_bits
+from tests.kernels.program_order import shuffled
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton is imported")
 

@@ -2,27 +2,8 @@
 
 import pytest
 import torch
-from cases import INTERPRETED, PROPERTY, Layout, name
-from exact import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_cases import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    INTEGER_FORMATS,
-    KINDS,
-    PUBLIC,
-    RAW_FORMATS,
-    REFERENCE,
-    SCALED_FORMATS,
-    Exchange,
-    assert_same_outcome,
-    exchange,
-    exchanges,
-    gradient,
-)
 
 from gradwire.kernels import (
     WIRE_FORMATS,
@@ -41,6 +22,25 @@ from gradwire.kernels import (
 )
 from gradwire.kernels import block_table as block_table_module
 from gradwire.kernels.wire_formats import decode
+from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, name
+from tests.kernels.exact import assert_same_bits
+from tests.kernels.quantized_cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    INTEGER_FORMATS,
+    KINDS,
+    PUBLIC,
+    RAW_FORMATS,
+    REFERENCE,
+    SCALED_FORMATS,
+    Exchange,
+    assert_same_outcome,
+    exchange,
+    exchanges,
+    gradient,
+)
 
 FEW = settings(PROPERTY, max_examples=3 if INTERPRETED else 12)
 MANY = settings(PROPERTY, max_examples=60)

@@ -4,13 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from cases import PROPERTY, SOURCES, Layout, cases, name
-from exact import as_float64
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import Fitting, SegmentTable, memory_order, segment_table, uploads
 from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
+from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
+from tests.kernels.exact import as_float64
 
 
 def tensors_of(*sizes, device="cpu", dtype=torch.float32):

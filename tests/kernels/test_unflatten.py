@@ -1,6 +1,11 @@
 import pytest
 import torch
-from cases import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_bytes, unflatten_reference
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from tests.kernels.cases import (
     PROPERTY,
     SCALE_SHAPES,
     SCALES,
@@ -13,12 +18,7 @@ from cases import (
     on_the_cpu_path,
     scale_of_shape,
 )
-from exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
-from hypothesis import given
-from hypothesis import strategies as st
-
-from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_bytes, unflatten_reference
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from tests.kernels.exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
 
 INF, NAN = float("inf"), float("nan")
 

@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-from ahead_of_time import recorded_launches, variant
 
 from gradwire.bench.shapes import buckets, gpt2
 from gradwire.comm import Workspace
@@ -42,6 +41,7 @@ from gradwire.kernels import (
     quantized_reduction_triton,
     reconstruction_triton,
 )
+from tests.kernels.ahead_of_time import recorded_launches, variant
 
 MODULES = [
     flattening,

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from cases import PROPERTY
-from exact import assert_same_bits
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -21,6 +19,8 @@ from gradwire.kernels.wire_formats import (
     round_to_bf16,
     unpack,
 )
+from tests.kernels.cases import PROPERTY
+from tests.kernels.exact import assert_same_bits
 
 SCALED = [wire for wire in WIRE_FORMATS.values() if wire.is_scaled]
 MAGNITUDES = st.floats(2.0**-149, FP32_MAX, width=32, allow_subnormal=True)

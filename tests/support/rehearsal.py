@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from gradwire.bench import emulated, timing
 from gradwire.comm import connections, stream_executor
-from support.graph_on_cpu import graphs_on_cpu
+from tests.support.graph_on_cpu import graphs_on_cpu
 
 BACKEND = "gradwire_nccl_rules"
 _DTYPES = frozenset(

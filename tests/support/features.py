@@ -7,11 +7,11 @@ the values that the definition of the feature gives.
 import pytest
 import torch
 import torch.distributed as dist
-from bits import assert_same_bits
 from torch import nn
-from training import WRAPPERS, gradients, register
 
 import gradwire
+from tests.support.bits import assert_same_bits
+from tests.support.training import WRAPPERS, gradients, register
 
 DDP = gradwire.DistributedDataParallel
 CAP = 0.0001  # MiB: buckets of two or three parameters of `Parts`

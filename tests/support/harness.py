@@ -1,8 +1,8 @@
 """Worlds: worker processes that stay alive between tests and run, on every rank, the cases they are sent.
 
-A case is a plain function at the top level of a test module; `World.run` names it to the workers, which load that file
-by its path, call the function with the given arguments, and send back what it returns. The workers are one gloo group,
-found through a file, so a case uses ``torch.distributed`` as any training script does.
+A case is a plain function at the top level of a test module; `World.run` names it to the workers, which import that
+module, call the function with the given arguments, and send back its result. The workers are one gloo group, found
+through a file, so a case uses ``torch.distributed`` as any training script does.
 
 Workers are forked from a server process that has imported torch and gradwire, so a world costs little to start.
 
@@ -23,10 +23,10 @@ from itertools import count
 from pathlib import Path
 from unittest import mock
 
-import worker
+from tests.support import worker
 
 FOLDER = str(Path(__file__).parent)
-PRELOAD = ["torch", "torch._dynamo", "gradwire", "pytest", "frozen_heap"]  # every DDP imports the second
+PRELOAD = ["torch", "torch._dynamo", "gradwire", "pytest", "fork_server"]  # every DDP imports the second
 # Seconds. They end what hangs, and are many times what anything takes: a busy machine fails no test.
 START_LIMIT = 240.0
 CASE_LIMIT = 240.0
@@ -223,7 +223,7 @@ def _reserved_port():
 
 
 def _message(case, arguments):
-    return pickle.dumps((case.__code__.co_filename, case.__module__, case.__qualname__, pickle.dumps(arguments)))
+    return pickle.dumps((case.__module__, case.__qualname__, pickle.dumps(arguments)))
 
 
 def _collect(members, limit, grace=None):

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
-from zoo import MODELS
 
 import gradwire
 from gradwire.comm import connections_of
@@ -22,6 +21,7 @@ from gradwire.hooks import (
     quantization_hooks,
     scaled_cast_hooks,
 )
+from tests.support.zoo import MODELS
 
 # The compressor of the guide, by the name under which it is pickled.
 _spec = spec_from_file_location("topk_hook", Path(__file__).parents[2] / "examples" / "topk_hook.py")

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch import nn
-from training import WRAPPERS, gradients, register
 
 from gradwire.hooks import default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.support.training import WRAPPERS, gradients, register
 
 START = 2  # the first compressed step, as early as a state with error feedback allows
 U = 2.0**-24

@@ -4,9 +4,9 @@ import io
 
 import torch
 from torch.utils._pytree import tree_leaves
-from training import build, train
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from tests.support.training import build, train
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 # Half an ulp.

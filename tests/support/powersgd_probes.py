@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from harness import CaseFailed
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
-from training import WRAPPERS, register
-from zoo import Probe
 
 from gradwire.hooks import powerSGD_hook as ours
+from tests.support.harness import CaseFailed
+from tests.support.training import WRAPPERS, register
+from tests.support.zoo import Probe
 
 MODULES = {"ours": ours, "pytorchs": pytorchs}
 # Seconds. A probe of PyTorch's hook takes less than one; it may hang where ranks issue collectives in other orders.

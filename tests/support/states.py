@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from training import SMALL, WRAPPERS, build, register, topk
 
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.training import SMALL, WRAPPERS, build, register, topk
 
 START = 2  # the first compressed step of every state with error feedback
 

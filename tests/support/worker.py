@@ -2,16 +2,14 @@
 
 import faulthandler
 import gc
-import importlib.util
+import importlib
 import os
 import pickle
 import resource
-import sys
 import threading
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -23,27 +21,15 @@ ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
 LAST_RESORT = 600.0
 
 
-def load(path, name):
-    """The module of a case, under the name it has in the test process, so that its functions and classes pickle."""
-    if name not in sys.modules:
-        package = name.partition(".")[0]
-        if package != name:
-            sys.modules.setdefault(package, ModuleType(package))  # unpickling asks for it first
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
 def run(message):
     """Answer one message.
 
     ("result", value, `is_spent`) or ("error", exception or None, traceback, type's name, text).
     """
-    path, module, name, arguments = pickle.loads(message)
+    module, name, arguments = pickle.loads(message)
     try:
         torch.manual_seed(0)
-        case = getattr(load(path, module), name)
+        case = getattr(importlib.import_module(module), name)
         value = pickle.dumps(case(**pickle.loads(arguments)))
         return pickle.dumps(("result", value, is_spent()))
     except Exception as error:
