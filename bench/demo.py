@@ -127,7 +127,7 @@ class Training:
         return sum(transport.payload_bytes for transport in self.transports)
 
     def records(self, epochs: int, data: Digits) -> list[Record]:
-        """Check the training and sum it up. A collective call. Raises RuntimeError if it diverged or the ranks differ."""
+        """Check and sum up the training. A collective call. Raises RuntimeError if it diverged or the ranks differ."""
         if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
             raise RuntimeError("The ranks ended with different weights.")
         losses = mean_over_ranks(self.losses, data.train_labels.device)

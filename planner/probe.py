@@ -60,8 +60,8 @@ def measure(
 
     Every number is the slowest rank's.
 
-    With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are measured too. ``progress`` takes the
-    name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.
+    With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are always measured. ``progress`` takes
+    the name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.
     """
     group = dist.group.WORLD
     assert group is not None, "no process group"
