@@ -4,16 +4,13 @@ An algorithm is a coroutine that awaits its collectives. It touches no stream an
 and runs in one process too: see `powersgd_all_reduce`.
 """
 
-from gradwire.compress.cast import cast_all_reduce, sparse_all_reduce
-from gradwire.compress.gradients import Gradients
-from gradwire.compress.policy import LowRankPolicy
+from gradwire.compress.cast import Gradients, cast_all_reduce, sparse_all_reduce
+from gradwire.compress.policy import LowRankPolicy, WirePolicy
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
-from gradwire.compress.powersgd_bucket import LowRankBucket, flat_low_rank_bucket
-from gradwire.compress.powersgd_memory import PowerSGDMemory
+from gradwire.compress.powersgd_bucket import LowRankBucket, PowerSGDMemory, flat_low_rank_bucket
 from gradwire.compress.quantization import quantized_all_reduce
 from gradwire.compress.quantized_bucket import Quantization, QuantizedBucket
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress.wire_policy import WirePolicy
 
 __all__ = [
     "BucketScale",

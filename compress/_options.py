@@ -1,9 +1,11 @@
-"""Validation of options and counters: a ValueError states the name, the value and the expectation."""
+"""Validation of options, counters and error memory: a ValueError states the name, the value and the expectation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+
+from torch import Tensor
 
 
 def check_whole_number(
@@ -40,3 +42,12 @@ def check_patterns(name: str, value: object, expected: str, lowest: int) -> None
         if not isinstance(pattern, str):
             raise ValueError(f"{name} has the pattern {pattern!r}; expected a string.")
         check_whole_number(f"{name}[{pattern!r}]", number, expected, lowest)
+
+
+def check_error_shape(name: str, error: Tensor, layout: Tensor) -> None:
+    """Raise ValueError unless the error memory of parameter ``name`` has the shape of its gradient."""
+    if error.shape != layout.shape:
+        raise ValueError(
+            f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(layout.shape)}. "
+            "Load the state of this model, or begin with a new one."
+        )

@@ -1,4 +1,7 @@
-"""`LowRankPolicy`: which parameters are compressed, as which matrices, to which rank, and from which step on."""
+"""Policies: which parameters are compressed, and how.
+
+`LowRankPolicy` chooses matrices and their ranks for PowerSGD, `WirePolicy` the wire format of each parameter.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from gradwire.compress._options import check_number, check_patterns, check_whole_number
+from gradwire.kernels import WIRE_FORMATS, WireFormat
+
+Value = TypeVar("Value")
 
 
 class MatrixShape(NamedTuple):
@@ -70,7 +77,7 @@ class LowRankPolicy:
         """The matrices that a parameter is compressed as; None if it is sent uncompressed.
 
         Args:
-            name: of the parameter.
+            name: parameter name.
             layout: a dense tensor with its shape, strides and dtype, such as its gradient.
 
         Raises:
@@ -87,12 +94,7 @@ class LowRankPolicy:
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first pattern that matches none of the names, as ``ranks['head.*']``; None if all match."""
-        names = list(names)
-        for option, patterns in (("ranks", self.ranks), ("stacks", self.stacks)):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    return f"{option}[{pattern!r}]"
-        return None
+        return _unmatched(list(names), ranks=self.ranks, stacks=self.stacks)
 
     def as_matrices(self, name: str, layout: Tensor) -> MatrixShape:
         """The matrices of a parameter, even if compression does not pay; of rank 0 if ``ranks`` exempts it.
@@ -114,7 +116,77 @@ class LowRankPolicy:
         return MatrixShape(count, rows, columns, min(_first_match(self.ranks, name, self.rank), rows, columns))
 
 
-def _first_match(patterns: Mapping[str, int], name: str, default: int) -> int:
+@dataclass(frozen=True, kw_only=True)
+class WirePolicy:
+    """The wire format of each parameter.
+
+    The first pattern in ``wires`` that matches a parameter's name decides. A parameter that matches a pattern in
+    ``exempt``, or has fewer than two dimensions, is sent in 16 bit: fp16 for fp16 gradients, else bf16. All other
+    parameters are sent in ``wire``.
+
+    Attributes:
+        wire: a format of `gradwire.kernels.WIRE_FORMATS`.
+        exempt: name patterns, as in `fnmatch`.
+        wires: other formats, by name pattern.
+        start_iteration: the first quantized step.
+
+    Raises:
+        ValueError: an attribute is of another type, or a format is unknown.
+    """
+
+    wire: str = "int4"
+    exempt: tuple[str, ...] = ("*.bias", "*norm*")
+    wires: Mapping[str, str] = field(default_factory=dict)
+    start_iteration: int = 2
+
+    def __post_init__(self) -> None:
+        _check_format("wire", self.wire)
+        if not isinstance(self.exempt, tuple) or not all(isinstance(pattern, str) for pattern in self.exempt):
+            raise ValueError(f"exempt is {self.exempt!r}; expected a tuple of name patterns, such as ('*.bias',).")
+        if not isinstance(self.wires, Mapping) or not all(isinstance(pattern, str) for pattern in self.wires):
+            raise ValueError(f"wires is {self.wires!r}; expected a dictionary from name patterns to wire formats.")
+        for pattern, wire in self.wires.items():
+            _check_format(f"wires[{pattern!r}]", wire)
+        check_whole_number("start_iteration", self.start_iteration, "a whole number of steps, at least 0", 0)
+
+    def has_started(self, iteration: int) -> bool:
+        """Whether step ``iteration``, counted from 0, is quantized."""
+        return iteration >= self.start_iteration
+
+    def wire_format(self, name: str, layout: Tensor) -> WireFormat:
+        """The wire format of a parameter.
+
+        Args:
+            name: parameter name.
+            layout: a tensor with its shape and the dtype of its gradient.
+        """
+        wire = self.wire
+        if layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt):
+            wire = "fp16" if layout.dtype.to_real() == torch.float16 else "bf16"
+        return WIRE_FORMATS[_first_match(self.wires, name, wire)]
+
+    def wire_formats(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[WireFormat]:
+        """`wire_format` of every parameter; without names, patterns match "0", "1", ..."""
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        return [self.wire_format(name, layout) for name, layout in zip(names, layouts, strict=True)]
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern in ``wires`` that matches none of the names, as ``wires['head.*']``; None if all match.
+
+        Patterns in ``exempt`` need not match: the default ones suit models with and without normalization layers.
+        """
+        return _unmatched(list(names), wires=self.wires)
+
+
+def _unmatched(names: Sequence[str], **options: Mapping[str, object]) -> str | None:
+    for option, patterns in options.items():
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                return f"{option}[{pattern!r}]"
+    return None
+
+
+def _first_match(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
     return next((value for pattern, value in patterns.items() if fnmatchcase(name, pattern)), default)
 
 
@@ -135,3 +207,8 @@ def _memory_matrix(layout: Tensor) -> tuple[int, int]:
         return rest, layout.shape[0] * pair
     rows = layout.shape[0] if layout.shape[0] == 1 else layout.shape[outermost]
     return rows, layout.numel() * pair // rows
+
+
+def _check_format(option: str, value: object) -> None:
+    if not isinstance(value, str) or value not in WIRE_FORMATS:
+        raise ValueError(f"{option} is {value!r}; expected one of {', '.join(WIRE_FORMATS)}.")

@@ -3,7 +3,7 @@
 For each matrix M of n x m, with Q (m x r) from the step before:
 
     M = G + E                                   error feedback
-    P = all-reduce(M Q),  P = orthogonalise(P)  one step of power iteration; P: n x r
+    P = all-reduce(M Q),  P = orthogonalize(P)  one step of power iteration; P: n x r
     Q = all-reduce(M' P)
     G = P Q',             E = M - G
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress.powersgd_bucket import LowRankBucket
-from gradwire.kernels import Renewal, backproject, draw, orthogonalize, project, reconstruct_and_renew
+from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct_and_renew
 
 
 async def powersgd_all_reduce(
@@ -79,8 +79,7 @@ async def powersgd_all_reduce(
     orthogonalize(step.sent, table.p, p, bucket.finite)
     backproject(m, p, q, scale=mean)
     await transport.all_reduce(q)
-    renewal = Renewal(q, table.q, table.keys, bucket.counter, bucket.q, step.next_iteration)
-    reconstruct_and_renew(m, p, q, bucket.finite, renewal, unpack=step.uncompressed)
+    reconstruct_and_renew(m, p, q, bucket.finite, step.renewal, unpack=step.uncompressed)
 
 
 async def alternating_all_reduce(
@@ -93,8 +92,8 @@ async def alternating_all_reduce(
 ) -> None:
     """PowerSGD that sends one factor per step, P or Q: one all-reduce and about half the bytes.
 
-        even steps:  Q = orthogonalise(Q of the last step),  P = all-reduce(M Q),   G = P Q',  E = M - G
-        odd steps:   P = orthogonalise(P of the last step),  Q = all-reduce(M' P),  G = P Q',  E = M - G
+        even steps:  Q = orthogonalize(Q of the last step),  P = all-reduce(M Q),   G = P Q',  E = M - G
+        odd steps:   P = orthogonalize(P of the last step),  Q = all-reduce(M' P),  G = P Q',  E = M - G
 
     The other factor is one step old, so each approximation is slightly worse.
 
@@ -117,12 +116,10 @@ async def alternating_all_reduce(
         orthogonalize(bucket.q, table.q, q, bucket.finite)
         project(m, q, p, scale=mean, pack=step.uncompressed)
         await transport.all_reduce(*step.messages)
-        renewal = Renewal(p, table.p, table.keys, bucket.counter, bucket.p, step.next_iteration)
     else:
         step = bucket.start_step(source, target, iteration, workspace, sent=table.q, basis=table.p)
         m, p, q = step.matrices, step.basis, step.sent
         orthogonalize(bucket.p, table.p, p, bucket.finite)
         backproject(m, p, q, scale=mean, pack=step.uncompressed)
         await transport.all_reduce(*step.messages)
-        renewal = Renewal(q, table.q, table.keys, bucket.counter, bucket.q, step.next_iteration)
-    reconstruct_and_renew(m, p, q, bucket.finite, renewal, unpack=step.uncompressed)
+    reconstruct_and_renew(m, p, q, bucket.finite, step.renewal, unpack=step.uncompressed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
+from gradwire.compress._options import check_error_shape
 from gradwire.compress.policy import MatrixShape
-from gradwire.compress.powersgd_memory import PowerSGDMemory
 from gradwire.kernels import (
     ALIGN_NUMEL,
     FactorLayout,
     Matrix,
     MatrixTable,
     Operands,
+    Renewal,
     SegmentTable,
     Uncompressed,
     can_capture,
@@ -33,6 +34,43 @@ from gradwire.kernels import (
     is_capturing,
     random_key,
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PowerSGDMemory:
+    """PowerSGD's state of one parameter, kept from step to step. Its tensors are updated in place.
+
+    Nothing is lost: summed over ranks and steps, gradients = results + remaining error.
+
+    Attributes:
+        error: E, the residual of this rank: in the shape and strides of the gradient, in fp32, or fp64 for fp64
+            gradients. None without error feedback.
+        p: unit columns of P, in shape [matrices, r, n]; equal on all ranks. Only
+            `alternating_all_reduce` needs it.
+        q: unit columns of Q, in shape [matrices, r, m]; equal on all ranks.
+    """
+
+    error: Tensor | None = None
+    p: Tensor | None = None
+    q: Tensor | None = None
+
+    def error_like(self, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+        """``error``, as a copy if it has another layout or dtype; zeros if there is none yet.
+
+        Args:
+            layout: a real dense tensor with the shape, strides and device of the gradient.
+            dtype: dtype of the arithmetic.
+            name: parameter name, for the error message.
+
+        Raises:
+            ValueError: the error has another shape.
+        """
+        if self.error is not None:
+            check_error_shape(name, self.error, layout)
+            if (self.error.dtype, self.error.device, self.error.stride()) == (dtype, layout.device, layout.stride()):
+                return self.error
+        error = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
+        return error.zero_() if self.error is None else error.copy_(self.error)
 
 
 class Step(NamedTuple):
@@ -48,8 +86,7 @@ class Step(NamedTuple):
         uncompressed: the other gradients, with their part of ``messages``; None if there are none.
         basis: factors with orthonormal columns, in the dtype of the arithmetic.
         answer: the factors of the second all-reduce; empty in a step that has only one.
-        next_iteration: the number of the next step; None while a CUDA graph is captured, because every replay would set
-            the same number. There the step increments the bucket's ``counter``.
+        renewal: how the factors of the last all-reduce become those that the next step starts from.
     """
 
     matrices: Operands
@@ -58,7 +95,7 @@ class Step(NamedTuple):
     uncompressed: Uncompressed | None
     basis: Tensor
     answer: Tensor
-    next_iteration: int | None
+    renewal: Renewal
 
 
 class LowRankBucket:
@@ -70,20 +107,20 @@ class LowRankBucket:
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
         shapes: from `LowRankPolicy.matrix_shapes`: the matrices of each, or None to send it uncompressed. Not all None.
-        names: of the parameters, keys of ``memory`` and of the random columns; by default "0", "1", ...
-        memory: of earlier buckets, by parameter name. Not modified.
-        error_feedback: whether to add what compression leaves out to the next gradient.
+        names: parameter names, keys of ``memory`` and of the random columns; by default "0", "1", ...
+        memory: memory of earlier buckets, by parameter name. Not modified.
+        error_feedback: whether to add the residual of compression to the next gradient.
         factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16
             gradients: an element of P sums over a row of M and may exceed the range of fp16.
-        seed: of the random columns, equal on all ranks.
+        seed: seed of the random columns, equal on all ranks.
         iteration: number of the current step, for the random columns of new factors.
         alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
-        precision: of the products that give the factors, "tf32" or "fp32"; see `MatrixTable`.
+        precision: precision of the products M Q and M' P, "tf32" or "fp32"; see `MatrixTable`.
 
     Attributes:
         layout: position of each gradient in a flat buffer of the bucket.
         table: sizes of the matrices, and positions of their factors in packed buffers.
-        memory: of the compressed parameters, by name.
+        memory: memory of the compressed parameters, by name.
         q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
         p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
         counter: int64 [1], in device memory: number of the next step, for the random columns.
@@ -110,6 +147,7 @@ class LowRankBucket:
         self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
         self._others = [i for i, shape in enumerate(shapes) if shape is None]
         self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
+        self._others_numel = self._others_table.numel if self._others_table is not None else 0
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
         self.layout = SegmentTable(layouts)
         matrices = [
@@ -165,12 +203,12 @@ class LowRankBucket:
             iteration: the number of the step.
             workspace: provides the buffers.
             sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
-            basis: layout of the factors to orthogonalise.
+            basis: layout of the factors to orthogonalize.
             answer: layout of the factors of the second all-reduce; None in a step that has only one.
         """
-        gradients = results = self._matrices([source[i] for i, _ in self._compressed])
-        if any(source[i] is not target[i] for i, _ in self._compressed):
-            results = self._matrices([target[i] for i, _ in self._compressed])
+        is_in_place = _is_in_place(source, target)
+        gradients = self._matrices([source[i] for i, _ in self._compressed])
+        results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
         reads_twice = answer is not None  # the step reads M twice: `project` may leave it in the target
         keep = reads_twice and self._errors is not None and can_keep(self.table)
         matrices = Operands(self.table, gradients, results, self._errors, keep)
@@ -189,10 +227,15 @@ class LowRankBucket:
         uncompressed = None
         if self._others_table is not None:
             others_source = [source[i] for i in self._others]
-            others_target = others_source if _is_in_place(source, target) else [target[i] for i in self._others]
+            others_target = others_source if is_in_place else [target[i] for i in self._others]
             uncompressed = Uncompressed(self._others_table, others_source, others_target, others)
-        next_iteration = None if is_capturing(self.counter.device) else iteration + 1
-        return Step(matrices, messages, first, uncompressed, of_basis, of_answer, next_iteration)
+        # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
+        advance_to = None if is_capturing(self.counter.device) else iteration + 1
+        last, wire = (sent, first) if answer is None else (answer, of_answer)
+        kept = self.q if last is self.table.q else self.p
+        assert kept is not None, "P is kept only by a bucket made with alternating=True"
+        renewal = Renewal(wire, last, self.table.keys, self.counter, kept, advance_to)
+        return Step(matrices, messages, first, uncompressed, of_basis, of_answer, renewal)
 
     def counter_at(self, iteration: int) -> Tensor:
         """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
@@ -230,10 +273,6 @@ class LowRankBucket:
             for i, (count, rows, columns, _) in self._compressed
             for k in range(count)
         ]
-
-    @property
-    def _others_numel(self) -> int:
-        return self._others_table.numel if self._others_table is not None else 0
 
     def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The matrices of the compressed parameters as views in memory order, n x m each."""
@@ -285,10 +324,10 @@ def flat_low_rank_bucket(
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients.
         rank: r, clamped to min(n, m).
-        names: of the parameters.
-        memory: of earlier buckets, by name. Not modified.
-        error_feedback: whether to add what compression leaves out to the next gradient.
-        options: further ones of `LowRankBucket`.
+        names: parameter names.
+        memory: memory of earlier buckets, by name. Not modified.
+        error_feedback: whether to add the residual of compression to the next gradient.
+        options: further options of `LowRankBucket`.
 
     Returns:
         The bucket, with two gradients: the matrix and the remainder. None if the matrix would not shrink.

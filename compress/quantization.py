@@ -1,8 +1,8 @@
-"""Quantised all-reduce in two shots, with error feedback for both.
+"""Quantized all-reduce in two shots, with error feedback for both.
 
 On each of n ranks, with the error memories E and E2 from the step before:
 
-    M = G / n + E,   m = Q(M),   E' = M - m             quantise; one scale for each block
+    M = G / n + E,   m = Q(M),   E' = M - m             quantize; one scale for each block
     all-to-all: rank j gets the j-th shard of every m
     S = sum of the n shards + E2,   s = Q(S),   E2' = S - s       in fp32, in rank order
     all-gather: every rank gets every s
@@ -15,7 +15,7 @@ E and E2 stay as they were on all.
 
 Sources: Tang, Lian, Yu, Zhang, Liu, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass
 Error-Compensated Compression", ICML 2019, algorithm 1; Wang et al., "ZeRO++", arXiv:2306.10209, section 3.3
-(block-wise quantisation, all-to-all).
+(block-wise quantization, all-to-all).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def quantized_all_reduce(
     transport: Transport,
     workspace: Workspace,
 ) -> None:
-    """Write the mean of ``source`` over all ranks into ``target``, quantised on the way to the sum and back.
+    """Write the mean of ``source`` over all ranks into ``target``, quantized on the way to the sum and back.
 
     Args:
         bucket: wire formats and error memories of the gradients. Its errors are modified.
@@ -48,7 +48,7 @@ async def quantized_all_reduce(
         transport: the two shots over the ranks; the one that the bucket was built for.
         workspace: provides the messages.
 
-    Example: without a process group, on a list of tensors. The same gradient is quantised to 4 bit in 20 steps; error
+    Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
     feedback sends in later steps what earlier ones left out, so the mean of the results is closer to it than any of
     them::
 

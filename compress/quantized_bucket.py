@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
+from gradwire.compress._options import check_error_shape
 from gradwire.kernels import (
     HEADER_BYTES,
     BlockTable,
@@ -72,13 +73,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How blocks are quantised. See `gradwire.hooks.quantization_hooks.QuantizationState` for advice.
+    """How blocks are quantized. See `gradwire.hooks.quantization_hooks.QuantizationState` for advice.
 
     Attributes:
         block_size: elements that share a scale: a power of two from 32 to 1024.
-        error_dtype: of the error memories, torch.float32 or torch.bfloat16; None: no error feedback.
+        error_dtype: dtype of the error memories, torch.float32 or torch.bfloat16; None: no error feedback.
         stochastic_rounding: whether to round to one of the two nearest codes at random.
-        seed: of the random numbers, equal on all ranks.
+        seed: seed of the random numbers, equal on all ranks.
     """
 
     block_size: int = 64
@@ -98,7 +99,7 @@ class QuantizedBucket:
         formats: from `WirePolicy.wire_formats`, for each of them.
         transport: its world size and rank, and how many pieces it sends.
         options: block size, error memory and rounding.
-        names: of the parameters, keys of ``memory`` and of the random numbers; by default "0", "1", ...
+        names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...
         memory: errors of earlier buckets, by parameter name. Not modified.
         iteration: number of the current step, for the random numbers.
 
@@ -148,7 +149,8 @@ class QuantizedBucket:
             self.memory = self._by_name(self.errors, names)
             for name, error in self.memory.items():
                 if memory is not None and name in memory:
-                    error.copy_(_of_shape(memory[name], error, name))
+                    check_error_shape(name, memory[name], error)
+                    error.copy_(memory[name])
         self._names = names
 
     def fits(self, dtype: torch.dtype, transport: Transport) -> bool:
@@ -202,8 +204,8 @@ class QuantizedBucket:
         parts = [
             Part(
                 section,
-                [source[i] for i in members],
-                [target[i] for i in members],
+                list(map(source.__getitem__, members)),
+                list(map(target.__getitem__, members)),
                 errors[k],
                 after[k],
                 errors[n + k],
@@ -226,7 +228,7 @@ class QuantizedBucket:
 
         Args:
             errors: flat, beginning like `errors`.
-            names: of the parameters.
+            names: parameter names.
         """
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
@@ -234,12 +236,3 @@ class QuantizedBucket:
         for section, members, flat in zip(sections, self._members.values(), of_sections, strict=True):
             views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return views
-
-
-def _of_shape(error: Tensor, wanted: Tensor, name: str) -> Tensor:
-    if error.shape != wanted.shape:
-        raise ValueError(
-            f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(wanted.shape)}. "
-            "Load the state of this model, or begin with a new one."
-        )
-    return error

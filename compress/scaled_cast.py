@@ -1,4 +1,4 @@
-"""All-reduce in 16 bit with delayed scaling: each bucket is multiplied by a power of two chosen one step earlier.
+"""All-reduce in 16 bits with delayed scaling: each bucket is multiplied by a power of two chosen one step earlier.
 
     w_k = cast(clamp(g_k s / n, -limit, limit)),   w = sum over the n ranks of w_k,   g = w / s
     s'  = the power of two that places max |g| a margin below the limit             (kernels/delayed_scaling.py)
@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress._options import check_whole_number
-from gradwire.compress.gradients import Gradients
+from gradwire.compress.cast import Gradients
 from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale
 
 
@@ -96,9 +96,9 @@ async def scaled_cast_all_reduce(
 
     Args:
         source: the gradients. Not modified, unless ``target`` is the same memory.
-        target: the result: ``source`` itself, other tensors like it, or one flat tensor of as many elements.
+        target: the result: ``source`` itself, other tensors like it, or one flat tensor of the same numel.
         scaling: options.
-        scale: of the bucket. Modified.
+        scale: the bucket's scale. Modified.
         counters: int64 [4]: non-finite elements of this rank, saturated elements of this rank,
             steps with a non-finite result, and whether the current step has had one so far.
             Modified.
