@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
+from gradwire.comm import connections_of
 from gradwire.comm.connections import connections_of
 from gradwire.comm.store_collectives import (
     RanksMissing,
@@ -36,8 +37,12 @@ from gradwire.comm.store_collectives import (
     format_ranks,
     store_all_gather,
 )
-from gradwire.hooks._samples import Recorder
+from gradwire.comm.torch_internals import default_group, is_initialized_group
+from gradwire.hooks._bucket import is_gradwire_hook
+from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.telemetry import Observed, Recorder
 
 # How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before that times out. In the first
@@ -186,3 +191,96 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     everybodys = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
     lines = format_differences(everybodys, dist.get_process_group_ranks(group))
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
+
+
+def _layout(bucket: GradBucket) -> dict[str, object]:
+    """The facts about a bucket that must be equal on all ranks, for a handshake."""
+    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
+    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+    return {
+        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
+        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
+        "parameters of the bucket": len(shapes),
+        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
+    }
+
+
+def agree(
+    settings: HookSettings,
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    observed: Observed | None = None,
+) -> dist.ProcessGroup:
+    """Compare ``settings`` with the other ranks, once per model. Every hook calls it before anything else.
+
+    Args:
+        settings: of the hook.
+        process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
+            is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced
+            by the model's.
+        bucket: the current bucket.
+        observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
+
+    Returns:
+        The process group to average over.
+
+    Raises:
+        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
+        ValueError: the DistributedDataParallel has other ranks.
+    """
+    group = _group_of(bucket, process_group) if _is_in_model(bucket) else process_group or default_group()
+
+    def facts() -> tuple[Sequence[torch.Tensor], dict[str, object]]:
+        layout = _layout(bucket)
+        if _is_in_model(bucket):
+            return bucket.model_parameters, layout
+        return _parameters_in_pytorchs_ddp(bucket, group, process_group is None), layout
+
+    settings.agree(group, bucket, facts, observed._recorder if observed is not None else None)
+    return group
+
+
+def _group_of(bucket: ModelBucket, chosen: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group that a hook on gradwire's DistributedDataParallel uses."""
+    own = bucket.process_group
+    if own is None:  # no reducer has launched it
+        return chosen or default_group()
+    if chosen is None or chosen is own or not is_initialized_group(chosen):
+        return own
+    if bucket.hook_has_groups:
+        return chosen
+    check_same_ranks(chosen, own, "hook's process group")
+    return own
+
+
+def _parameters_in_pytorchs_ddp(
+    bucket: GradBucket, group: dist.ProcessGroup, is_default: bool
+) -> Sequence[torch.Tensor]:
+    """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
+
+    Raises:
+        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
+    """
+    parameters = bucket.parameters()
+    wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
+    # Those whose hook is gradwire's: another one may have process groups of its own.
+    checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
+    if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
+        check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
+    return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
+
+
+def have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two process groups have the same ranks, in any order."""
+    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
+
+
+def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
+    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
+    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
+    if not have_same_ranks(group, of_wrapper):
+        raise ValueError(
+            f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
+            "other ranks than its parameters. Pass the hook or its state the process group of the model, "
+            "model.process_group."
+        )

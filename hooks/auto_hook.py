@@ -10,11 +10,10 @@ from torch import Tensor
 
 from gradwire.comm import Transport, executor_for
 from gradwire.compress._options import check_whole_number
-from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
-from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
+from gradwire.hooks._auto_trial import PLAIN, Cost, Exchange, Trial, choose, make_exchange, predicted_ms
+from gradwire.hooks._bucket import agree, bucket_device
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import parameter_names, plain_name
-from gradwire.hooks._reduce_bucket import agree, bucket_device
 from gradwire.hooks._state_validation import check_auto_state
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.hook_state import HookState, hook_for

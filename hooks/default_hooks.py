@@ -12,24 +12,22 @@ import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._arguments import (
-    check_process_group,
-    ddp_hook,
-    needs_nothing,
-    needs_process_group,
-)
-from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._reduce_bucket import (
+from gradwire.hooks._bucket import (
     agree,
     all_reduce_on_cpu,
     bucket_device,
     bucket_work,
+    check_process_group,
+    ddp_hook,
     is_sparse,
+    needs_nothing,
+    needs_process_group,
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._stateless_quantization import quantized_reduction
+from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks.quantization_hooks import quantized_reduction
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import flatten, unflatten
 

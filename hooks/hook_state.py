@@ -19,10 +19,18 @@ from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.store_collectives import named_barrier
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._arguments import check_process_group, ddp_hook, needs_state
+from gradwire.hooks._bucket import (
+    agree,
+    bucket_dtype,
+    check_process_group,
+    ddp_hook,
+    is_sparse,
+    needs_state,
+    reduce_bucket,
+    zero_copy,
+)
 from gradwire.hooks._handshake import HookSettings, digest
 from gradwire.hooks._parameter_names import ParameterNames, compressible_parameters, is_number, plain_name
-from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import MAX_COUNT, check_count, check_memory, check_model
 from gradwire.hooks._types import GradBucket, StepBoundary
 from gradwire.hooks.telemetry import Observed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks._arguments import check_process_group
+from gradwire.hooks._bucket import check_process_group
 from gradwire.hooks._types import GradBucket
 
 __all__ = ["check_bucket_size", "check_bucket_sizes", "check_comm_hook", "check_ranks"]

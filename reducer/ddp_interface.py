@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.hooks._arguments import is_gradwire_hook
-from gradwire.hooks._reduce_bucket import is_zero_copy
+from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._registration import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors

@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from gradwire.comm import Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.hooks._bucket import reduce_bucket
 from gradwire.reducer.bucket import DenseBucket
 from gradwire.reducer.bucketing import Bucket
 from gradwire.reducer.exchange import Exchange

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
-from gradwire.hooks._wrappers import live_wrappers
+from gradwire.hooks._parameter_names import live_wrappers
 from gradwire.reducer import errors, torch_internals
 
 __all__ = ["find_sharing_wrappers", "refuse_wrapper_around", "refuse_wrappers_inside"]

@@ -5,23 +5,21 @@ A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a li
 the flat buffer and returns it, as PyTorch's hooks do.
 """
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
-from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress import Gradients, sparse_all_reduce
-from gradwire.hooks._arguments import is_gradwire_hook
-from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._samples import Algorithm
+from gradwire.hooks._bucket import is_gradwire_hook
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks._wrappers import registered_wrappers
-from gradwire.hooks.telemetry import Observed
+from gradwire.hooks.telemetry import Algorithm, Observed
 from gradwire.kernels import SegmentTable, flatten, is_capturing
 
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
@@ -144,99 +142,6 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     return BucketWork(flat, flat, buffer)
 
 
-def _layout(bucket: GradBucket) -> dict[str, object]:
-    """The facts about a bucket that must be equal on all ranks, for a handshake."""
-    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
-    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
-    return {
-        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
-        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
-        "parameters of the bucket": len(shapes),
-        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
-    }
-
-
-def agree(
-    settings: HookSettings,
-    process_group: dist.ProcessGroup | None,
-    bucket: GradBucket,
-    observed: Observed | None = None,
-) -> dist.ProcessGroup:
-    """Compare ``settings`` with the other ranks, once per model. Every hook calls it before anything else.
-
-    Args:
-        settings: of the hook.
-        process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
-            is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced
-            by the model's.
-        bucket: the current bucket.
-        observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
-
-    Returns:
-        The process group to average over.
-
-    Raises:
-        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
-        ValueError: the DistributedDataParallel has other ranks.
-    """
-    group = _group_of(bucket, process_group) if _is_in_model(bucket) else process_group or default_group()
-
-    def facts() -> tuple[Sequence[torch.Tensor], dict[str, object]]:
-        layout = _layout(bucket)
-        if _is_in_model(bucket):
-            return bucket.model_parameters, layout
-        return _parameters_in_pytorchs_ddp(bucket, group, process_group is None), layout
-
-    settings.agree(group, bucket, facts, observed._recorder if observed is not None else None)
-    return group
-
-
-def _group_of(bucket: ModelBucket, chosen: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group that a hook on gradwire's DistributedDataParallel uses."""
-    own = bucket.process_group
-    if own is None:  # no reducer has launched it
-        return chosen or default_group()
-    if chosen is None or chosen is own or not is_initialized_group(chosen):
-        return own
-    if bucket.hook_has_groups:
-        return chosen
-    check_same_ranks(chosen, own, "hook's process group")
-    return own
-
-
-def _parameters_in_pytorchs_ddp(
-    bucket: GradBucket, group: dist.ProcessGroup, is_default: bool
-) -> Sequence[torch.Tensor]:
-    """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
-
-    Raises:
-        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
-    """
-    parameters = bucket.parameters()
-    wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    # Those whose hook is gradwire's: another one may have process groups of its own.
-    checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
-    if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
-        check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
-    return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
-
-
-def have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two process groups have the same ranks, in any order."""
-    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
-
-
-def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
-    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
-    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
-    if not have_same_ranks(group, of_wrapper):
-        raise ValueError(
-            f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
-            "other ranks than its parameters. Pass the hook or its state the process group of the model, "
-            "model.process_group."
-        )
-
-
 def reduce_bucket(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
@@ -311,3 +216,74 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
         return result
 
     return transport.start_all_reduce(wire).then(finished)
+
+
+_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+StateCheck = Callable[[str, object], None]  # of the hook's name and its state
+
+
+def described(value: object) -> str:
+    """A value for an error message: short values in full, others by type."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    return f"an object of type {type(value).__qualname__}"
+
+
+def check_process_group(value: object, argument: str = "process_group") -> None:
+    """Raise TypeError unless ``value`` is a process group, or None for the default one."""
+    if value is not None and not isinstance(value, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
+            "it, or None for the model's process group."
+        )
+
+
+def needs_process_group(hook_name: str, state: object) -> None:
+    """A check for `ddp_hook`: the state must be a process group or None."""
+    check_process_group(state, f"The state of {hook_name}")
+
+
+def needs_state(kind: type) -> StateCheck:
+    """A check for `ddp_hook`: the state must be a ``kind``."""
+
+    def check(hook_name: str, state: object) -> None:
+        if not isinstance(state, kind):
+            raise TypeError(
+                f"The state of {hook_name} is {described(state)}; expected a gradwire {kind.__name__}: "
+                f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
+            )
+
+    return check
+
+
+def needs_nothing(_: str, __: object) -> None:
+    """A check for `ddp_hook`: any state is accepted."""
+
+
+def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
+    """Decorate a hook to raise TypeError for a wrong state or bucket before it does anything."""
+
+    def decorate(hook: Hook) -> Hook:
+        names = list(inspect.signature(hook).parameters)
+
+        @functools.wraps(hook)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
+            if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
+                raise TypeError(
+                    f"{checked.__name__} was called with {described(bucket)} in place of a bucket of gradients. It is "
+                    "a communication hook for DistributedDataParallel, of PyTorch or of gradwire; neither "
+                    "FullyShardedDataParallel nor compiled autograd's Python reducer can call it."
+                )
+            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
+            return hook(*arguments, **named)
+
+        _hooks.add(checked)
+        return cast("Hook", checked)
+
+    return decorate
+
+
+def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
+    return any(each is hook for each in _hooks)  # a hook need not be hashable
