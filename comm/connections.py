@@ -57,7 +57,7 @@ class Connections:
     Attributes:
         group: the process group.
         failure: why no exchange is possible; None while exchanges work.
-        generation: how many times the connections were created, this time included; equal on all
+        generation: number of times that the connections were created, this time included; equal on all
             ranks, and part of their store keys.
     """
 
@@ -110,7 +110,7 @@ class Connections:
         self._executors[device] = executor
 
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
-        """The transport of collectives outside the executors, one per purpose: "backward" for those of its buckets.
+        """The transport of collectives outside the executors, one per purpose: "backward" for its buckets.
 
         On gloo each transport has a group of its own.
         """
@@ -156,7 +156,7 @@ class Connections:
             self._store.set(f"{self.generation}/{place}", text)
 
     def announced(self, place: str) -> str | None:
-        """What a rank has announced; None if none has."""
+        """The text that a rank has announced; None if none has."""
         return _announced(self._store, f"{self.generation}/{place}")
 
     def finish(self) -> None:
@@ -221,7 +221,7 @@ class Connections:
         for executor in self._executors.values():
             executor.close(EXIT_TIMEOUT_SECONDS)
         if self._transports and not threading.main_thread().is_alive():
-            # Meanwhile gloo's threads call back what has failed; afterwards they would abort the process.
+            # Meanwhile gloo's threads call back their failed collectives; afterwards they would abort the process.
             time.sleep(0.05)
         self._executors, self._transports = {}, {}
 
@@ -301,7 +301,7 @@ def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Execu
 
     Args:
         group: the process group; None for the default one.
-        device: where the gradients are.
+        device: device of the gradients.
 
     Raises:
         RuntimeError: the group was destroyed, or an exchange on it has failed.

@@ -1,7 +1,7 @@
 """Executors run bucket algorithms in bucket order, off the critical path of the backward pass; their wire buffers.
 
 An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
-the same collectives in the same order, however long each of them takes.
+the same collectives in the same order, however long a collective takes.
 
 - `StreamExecutor`, on a GPU: enqueues kernels and collectives on two side streams. The host never waits.
 - `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight. It has process groups of its own: two
@@ -9,7 +9,7 @@ the same collectives in the same order, however long each of them takes.
 
 After a task has raised, no later task issues collectives: they would be matched with those that the
 peers still issue for the failed task. Every later task fails with the same exception; see
-`gradwire.comm.connections` for what follows.
+`gradwire.comm.connections` for the consequences.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class PiecewiseGraphs:
 
         Args:
             owner: has the algorithm's memory. Compared by identity, and referred to weakly.
-            variant: what the host decides about the step, such as its parity.
+            variant: the decisions of the host about the step, such as its parity.
             make_steps: makes the coroutine of the algorithm. Called in eager and captured steps only.
             refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
                 must not contain such uploads, and before replays.
@@ -129,7 +129,7 @@ class _Stretch:
 
     Attributes:
         graph: the kernels.
-        collective: what follows them; None at the end.
+        collective: the next collective; None at the end.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -142,7 +142,7 @@ class _Recording:
 
     Attributes:
         eager_steps: number of steps of the warm-up that are over.
-        stretches: of a step; empty before the capture.
+        stretches: the stretches of a step; empty before the capture.
     """
 
     eager_steps: int = 0

@@ -36,10 +36,10 @@ class OwnGroup(dist.ProcessGroupGloo):
     milliseconds, here and on the peers.
 
     Args:
-        store: where the ranks find each other; used by this group only.
-        rank: of this process.
+        store: the store in which the ranks find each other; used by this group only.
+        rank: number of this process.
         size: number of ranks.
-        timeout: of the group's collectives.
+        timeout: timeout of the group's collectives.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -90,7 +90,7 @@ def _watched(epoll: int) -> list[int]:
 
 
 def _target(descriptor: int) -> str:
-    """What a file descriptor refers to."""
+    """The file that a descriptor refers to."""
     return str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
@@ -102,7 +102,7 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
 
     Args:
         group: the group to duplicate; it must have gloo for CPU tensors.
-        store: where the ranks find each other.
+        store: the store in which the ranks find each other.
         key: names the new group in ``store``; equal on all ranks, never used before.
         check: called while waiting for the other ranks; raises to end the wait.
 

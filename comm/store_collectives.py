@@ -67,7 +67,7 @@ def store_all_gather(
         group: the ranks that take part.
         purpose: names the call, in keys and in the error message.
         value: this rank's value, a few kilobytes at most.
-        timeout: how long to wait for the other ranks.
+        timeout: longest wait for the other ranks.
         check: called every `POLL_SECONDS` while waiting; raises to end the wait.
 
     Raises:
@@ -110,10 +110,10 @@ def wait_for_ranks(
     """Wait until every rank has set its key; return the ranks that have not after ``timeout``.
 
     Args:
-        group: the ranks; those returned are numbered in the default group.
-        store: where the keys are set.
+        group: the ranks; the missing ones are returned by their numbers in the default group.
+        store: the store of the keys.
         keys: one for each rank of the group.
-        timeout: how long to wait.
+        timeout: longest wait.
         check: called every `POLL_SECONDS`; raises to give up.
     """
     deadline = time.monotonic() + timeout.total_seconds()

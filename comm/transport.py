@@ -163,7 +163,7 @@ class AllToAll(Shot):
         return all_to_all(target, source, group, is_async=is_async)
 
     def run_alone(self) -> None:
-        """Copy what the only rank sends to itself."""
+        """Copy the message of the only rank to itself."""
         self.target.copy_(self.source)
 
 
@@ -179,7 +179,7 @@ class AllGather(Shot):
         return all_gather(target.view(-1), source, group, is_async=is_async)
 
     def run_alone(self) -> None:
-        """Copy what the only rank sends to itself."""
+        """Copy the message of the only rank to itself."""
         self.target.copy_(self.source[:, None])
 
 
@@ -217,7 +217,7 @@ class Transport:
 
         Args:
             received: uint8 [pieces, world size, bytes], each piece contiguous; overwritten.
-            sent: of the same shape on all ranks, each piece contiguous.
+            sent: uint8 of the same shape on all ranks, each piece contiguous.
 
         Raises:
             ValueError: a tensor has another dtype, shape or layout.
@@ -256,7 +256,7 @@ class Transport:
 class LocalTransport(Transport):
     """Collectives of a single process: an all-reduce leaves its tensors unchanged, a shot copies.
 
-    For notebooks and tests. ``payload_bytes`` counts what this rank would have sent.
+    For notebooks and tests. ``payload_bytes`` counts the bytes that this rank would have sent.
     """
 
     def __init__(self) -> None:
@@ -414,7 +414,7 @@ def wait_for(future: Future[T], check: Callable[[], None]) -> T:
 
 
 def take_values(futures: list[Future[T] | None]) -> list[T | None]:
-    """The values of the futures that are done; None for others and for those that have failed. Empties the list."""
+    """The values of the futures that are done; None for the others and for failed ones. Empties the list."""
     values: list[T | None] = []
     while futures:
         future = futures.pop(0)

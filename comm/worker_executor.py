@@ -238,9 +238,11 @@ class _Worker:
             if self.error is not None and not run.precedes_error:
                 self._fail(run, self.error)
                 return
-            group = self._later if run.steps is not None else None
-            run.steps = run.steps or run.task(workspace)
-            run.works = self._transport.start(run.steps.send(None), group)
+            if run.steps is None:
+                run.steps = run.task(workspace)
+                run.works = self._transport.start(run.steps.send(None))
+            else:
+                run.works = self._transport.start(run.steps.send(None), self._later)
             # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
             run.messages = collect_all(list(map(_future_of, run.works)))
             run.messages.add_done_callback(partial(_wake, self.events))

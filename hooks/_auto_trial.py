@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import bucket_device, bucket_work, is_sparse, is_zero_copy_bucket
+from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
@@ -101,9 +101,10 @@ class CopiedBucket:
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
-        if is_zero_copy_bucket(bucket):
-            self.process_group, self.hook_has_groups = bucket.process_group, bucket.hook_has_groups
-            self.model_parameters = bucket.model_parameters
+        if hasattr(bucket, "model_parameters"):
+            of_model = cast("ModelBucket", bucket)
+            self.process_group, self.hook_has_groups = of_model.process_group, of_model.hook_has_groups
+            self.model_parameters = of_model.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:

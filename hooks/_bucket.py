@@ -17,9 +17,8 @@ from torch.futures import Future
 
 from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
 from gradwire.compress import Gradients, sparse_all_reduce
-from gradwire.hooks._bucket import is_gradwire_hook
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.telemetry import Algorithm, Observed
+from gradwire.hooks.telemetry import Algorithm, Recorder
 from gradwire.kernels import SegmentTable, flatten, is_capturing
 
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
@@ -57,10 +56,6 @@ class ModelBucket(Protocol):
     model_parameters: Sequence[torch.Tensor]
 
 
-def _is_in_model(bucket: GradBucket | ModelBucket) -> TypeGuard[ModelBucket]:
-    return hasattr(bucket, "model_parameters")
-
-
 class ZeroCopyBucket(ModelBucket, Protocol):
     """The interface of gradwire's buckets in addition to PyTorch's.
 
@@ -89,8 +84,8 @@ class ZeroCopyBucket(ModelBucket, Protocol):
 
 
 def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCopyBucket]:
-    """Whether ``bucket`` is gradwire's own."""
-    return hasattr(bucket, "zero_copy")
+    """Whether `ZeroCopyBucket.source` and `ZeroCopyBucket.target` of ``bucket`` may be used."""
+    return getattr(bucket, "zero_copy", False)
 
 
 class BucketWork(NamedTuple):
@@ -109,29 +104,29 @@ class BucketWork(NamedTuple):
 
 def is_sparse(bucket: GradBucket) -> bool:
     """Whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed."""
-    return not is_zero_copy_bucket(bucket) and bucket.buffer().is_sparse
+    return not hasattr(bucket, "zero_copy") and bucket.buffer().is_sparse
 
 
 def bucket_device(bucket: GradBucket) -> torch.device:
     """The device of the bucket's gradients."""
-    return bucket.device if is_zero_copy_bucket(bucket) else bucket.buffer().device
+    return cast("ZeroCopyBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
     """The real dtype of the bucket's gradients, or of the buffer that a wrapper has set instead."""
-    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
+    if getattr(bucket, "zero_copy", False):
         return bucket.parameters()[0].dtype.to_real()
     return bucket.buffer().dtype
 
 
 def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
-    """The tensors of ``bucket``: its gradients if it is zero-copy, else its flat buffer.
+    """The tensors of ``bucket``, whose gradients are dense: the gradients if it is zero-copy, else the flat buffer.
 
     Args:
-        bucket: of either DDP.
+        bucket: a bucket of either DDP.
         tables: layouts of flat buckets; a missing one is added.
     """
-    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
+    if is_zero_copy_bucket(bucket):
         target = bucket.target()
         return BucketWork(bucket.source(), target, target.tensors[0])
     buffer = bucket.buffer()
@@ -149,42 +144,41 @@ def reduce_bucket(
     name: str,
     *,
     divisor: int | None = None,
-    observed: Observed | None = None,
+    recorder: Recorder | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: of either DDP. A sparse gradient is averaged without the algorithm.
+        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm.
         algorithm: an ``async`` function that awaits its collectives.
-        name: of the hook, for profiler ranges.
-        divisor: of a sparse gradient, by default the world size.
-        observed: the hook's state, which may measure this step.
+        name: name of the hook, for profiler ranges.
+        divisor: divisor of a sparse gradient, by default the world size.
+        recorder: measurements of the hook's state; None without any.
     """
-    executor = executor_for(process_group, bucket_device(bucket))
+    device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
+    executor = executor_for(process_group, device)
     transport, workspaces = executor.transport, executor.workspaces
     work = bucket_work(bucket, _tables_of.setdefault(transport, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
-    is_first, is_last = bucket.index() == 0, bucket.is_last()
-    recorder = observed._recorder if observed is not None and not is_capturing(gradient.device) else None
-    measured = recorder.recorder(bucket) if recorder is not None else None
+    measured = recorder.recorder(bucket) if recorder is not None and not is_capturing(device) else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
-        if is_first:
+        if index == 0:
             for each in workspaces:
                 each.start_step()
         if work is None:
             steps = sparse_all_reduce(gradient, transport, divisor or transport.world_size)
-            result = await (steps if measured is None else measured.uncompressed(steps, gradient.device))
+            result = await (steps if measured is None else measured.uncompressed(steps, device))
         else:
             run = algorithm if measured is None else measured.observed(algorithm)
             await run(work.source, work.target, transport, workspace)
             result = work.result
         if is_last and measured is not None:
-            measured.finish(gradient.device)
+            measured.finish(device)
         return result
 
-    ranges = f"gradwire::{name}, bucket {bucket.index()}"
+    ranges = f"gradwire::{name}, bucket {index}"
     future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges))
     if is_last:
         executor.finish()
@@ -195,7 +189,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
 
     Everything but the flattening happens in gloo's threads. A task in the executor, whose thread competes with the
-    backward for the interpreter lock, would gain nothing: there is nothing to compute behind the collective.
+    backward for the interpreter lock, would gain nothing: nothing is computed after the collective.
 
     Args:
         process_group: the ranks to average over; None for the model's.
@@ -206,7 +200,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     if bucket.index() == 0:
         connections.start_step()
     source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
-    if is_zero_copy_bucket(bucket) and bucket.zero_copy and target.flat is None:
+    if is_zero_copy_bucket(bucket) and target.flat is None:
         result = bucket.empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
     flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
@@ -239,8 +233,9 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
 
 
 def needs_process_group(hook_name: str, state: object) -> None:
-    """A check for `ddp_hook`: the state must be a process group or None."""
-    check_process_group(state, f"The state of {hook_name}")
+    """Raise TypeError unless the state of a hook is a process group or None."""
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        check_process_group(state, f"The state of {hook_name}")
 
 
 def needs_state(kind: type) -> StateCheck:

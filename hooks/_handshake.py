@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +29,6 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
-from gradwire.comm import connections_of
 from gradwire.comm.connections import connections_of
 from gradwire.comm.store_collectives import (
     RanksMissing,
@@ -38,11 +38,10 @@ from gradwire.comm.store_collectives import (
     store_all_gather,
 )
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import is_gradwire_hook
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_dtype, is_gradwire_hook, is_sparse
 from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.telemetry import Observed, Recorder
+from gradwire.hooks.telemetry import Recorder
 
 # How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before that times out. In the first
@@ -93,36 +92,44 @@ class HookSettings:
             agreement.settings = None
 
     def agree(
-        self,
-        group: dist.ProcessGroup,
-        bucket: GradBucket,
-        facts_of_bucket: Callable[[], tuple[Sequence[torch.Tensor], Mapping[str, object]]],
-        recorder: Recorder | None = None,
-    ) -> None:
-        """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
+        self, bucket: GradBucket, process_group: dist.ProcessGroup | None, recorder: Recorder | None = None
+    ) -> dist.ProcessGroup:
+        """Compare the settings with the other ranks, once per model. Every hook calls it before anything else.
 
         Args:
-            group: the ranks.
             bucket: the current bucket.
-            facts_of_bucket: returns the parameters of its model, and facts about the bucket that must be equal; called
-                only in a handshake.
-            recorder: of the hook's state, whose settings must be equal, too; None if there is none.
+            process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
+                is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is
+                replaced by the model's.
+            recorder: measurements of the hook's state, whose settings must be equal, too; None if there are none.
+
+        Returns:
+            The process group to average over.
 
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
+            ValueError: the DistributedDataParallel has other ranks.
         """
+        group = getattr(bucket, "process_group", None)  # of gradwire's DDP; None if no reducer has launched the bucket
+        if group is None:
+            group = process_group or default_group()
+        elif process_group is not None and process_group is not group:
+            group = _chosen_group(cast("ModelBucket", bucket), process_group)
         settings, generation = self.settings(), connections_of(group).generation
         if recorder is not None:
-            settings = {**settings, **recorder.settings()}
+            settings = settings | recorder.settings()
         agreement = self._agreed.get(group)
         if agreement is None or agreement.generation != generation:
             agreement = self._agreed[group] = _Agreement(generation)
-        (parameter, *_) = bucket.parameters()
-        if agreement.settings == settings and parameter in agreement.parameters:
-            return
-        again = parameter in agreement.parameters
-        parameters, layout = facts_of_bucket()
-        names = self.parameter_names(bucket)
+        again = bucket.parameters()[0] in agreement.parameters
+        if again and agreement.settings == settings:
+            return group
+        layout, names = _layout(bucket), self.parameter_names(bucket)
+        parameters = (
+            bucket.model_parameters
+            if hasattr(bucket, "model_parameters")
+            else _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
+        )
         facts = {
             "gradwire": __version__,
             **settings,
@@ -132,11 +139,17 @@ class HookSettings:
             **layout,
         }
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
-        agreement.settings = settings
+        agreement.settings = copied(settings)
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self._is_loaded_anew = False
         if recorder is not None:
             recorder.agreed()
+        return group
+
+
+def copied(settings: Mapping[str, object]) -> dict[str, object]:
+    """A copy of settings, so that dictionaries among them may be modified in place and compared."""
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
 
 
 class _Agreement:
@@ -205,47 +218,11 @@ def _layout(bucket: GradBucket) -> dict[str, object]:
     }
 
 
-def agree(
-    settings: HookSettings,
-    process_group: dist.ProcessGroup | None,
-    bucket: GradBucket,
-    observed: Observed | None = None,
-) -> dist.ProcessGroup:
-    """Compare ``settings`` with the other ranks, once per model. Every hook calls it before anything else.
-
-    Args:
-        settings: of the hook.
-        process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
-            is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced
-            by the model's.
-        bucket: the current bucket.
-        observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
-
-    Returns:
-        The process group to average over.
-
-    Raises:
-        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
-        ValueError: the DistributedDataParallel has other ranks.
-    """
-    group = _group_of(bucket, process_group) if _is_in_model(bucket) else process_group or default_group()
-
-    def facts() -> tuple[Sequence[torch.Tensor], dict[str, object]]:
-        layout = _layout(bucket)
-        if _is_in_model(bucket):
-            return bucket.model_parameters, layout
-        return _parameters_in_pytorchs_ddp(bucket, group, process_group is None), layout
-
-    settings.agree(group, bucket, facts, observed._recorder if observed is not None else None)
-    return group
-
-
-def _group_of(bucket: ModelBucket, chosen: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group that a hook on gradwire's DistributedDataParallel uses."""
+def _chosen_group(bucket: ModelBucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group that a hook on gradwire's DistributedDataParallel uses, if its own is another object."""
     own = bucket.process_group
-    if own is None:  # no reducer has launched it
-        return chosen or default_group()
-    if chosen is None or chosen is own or not is_initialized_group(chosen):
+    assert own is not None
+    if not is_initialized_group(chosen):
         return own
     if bucket.hook_has_groups:
         return chosen

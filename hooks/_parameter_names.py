@@ -9,7 +9,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.hooks._bucket import is_zero_copy_bucket
 from gradwire.hooks._types import GradBucket
 
 NUMBERED = "parameter."
@@ -99,7 +98,7 @@ class ParameterNames:
 
     def note(self, names: Sequence[str], bucket: GradBucket) -> None:
         """Store the names that `of` returned for this bucket, unless all are known."""
-        if not self.is_complete:
+        if not self._is_closed and (self._module is None or self._module() is None):
             self._names.update(zip(bucket.parameters(), names, strict=True))
 
     def bind(self, module: torch.nn.Module) -> None:
@@ -157,18 +156,16 @@ class ParameterNames:
             raise self._unknown(needed_by)
 
     def of(self, bucket: GradBucket, needed_by: str | None = None) -> tuple[str, ...]:
-        """The names of the bucket's parameters, in its order.
+        """The names of the parameters of a bucket of PyTorch's DDP, in its order.
 
         Args:
-            bucket: of either DDP.
+            bucket: the bucket.
             needed_by: subject of the error message, if numbers do not suffice.
 
         Raises:
             RuntimeError: ``needed_by`` is given, and the names are not known.
             ValueError: a parameter is not the module's, or first appears after `close`.
         """
-        if is_zero_copy_bucket(bucket):
-            return tuple(map(plain_name, bucket.parameter_names()))
         parameters = bucket.parameters()
         unnamed = [parameter for parameter in parameters if parameter not in self._names]
         if unnamed:

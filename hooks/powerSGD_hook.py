@@ -117,6 +117,7 @@ class PowerSGDState(OptionAttributes, HookState):
         "q": Memory(merge="same"),
         "p": Memory(merge="same"),
     }
+    local_options = frozenset({"compression_stats_logging_frequency", "cuda_graphs"})
     options: PowerSGDOptions
 
     def __init__(
@@ -168,10 +169,6 @@ class PowerSGDState(OptionAttributes, HookState):
         """The first pattern in ``ranks`` or ``stacks`` that matches none of the names; see `HookState`."""
         return self.options.policy.unmatched_pattern(names)
 
-    def settings(self) -> dict[str, object]:
-        """The hook and its options, which must be equal on all ranks; see `PowerSGDOptions.replicated`."""
-        return {"hook": self.hook_name, **self.options.replicated()}
-
     def replicated(self) -> dict[str, object]:
         """The number of steps; after a load, or if `alternating` sends one side only, also digests of the factors."""
         facts: dict[str, object] = {"iter": self.iter}
@@ -182,9 +179,10 @@ class PowerSGDState(OptionAttributes, HookState):
             facts["loaded errors"] = len(self._tensors[ERRORS])
         return facts
 
-    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+    def needs_names(self) -> str | None:
+        """Patterns in the options need names; see `HookState`."""
         has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
-        return self._names.of(bucket, "A pattern in ranks or stacks" if has_patterns else None)
+        return "A pattern in ranks or stacks" if has_patterns else None
 
     @property
     def preferred_bucket_cap_mb(self) -> int | None:
@@ -233,8 +231,11 @@ class PowerSGDState(OptionAttributes, HookState):
             members = set(names)  # a bucket that shared a parameter with this one no longer exists
             self._buckets = {key: each for key, each in self._buckets.items() if members.isdisjoint(key)}
             self._buckets[names] = low_rank
-        numel = sum(as_real(parameter).numel() for parameter in bucket.parameters())
-        self._count(numel, low_rank.sent_numel(self.iter) if low_rank is not None else numel)
+        if low_rank is not None:
+            self._count(low_rank.layout.numel, low_rank.sent_numel(self._iter))
+        else:
+            numel = sum(as_real(parameter).numel() for parameter in bucket.parameters())
+            self._count(numel, numel)
         return low_rank
 
     def _new_bucket(
@@ -410,11 +411,11 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
-async def _powersgd(options: PowerSGDOptions, step: Step) -> None:
+def _powersgd(options: PowerSGDOptions, step: Step) -> Steps[None]:
     bucket, gradients, results, workspace = step.memory, step.gradients, step.results, step.workspace
+    arguments = (bucket, gradients, results, step.iteration, step.transport, workspace)
 
     def steps() -> Steps[None]:
-        arguments = (bucket, gradients, results, step.iteration, step.transport, workspace)
         if options.alternating:
             return alternating_all_reduce(*arguments)
         return powersgd_all_reduce(*arguments, warm_start=options.warm_start)
@@ -423,6 +424,5 @@ async def _powersgd(options: PowerSGDOptions, step: Step) -> None:
         is_in_place = all(map(is_, gradients, results))
         variant = (is_in_place, options.alternating and step.iteration % 2)
         refresh = partial(bucket.refresh, gradients, results, step.iteration)
-        await workspace.graphs.run(bucket, variant, steps, refresh)
-    else:
-        await steps()
+        return workspace.graphs.run(bucket, variant, steps, refresh)
+    return steps()

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Executor, Transport, Workspace, executor_for
+from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
 from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
 from gradwire.compress._options import check_flag, check_whole_number
 from gradwire.hooks._bucket import (
-    agree,
     bucket_device,
     bucket_dtype,
     ddp_hook,
@@ -32,7 +31,7 @@ from gradwire.hooks._bucket import (
 from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for
-from gradwire.hooks.telemetry import Observed
+from gradwire.hooks.telemetry import Recorder
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, gradient_layout, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -166,8 +165,9 @@ class QuantizationState(HookState):
         super().__init__("quantization_hook", process_group, options)
         self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}  # the error memory is a view of theirs
 
-    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
-        return self._names.of(bucket, "A pattern in wires or exempt" if self.options.needs_names else None)
+    def needs_names(self) -> str | None:
+        """Patterns in the options need names; see `HookState`."""
+        return "A pattern in wires or exempt" if self.options.needs_names else None
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first pattern in ``wires`` or ``exempt`` that matches none of the names; see `HookState`."""
@@ -255,8 +255,8 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, _quantized)
 
 
-async def _quantized(step: Step) -> None:
-    await quantized_all_reduce(
+def _quantized(step: Step) -> Steps[None]:
+    return quantized_all_reduce(
         step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace
     )
 
@@ -317,7 +317,7 @@ def quantized_reduction(
     wire: str,
     block_size: int,
     settings: HookSettings,
-    observed: Observed | None = None,
+    recorder: Recorder | None = None,
 ) -> Future[torch.Tensor]:
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
 
@@ -327,18 +327,18 @@ def quantized_reduction(
         wire: name of the format.
         block_size: elements that share a scale.
         settings: of the hook, which must be equal on all ranks.
-        observed: the hook's state, which may measure this step; None without a state.
+        recorder: measurements of the hook's state; None without any.
     """
-    group = agree(settings, process_group, bucket, observed)
+    group = settings.agree(bucket, process_group, recorder)
     executor = executor_for(group, bucket_device(bucket))
     quantized = _quantized_bucket(executor, bucket, wire, block_size) if not is_sparse(bucket) else None
 
-    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
         assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
         gradients, results = source.each(quantized.layout), target.each(quantized.layout)
-        await quantized_all_reduce(quantized, gradients, results, 0, transport, workspace)
+        return quantized_all_reduce(quantized, gradients, results, 0, transport, workspace)
 
-    return reduce_bucket(group, bucket, algorithm, settings.hook_name, observed=observed)
+    return reduce_bucket(group, bucket, algorithm, settings.hook_name, recorder=recorder)
 
 
 def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_size: int) -> QuantizedBucket:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from gradwire.comm import Collective, Steps, Transport, Workspace
 from gradwire.compress import Gradients
-from gradwire.hooks._types import GradBucket, StepBoundary
+from gradwire.hooks._types import GradBucket
 from gradwire.kernels import compute_dtype, flatten
 
 __all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
@@ -180,7 +180,7 @@ class Telemetry:
         self._every = every
         self._exact_every = exact_every
         self._report = report
-        self._boundary = StepBoundary()
+        self._latest_index: int | None = None  # of the latest bucket
         self._n_steps = 0  # that have begun
         self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
         self._sample: Sample | None = None  # of the current step
@@ -196,7 +196,9 @@ class Telemetry:
 
     def recorder(self, bucket: GradBucket) -> Sample | None:
         """The measurements to which ``bucket`` adds; None in a step that is not measured."""
-        if self._boundary.is_before(bucket):
+        index, latest = bucket.index(), self._latest_index
+        self._latest_index = index
+        if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
             self.flush()
             # All samples of earlier steps are complete, except those of steps that failed or whose last bucket was
             # skipped.

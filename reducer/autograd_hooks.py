@@ -22,7 +22,7 @@ class AutogradHooks:
     takes all recorded indices. A hook is deferred once; its second call notifies.
 
     Args:
-        parameters: by index. None of their hooks is deferred.
+        parameters: the parameters, by index. None of their hooks is deferred.
         notify: called with the gradient that has come in; takes the indices from `recorded`. May be called from any of
             autograd's threads, and may find that another call has taken them.
 
@@ -31,6 +31,7 @@ class AutogradHooks:
     """
 
     def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
+        self._parameters = parameters
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self._recorded: list[int] = []
         self._deferred = bytearray(len(parameters))
@@ -64,12 +65,20 @@ class AutogradHooks:
         """Stop deferring one of these parameters; returns it. None if none of them is deferred.
 
         Args:
-            indices: of parameters that have not been taken from `recorded`. An index that is
-                recorded already will be taken by the next call of ``notify``.
+            indices: parameters that have not been taken from `recorded`. The next call of ``notify`` takes an index
+                that is recorded already.
         """
         for index in indices:
             if self._deferred[index]:
                 self._deferred[index] = 0
+                return index
+        return None
+
+    def find_lost(self, indices: Iterable[int]) -> int | None:
+        """The first of these parameters whose gradient another node accumulates, without the hook; None if none."""
+        for index in indices:
+            parameter = self._parameters[index]
+            if parameter.requires_grad and torch_internals.gradient_node(parameter) is not self.nodes[index]:
                 return index
         return None
 

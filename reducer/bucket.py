@@ -17,7 +17,7 @@ from gradwire.compress import Gradients
 from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
 from gradwire.reducer import errors, torch_internals
 
-__all__ = ["BucketBase", "BucketSpec", "DenseBucket", "TakeBack"]
+__all__ = ["BucketBase", "BucketSpec", "DenseBucket", "SparseBucket", "TakeBack"]
 
 # Called with a parameter's name and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], None]
@@ -33,8 +33,8 @@ class BucketSpec:
         index: position in the order of launch.
         is_last: whether it is the last bucket of a backward.
         members: indices of its parameters in the model.
-        parameters: in the order of their gradients in the buffer.
-        names: of the parameters, as in ``module.named_parameters()``.
+        parameters: its parameters, in the order of their gradients in the buffer.
+        names: parameter names, as in ``module.named_parameters()``.
         model_parameters: all parameters that the reducer averages.
     """
 
@@ -51,7 +51,7 @@ class BucketBase:
 
     Attributes:
         members: indices of the parameters in the model.
-        device: of the gradients.
+        device: device of the gradients.
         process_group: the ranks to average over; set by the reducer.
         model_parameters: all parameters that the reducer averages.
         divisor: divisor of a sum over ranks: the world size, or in `join` the number of ranks with
@@ -109,7 +109,7 @@ class DenseBucket(BucketBase):
     """
 
     zero_copy: bool
-    _grads: Sequence[Tensor]  # what the reduction reads and, without `as_view`, writes
+    _grads: Sequence[Tensor]  # read by the reduction and, without `as_view`, written
     _scale: float  # of the result that `finish` has written
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
@@ -270,8 +270,8 @@ class DenseBucket(BucketBase):
         Args:
             result: flat, of the bucket's number of elements; or the first tensor of `target`, if that has the result.
             scale: multiplies the result.
-            used: for each of `stand_ins`, whether any rank has a gradient for it.
-            take_back: called for those that no rank has a gradient for.
+            used: whether any rank has a gradient, for each of `stand_ins`.
+            take_back: called for the stand-ins that no rank has a gradient for.
 
         Raises:
             ValueError: the result has another number of elements than the bucket.
@@ -403,3 +403,68 @@ class DenseBucket(BucketBase):
             views = self._views(self._buffer)
             torch._foreach_copy_([views[i] for i in outside], [self._grads[i] for i in outside])
         return False
+
+
+class SparseBucket(BucketBase):
+    """The sparse gradient of one parameter, with the interface of ``torch.distributed.GradBucket``."""
+
+    _gradient: Tensor | None
+
+    def __init__(self, spec: BucketSpec) -> None:
+        super().__init__(spec)
+        (self._parameter,) = spec.parameters
+
+    def buffer(self) -> Tensor:
+        """The gradient: sparse, in the parameter's shape."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def gradients(self) -> list[Tensor]:
+        """A list whose only element is `buffer`."""
+        return [self.buffer()]
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the tensor that `buffer` returns."""
+        self._gradient = buffer
+
+    def collect(
+        self,
+        zero_copy: bool,
+        unused: Sequence[int] = (),
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+    ) -> None:
+        """Copy the gradient; an undefined gradient becomes a sparse tensor without entries.
+
+        Raises:
+            RuntimeError: the gradient is dense.
+        """
+        gradient = self._parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            raise RuntimeError(errors.dense_gradient(self._names[0]))
+        self._gradient = self._empty() if gradient is None else gradient.detach().clone()
+        self.stand_ins = list(unused)
+
+    def of_zeros(self, zero_copy: bool) -> SparseBucket:
+        """A copy of this bucket whose gradient has no entries."""
+        bucket = SparseBucket(self._spec)
+        bucket._gradient = bucket._empty()
+        return bucket
+
+    def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
+        """Make the hook's result the gradient. See `DenseBucket.finish`."""
+        if used.get(0, True):
+            result = result * scale if scale != 1 else result
+            self._parameter.grad = result.to(self._parameter.dtype)
+
+    def release(self) -> None:
+        """Drop all tensors of this backward."""
+        super().release()
+        self._gradient = None
+
+    def _empty(self) -> Tensor:
+        # Sparse in the first dimension only, like an embedding's gradient: equal on all ranks.
+        shape = self._parameter.shape
+        indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
+        values = torch.empty(0, *shape[1:], dtype=self._parameter.dtype, device=self.device)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)

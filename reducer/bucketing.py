@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
-from gradwire.reducer.arguments import check_bucket_size
-from gradwire.reducer.bucket import BucketSpec, DenseBucket
+from gradwire.reducer.bucket import BucketSpec, DenseBucket, SparseBucket
+from gradwire.reducer.errors import check_bucket_size
 from gradwire.reducer.mixed_precision import LowPrecisionBucket
-from gradwire.reducer.sparse_bucket import SparseBucket
 
 __all__ = [
     "Bucket",
@@ -35,7 +34,7 @@ class BucketOptions:
 
     Attributes:
         parameters: the parameters to reduce; each requires a gradient and is listed once.
-        names: of the parameters, as in ``module.named_parameters()``.
+        names: parameter names, as in ``module.named_parameters()``.
         sparse: whether each parameter's gradient is sparse.
         first_limits: sizes in bytes of the first buckets, from the last parameter to the first; the last one repeats.
         rebuilt_limits: sizes in bytes of the rebuilt buckets; the last one repeats.
@@ -107,9 +106,9 @@ def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: 
     """The buckets of an assignment.
 
     Args:
-        options: of the model.
-        assignment: in the order of launch.
-        upcast_stream: with mixed precision, the stream on which PyTorch's hook casts gradients.
+        options: the model's options.
+        assignment: the assignment, in the order of launch.
+        upcast_stream: the stream on which PyTorch's hook casts gradients, with mixed precision.
     """
     buckets: list[Bucket] = []
     for index, members in enumerate(assignment):

@@ -1,7 +1,8 @@
-"""`DDPReducer`: the reducer with the methods that PyTorch's DistributedDataParallel calls."""
+"""The reducer and the logger with the methods that PyTorch's DistributedDataParallel calls, under its names."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,23 +11,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._registration import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
-from gradwire.reducer import errors
+from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import ForwardResults, Phase
-from gradwire.reducer.bucketing import Bucket, assign_first_buckets
+from gradwire.reducer.bucket import BucketBase
+from gradwire.reducer.bucketing import Bucket, assign_first_buckets, rebuild_buckets, rebuilt_limits
+from gradwire.reducer.parameters import ModelWatch, UsedParameters, find_unused
 from gradwire.reducer.reducer import CommHook, Reducer
-from gradwire.reducer.unused_parameters import UsedParameters
 
-__all__ = ["DDPReducer"]
+__all__ = ["DDPReducer", "Logger"]
+
+# Environment variables that decide how ranks meet.
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_VARIABLES_OF = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_BLOCKING_WAIT",
+        "NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
+}
 
 
 class DDPReducer(Reducer):
-    """A reducer with static graphs, mixed precision, `join` and changing sets of ranks.
+    """The reducer with the preparation of a backward, static graphs, mixed precision, `join` and changing ranks.
 
     The method names are PyTorch's, because PyTorch's DistributedDataParallel calls them.
+
+    Attributes:
+        watch: finds parameters that the model has got since it was wrapped.
     """
+
+    watch: ModelWatch | None = None
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let ``hook(state, bucket)`` reduce every bucket from now on.
@@ -47,6 +69,129 @@ class DDPReducer(Reducer):
         """The parameters in the order in which the last backward made their gradients ready."""
         return self._backward.ready_order
 
+    # A forward, and the preparation of its backward.
+
+    @torch_internals.not_compiled
+    def prepare_for_forward(self) -> None:
+        """Count an iteration: the forward of a synchronized backward begins.
+
+        Raises:
+            RuntimeError: the previous step failed, the process group was destroyed, or a parameter was cast, replaced,
+                added or unfrozen.
+        """
+        connections = self.exchange.connect()
+        connections.check()
+        if self._forward_is_running:
+            self._fail("the forward pass raised an exception")
+            connections.check()
+        self._check_not_cast([0])
+        if self.watch is not None and (name := self.watch.find_unknown()) is not None:
+            self._fail_and_raise(errors.parameter_unknown(name))
+        self.exchange.begin_forward()
+        self.times.begin_forward()
+
+    def _check_not_cast(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
+
+        A cast that was undone shows in the autograd node. To save time, only some nodes are compared: of the
+        first parameter, and of parameters that seem unused. Others are missing at the end of the backward.
+        """
+        if self._upcast_stream is not None:
+            return
+        index: int | None
+        dtypes = [parameter.dtype for parameter in self.parameters]
+        if dtypes != self._dtypes:
+            index = next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
+        else:
+            index = self._autograd_hooks.find_lost(indices)
+        if index is not None:
+            self._fail_and_raise(errors.parameter_cast(self.options.names[index]))
+
+    def begin_forward(self) -> None:
+        """The module's own forward of a synchronized backward begins; it ends with `prepare_for_backward`."""
+        self._forward_is_running = True
+
+    @torch_internals.not_compiled
+    def _rebuild_buckets(self) -> bool:
+        """Rebuild the buckets in rank 0's order of ready gradients; returns whether that was done.
+
+        A collective call, made once, after the first synchronized backward. Buckets are never
+        rebuilt if backwards may leave out different parameters: ranks could not agree on when.
+
+        Raises:
+            RuntimeError: the previous backward left buckets incomplete.
+        """
+        self._check_reducer_finalized()
+        order = self._backward.ready_order
+        may_rebuild = self.static_graph or not self.find_unused_parameters
+        if self.has_rebuilt_buckets or not may_rebuild or not order:
+            return False
+        with self.leaving("the rebuild of the buckets"):
+            self.bucket_limits = rebuilt_limits(self.options, self.hook_state)
+            assignment = rebuild_buckets(
+                self.options, self.bucket_limits, order + self._unused, self.exchange.transport
+            )
+            self._set_buckets(assignment)
+        self._backward.ready_order = order
+        self.has_rebuilt_buckets = True
+        return True
+
+    @torch_internals.not_compiled
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them.
+
+        Raises:
+            RuntimeError: the previous backward left buckets incomplete.
+        """
+        self._check_reducer_finalized()
+        self._begin(Phase.PREPARED)
+        self._forward_is_running = False
+        if self.find_unused_parameters and not self.static_graph:
+            nodes = self._autograd_hooks.nodes
+            if self._upcast_stream is not None:  # with mixed precision, each forward has others
+                nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
+            unused = find_unused(outputs, nodes)
+            self._check_not_cast(unused)
+            if self.times.iterations > 1:
+                self._graph_seems_static &= unused == self._unused
+            self._unused = unused
+        self.times.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError if the last backward left buckets incomplete."""
+        if self._backward.phase is not Phase.REDUCING:
+            return
+        for index in self._autograd_hooks.recorded():  # in buckets that never became complete
+            self._backward.ready[index] = 1
+        if self._backward.missing:
+            self._fail_and_raise(self._unfinished())
+        if self.is_finalized_by_caller:
+            self._fail_and_raise(errors.NOT_FINALIZED)
+        self._fail("the backward pass raised an exception after all buckets were launched")
+        self.exchange.connections.check()
+
+    # The end of a backward that the caller finalizes.
+
+    def set_finalized_by_caller(self, required: bool) -> None:
+        """Choose whether `finalize_backward` ends a backward; see `DistributedDataParallel.finalize_backward`.
+
+        Raises:
+            RuntimeError: a backward is not finalized yet.
+        """
+        if self._backward.phase is Phase.REDUCING:
+            self._raise(errors.cannot_finalize("require_manual_backward_finalization changes within a backward pass"))
+        self.is_finalized_by_caller = required
+
+    def finalize_backward(self) -> None:
+        """End a backward that has returned; see `DistributedDataParallel.finalize_backward`."""
+        if not self.is_finalized_by_caller:
+            self._raise(errors.cannot_finalize("require_manual_backward_finalization is False"))
+        if current_backward() != NO_BACKWARD:
+            self._raise(errors.cannot_finalize("a backward pass runs, which may still read gradients"))
+        if self._backward.phase is not Phase.REDUCING or not self._backward.is_launched:
+            self._raise(errors.cannot_finalize("no complete reduction is in flight"))
+        self._finalize()
+
     # Static graphs.
 
     @property
@@ -60,11 +205,11 @@ class DDPReducer(Reducer):
         Every backward must use the same parameters as the first one, equally often.
 
         Raises:
-            RuntimeError: there was a synchronised forward already.
+            RuntimeError: there was a synchronized forward already.
         """
         if self.times.iterations > 0:
             self._raise(errors.static_graph_too_late(self.times.iterations))
-        self.static_graph = True
+        self.static_graph = self._may_leave_out = True
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets: the first backward of a static graph has ended, and its hooks' calls are counted."""
@@ -72,9 +217,8 @@ class DDPReducer(Reducer):
             return
         self._static_calls = self._backward.calls
         self._unused = [index for index, calls in enumerate(self._static_calls) if calls == 0]
-        self._check_nodes(self._unused)
+        self._check_not_cast(self._unused)
         self._start_exchange()
-        self._find_last_launched()
         with self._lock:
             for index in range(len(self.parameters)):
                 self._mark_ready(index)
@@ -130,11 +274,11 @@ class DDPReducer(Reducer):
         return buckets
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
-        return self.transport.start_all_reduce(bucket.buffer())
+        return self.exchange.transport.start_all_reduce(bucket.buffer())
 
     def match_used_map(self) -> None:
         """Take part in the exchange of used parameters, on a rank that used none."""
-        self._used.exchange(self.transport)
+        self._used.exchange(self.exchange.transport)
         self._used.clear()
 
     def _push_all_rebuilt_params(self) -> None:
@@ -148,15 +292,20 @@ class DDPReducer(Reducer):
         """Rebuild the buckets after the next backward, and count a static graph's calls again."""
         self._static_calls = None
         self._unused = []
-        self._used = UsedParameters(len(self.parameters), self.device)
+        self._used = UsedParameters(len(self.parameters), self.exchange.device)
         self._forward_results = ForwardResults()
         self._begin(Phase.DONE)
         self.has_rebuilt_buckets = False
 
+    def leave(self, cause: str) -> None:
+        """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""
+        if self.connections.failure is None:
+            self._fail(cause)
+
     def restart(self) -> None:
         """Return to the state after construction, with the first buckets, equal on all ranks."""
         self._reset_state()
-        self._n_forwards = self._n_backwards = 0
+        self.exchange.restart()
         self._set_buckets(assign_first_buckets(self.options))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
@@ -167,5 +316,88 @@ class DDPReducer(Reducer):
             self.hook_state.process_group = process_group
             if isinstance(self.hook_state, HookState):
                 self.hook_state.follows_model = True
-        self.process_group = process_group
-        self._number = self.connections.new_user()
+        self.exchange.update_process_group(process_group)
+
+
+class Logger:
+    """The logger that PyTorch's DDP calls: keeps the facts that ``_get_ddp_logging_data`` returns."""
+
+    def __init__(self, reducer: DDPReducer) -> None:
+        self._reducer = reducer
+        self._data: dict[str, Any] = {}
+
+    def set_construction_data_and_log(
+        self,
+        module_name: str,
+        device_ids: list[int],
+        output_device: int,
+        broadcast_buffers: bool,
+        has_sync_bn: bool,
+        static_graph: bool,
+    ) -> None:
+        """Keep facts of the construction, under PyTorch's keys."""
+        reducer = self._reducer
+        backend = dist.get_backend(reducer.process_group)
+        variables = _VARIABLES + _VARIABLES_OF.get(backend, ())
+        self._data |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
+        if backend == "gloo":
+            self._data["gloo_num_threads"] = torch_internals.GLOO_THREADS
+        self._data |= {
+            "module_name": module_name,
+            "device_ids": ", ".join(map(str, device_ids)),
+            "output_device": output_device,
+            "broadcast_buffers": int(broadcast_buffers),
+            "has_sync_bn": int(has_sync_bn),
+            "find_unused_parameters": int(reducer.find_unused_parameters),
+            "num_parameter_tensors": len(reducer.parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
+            "dtypes": ", ".join(sorted({_dtype_name(p.dtype) for p in reducer.parameters})),
+            "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
+            "backend_name": backend,
+            "world_size": reducer.process_group.size(),
+            "rank": reducer.process_group.rank(),
+            "gradient_as_bucket_view": int(reducer.options.gradient_as_bucket_view),
+            "bucket_sizes": _sizes(reducer.buckets),
+        }
+        if static_graph:
+            self._set_static_graph()
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Called at the start of every synchronized forward."""
+
+    def set_error_and_log(self, error: str) -> None:
+        """Keep an error."""
+        self._data |= {"has_error": 1, "error": error}
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._data["comm_hook"] = name
+
+    def _set_static_graph(self) -> None:
+        self._data["static_graph"] = 1
+
+    def _set_uneven_input_join(self) -> None:
+        self._data["join_uneven_inputs"] = 1
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        reducer = self._reducer
+        data = self._data | {"iteration": reducer.times.reported, "bucket_cap_bytes": reducer.bucket_limits[-1]}
+        if reducer.error is not None:
+            data |= {"has_error": 1, "error": reducer.error}
+        if reducer.times.iterations:
+            data |= reducer.times.summary() | {
+                "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
+                "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ready_order)),
+            }
+        if reducer.has_rebuilt_buckets:
+            members = ", ".join(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
+            data |= {"rebuilt_bucket_sizes": _sizes(reducer.buckets), "rebuilt_per_bucket_param_indices": members}
+        return data
+
+
+def _sizes(buckets: Sequence[BucketBase]) -> str:
+    return ", ".join(str(sum(parameter.nbytes for parameter in bucket.parameters())) for bucket in buckets)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name in C++."""
+    return {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}.get(dtype, str(dtype))

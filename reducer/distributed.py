@@ -17,15 +17,17 @@ from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.arguments import check_bucket_sizes, check_comm_hook, check_ranks
+from gradwire.reducer.backward import Exchange
 from gradwire.reducer.bucketing import BucketOptions
-from gradwire.reducer.ddp_interface import DDPReducer
-from gradwire.reducer.ddp_logging import Logger
+from gradwire.reducer.ddp_interface import DDPReducer, Logger
 from gradwire.reducer.mixed_precision import MixedPrecisionDDP, check_config, restore_parameters
-from gradwire.reducer.model_sync import broadcast_coalesced, verify_model
-from gradwire.reducer.model_watch import ModelWatch
-from gradwire.reducer.nesting import find_sharing_wrappers, refuse_wrapper_around, refuse_wrappers_inside
-from gradwire.reducer.resynchronization import begin_together, resynchronize
+from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, resynchronize, verify_model
+from gradwire.reducer.parameters import (
+    ModelWatch,
+    find_sharing_wrappers,
+    refuse_wrapper_around,
+    refuse_wrappers_inside,
+)
 
 __all__ = ["DistributedDataParallel"]
 
@@ -132,8 +134,8 @@ class DistributedDataParallel(MixedPrecisionDDP):
         }
         if forward_sync_buffers is not None and not torch_internals.HAS_FORWARD_SYNC_BUFFERS:
             options |= {"broadcast_buffers": forward_sync_buffers, "forward_sync_buffers": None}
-        check_ranks(process_group, device_mesh)
-        check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        errors.check_ranks(process_group, device_mesh)
+        errors.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self._has_default_bucket_size = bucket_cap_mb is None and bucket_cap_mb_list is None
         self._syncs_at_init = init_sync
         self._options_at_init: dict[str, Any] = {
@@ -193,7 +195,10 @@ class DistributedDataParallel(MixedPrecisionDDP):
             frees_buffers=self.lazy_bucket_allocation,
         )
         self.reducer = DDPReducer(
-            options, self.process_group, self.find_unused_parameters, self.skip_all_reduce_unused_params
+            Exchange(self.process_group, parameters[0].device),
+            options,
+            self.find_unused_parameters,
+            self.skip_all_reduce_unused_params,
         )
         self.reducer.watch = ModelWatch(self.module, parameters, self.parameters_to_ignore)
         self.reducer.is_finalized_by_caller = vars(self).get("_require_manual_backward_finalization", False)
@@ -308,7 +313,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         try:
-            check_comm_hook(hook)
+            errors.check_comm_hook(hook)
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
 
@@ -357,10 +362,10 @@ class DistributedDataParallel(MixedPrecisionDDP):
     ) -> None:
         """Broadcast buffers before a forward, on a transport used for nothing else."""
         with self.reducer.leaving("the broadcast of buffers"):
-            connections = self.reducer.connections
+            exchange, connections = self.reducer.exchange, self.reducer.connections
             connections.enter(self, threading.get_ident())
-            transport = connections.transport("forward", self.reducer.device)
-            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, self.reducer.announce_forward)
+            transport = connections.transport("forward", exchange.device)
+            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, exchange.announce_forward)
             connections.leave(self)
 
     def resynchronize(self, from_rank: int | None = None) -> None:

@@ -1,15 +1,22 @@
-"""The reducer's error messages and warnings: PyTorch's sentences verbatim, followed by gradwire's additions.
+"""The reducer's error messages and warnings, and checks of the arguments of `DistributedDataParallel`.
 
-Scripts search logs for PyTorch's sentences, and PyTorch's tests match them. The docstring of each
-function states the condition that its message reports.
+A message begins with PyTorch's sentences verbatim: scripts search logs for them, and PyTorch's tests match them.
+gradwire's additions follow. The docstring of each function states the condition that its message reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gradwire.hooks._bucket import check_process_group
+from gradwire.hooks._types import GradBucket
 from gradwire.reducer import torch_internals
 
 __all__ = [
@@ -25,6 +32,10 @@ __all__ = [
     "SHARED_VIEWS",
     "backward_skipped",
     "cannot_finalize",
+    "check_bucket_size",
+    "check_bucket_sizes",
+    "check_comm_hook",
+    "check_ranks",
     "dense_gradient",
     "gradient_misfit",
     "gradient_strides",
@@ -94,15 +105,7 @@ _OUTPUTS = (
 def unfinished(
     rank: int, names: Sequence[str], missing: Iterable[int], *, static_graph: bool, find_unused: bool
 ) -> str:
-    """The previous backward left parameters without a gradient.
-
-    Args:
-        rank: of this process in its group.
-        names: of all parameters.
-        missing: indices of those without a gradient.
-        static_graph: whether the graph is declared static.
-        find_unused: whether a backward may leave parameters without a gradient.
-    """
+    """The previous backward left parameters without a gradient."""
     missing = list(missing)
     begin = "Expected to have finished reduction in the prior iteration before starting a new one. "
     unused = "This error indicates that your module has parameters that were not used in producing loss. "
@@ -175,13 +178,7 @@ def cannot_finalize(why: str) -> str:
 
 
 def graph_changed(name: str, index: int, calls: int) -> str:
-    """A parameter got more gradients than in the first backward of a static graph.
-
-    Args:
-        name: of the parameter.
-        index: of the parameter.
-        calls: number of gradients in the first backward.
-    """
+    """A parameter got more gradients than in the first backward of a static graph."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
         "got used in the second iteration. this is not compatible with static_graph set to True.\n"
@@ -204,7 +201,7 @@ def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
     Args:
         inside: name of that wrapper in the module, empty for the module itself.
         kind: class of that wrapper.
-        names: of the parameters.
+        names: parameter names.
     """
     where = f"contains a {kind.__module__}.{kind.__qualname__} ({inside})" if inside else "is a DistributedDataParallel"
     return (
@@ -215,12 +212,7 @@ def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
 
 
 def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
-    """The forward of another wrapper calls this wrapper, and both reduce the same parameters.
-
-    Args:
-        kind: class of the other wrapper.
-        names: of the parameters.
-    """
+    """The forward of another wrapper calls this wrapper, and both reduce the same parameters."""
     return (
         "This gradwire.DistributedDataParallel was wrapped in another wrapper, a "
         f"{kind.__module__}.{kind.__qualname__}: both average {_some(names)}, and the gradients would be averaged "
@@ -281,7 +273,7 @@ def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape
 
 
 def parameter_unknown(name: str) -> str:
-    """A trainable parameter is not among those that the reducer averages."""
+    """A trainable parameter is not among the ones that the reducer averages."""
     return (
         f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be averaged. "
         "Wrap the model again, or change it before you wrap it; load_state_dict without assign=True keeps parameters. "
@@ -325,3 +317,57 @@ def _some(names: Sequence[str]) -> str:
 def _as_pytorch_names(name: str) -> str:
     """PyTorch's name of a parameter, which begins with a dot where the wrapped module itself owns it."""
     return name if "." in name else f".{name}"
+
+
+def check_ranks(process_group: object, device_mesh: object) -> None:
+    """Raise ValueError or TypeError unless ``process_group`` is a process group that this rank is in, or None."""
+    if device_mesh is not None:
+        return  # PyTorch's class raises if both are given
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group is GroupMember.NON_GROUP_MEMBER, which torch.distributed.new_group returns on ranks outside "
+            "of the new group; expected a group that this rank is in. Wrap the model on the group's ranks only."
+        )
+    check_process_group(process_group)
+
+
+def check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> None:
+    """Raise ValueError or TypeError unless the bucket sizes are None or numbers of MiB."""
+    if bucket_cap_mb is not None:
+        check_bucket_size("bucket_cap_mb", bucket_cap_mb)
+    if bucket_cap_mb_list is None:
+        return
+    if not isinstance(bucket_cap_mb_list, Sequence) or isinstance(bucket_cap_mb_list, str):
+        raise TypeError(f"bucket_cap_mb_list is {bucket_cap_mb_list!r}; expected a list of sizes in MiB, or None.")
+    if not bucket_cap_mb_list:
+        raise ValueError(
+            "bucket_cap_mb_list is empty; expected the size of one bucket at least, in MiB, or None for bucket_cap_mb."
+        )
+    for index, size in enumerate(bucket_cap_mb_list):
+        check_bucket_size(f"bucket_cap_mb_list[{index}]", size)
+
+
+def check_bucket_size(name: str, size: object) -> None:
+    """Raise ValueError or TypeError unless ``size`` is a number of MiB."""
+    expectation = "expected a number of MiB, 0 or larger (0: a bucket for every parameter), or None for the default"
+    if isinstance(size, bool) or not isinstance(size, Real):
+        raise TypeError(f"{name} is {size!r}; {expectation}.")
+    if not 0 <= float(size) * 2**20 < sys.maxsize:  # False for NaN too
+        raise ValueError(f"{name} is {size!r}; {expectation}.")
+
+
+def check_comm_hook(hook: Callable[..., Any]) -> None:
+    """Raise TypeError or ValueError, with PyTorch's messages, unless ``hook`` has a communication hook's signature."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    parameters = list(signature.parameters.values())
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ValueError(f"Communication hook: takes {signature}; expected hook(state, bucket).") from None
+    if len(parameters) > 1 and parameters[1].annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    future = torch.futures.Future[torch.Tensor]
+    if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

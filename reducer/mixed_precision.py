@@ -49,7 +49,7 @@ class LowPrecisionBucket(DenseBucket):
     PyTorch's hook makes every ``.grad`` a tensor in its parameter's dtype, so no ``.grad`` is a view of the bucket.
 
     Args:
-        spec: of parameters that have a low-precision copy, ``_mp_param``, which PyTorch's class has made.
+        spec: position and parameters, each with a low-precision copy, ``_mp_param``, that PyTorch's class has made.
         stream: the stream on which PyTorch's hook casts gradients.
     """
 
@@ -141,7 +141,7 @@ def _remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
     """Remove the hooks that earlier forwards have set on the gradients of the parameters' copies.
 
     PyTorch's class sets a hook in every forward and in every module that has the parameter, and removes only the last
-    one, after a synchronised backward.
+    one, after a synchronized backward.
     """
     for parameter in parameters:
         if hasattr(parameter, "_ddp_mp_hook_state"):

@@ -37,18 +37,19 @@ else:
 with private_names():
     from torch.nn.parallel.distributed import _find_tensors
 
-    _ATTRIBUTES = (torch._C.Future, torch._C._storage_Use_Count, Tensor._use_count)  # type: ignore[attr-defined]
+    AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
+    _ATTRIBUTES = (torch._C._storage_Use_Count, Tensor._use_count)  # type: ignore[attr-defined]
 
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "GLOO_THREADS",
     "HAS_FORWARD_SYNC_BUFFERS",
     "HAS_LAZY_BUCKET_ALLOCATION",
+    "AnyFuture",
     "BuiltinCommHookType",
     "assign_buckets",
     "gradient_node",
     "is_debugging",
-    "is_future",
     "not_compiled",
     "optimizer_hooks",
     "owns_memory",
@@ -97,7 +98,7 @@ def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
 
 
 def _count_of_own_base() -> int:
-    """What ``sys.getrefcount`` says of the base of a view that nobody else holds; it depends on Python and PyTorch."""
+    """``sys.getrefcount`` of the base of a view that nobody else holds; it depends on Python and PyTorch."""
     view = torch.empty(2, 2, device="cpu").t()
     base = view._base
     return sys.getrefcount(base)
@@ -112,7 +113,7 @@ def assign_buckets(
     """PyTorch's assignment by dtype, device and size; a sparse gradient gets a bucket of its own.
 
     Args:
-        tensors: in the order of assignment.
+        tensors: the tensors, in the order of assignment.
         limits: bucket sizes in bytes; the last one repeats.
         sparse: whether the gradient of each index is sparse.
         indices: the tensors' indices; by default their positions.
@@ -145,11 +146,6 @@ def tensors_in(output: object) -> list[Tensor]:
 def uses_python_reducer() -> bool:
     """Whether torch.compile is configured to replace DDP's reducer with its own."""
     return torch._dynamo.config.optimize_ddp == "python_reducer"
-
-
-def is_future(value: object) -> bool:
-    """Whether ``value`` is a PyTorch future; ``Future.then`` returns one of the public class's base class."""
-    return isinstance(value, torch._C.Future)
 
 
 def is_debugging() -> bool:

@@ -8,7 +8,7 @@ import torch
 from gradwire.comm import LocalTransport, Transport, Workspace, run_algorithm
 from gradwire.compress import Gradients, cast_all_reduce, sparse_all_reduce
 from gradwire.kernels import SegmentTable
-from gradwire.reducer import default_reduction
+from gradwire.reducer import reducer
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits
 from tests.support.lockstep import run_in_lockstep
@@ -64,7 +64,7 @@ def test_sparse_all_reduce_divides_by_the_divisor(divisor):
 def test_default_reduction_outside_cpus_divides_by_the_divisor_of_its_bucket(monkeypatch, view):
     # In `join`, that is the number of ranks with inputs left.
     submitted = []
-    monkeypatch.setattr(default_reduction, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
+    monkeypatch.setattr(reducer, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
     gradients = drawn(0)
     parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -75,7 +75,7 @@ def test_default_reduction_outside_cpus_divides_by_the_divisor_of_its_bucket(mon
     bucket.divisor = 5
     bucket.collect(zero_copy=True)
     connections = SimpleNamespace(has_streams=lambda _: True)
-    default_reduction.default_reduction(bucket, SimpleNamespace(process_group=None, connections=connections))
+    reducer.default_reduction(bucket, SimpleNamespace(process_group=None, connections=connections))
     (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
     run_algorithm(algorithm(bucket.source(), bucket.target(), transport, workspace), transport)
     bucket.finish(bucket.target().tensors[0], 1, {})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.reducer import unused_parameters
+from gradwire.reducer import parameters
 from tests.support.training import WRAPPERS, message_of
 
 
@@ -208,7 +208,7 @@ def nothing_unused():
 
 
 def warnings_of(what):
-    unused_parameters._warn_once_that_all_are_used.cache_clear()
+    parameters._warn_once_that_all_are_used.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         globals()[what]()

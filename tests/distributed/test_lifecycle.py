@@ -17,7 +17,7 @@ import gradwire
 from gradwire.comm.connections import executor_for
 from gradwire.hooks import default_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.reducer.ddp_logging import Logger
+from gradwire.reducer.ddp_interface import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, register, train

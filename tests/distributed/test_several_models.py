@@ -17,7 +17,7 @@ from gradwire.hooks import _parameter_names, default_hooks, powerSGD_hook, quant
 from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.reducer import nesting
+from gradwire.reducer import parameters
 from tests.support.bits import assert_same_bits
 from tests.support.training import SMALL, WRAPPERS, FailsInBackward, build, error_of, gradients, plainly_named, register
 
@@ -137,7 +137,10 @@ def shared_layer_in_a_frozen_heap():
     """As `shared_layer_on_both`, where the garbage collector finds no wrapper."""
     gc.collect()
     theirs = train_with_shared_layer("pytorch", "pytorch", "fp16")
-    with mock.patch.object(_parameter_names, "live_wrappers", lambda: []), mock.patch.object(nesting, "live_wrappers", list):
+    with (
+        mock.patch.object(_parameter_names, "live_wrappers", lambda: []),
+        mock.patch.object(parameters, "live_wrappers", list),
+    ):
         return train_with_shared_layer("gradwire", "gradwire", "fp16"), theirs
 
 
