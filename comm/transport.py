@@ -127,10 +127,11 @@ class Shot(Collective):
     Args:
         target: [pieces, n, bytes], overwritten.
         source: this rank's contribution, in as many pieces.
+        payload_bytes: this shot's part of the message.
     """
 
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self.target, self.source = target, source
+    def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
+        self.target, self.source, self.payload_bytes = target, source, payload_bytes
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Launch every piece, then wait for each."""
@@ -155,8 +156,7 @@ class AllToAll(Shot):
     """The first shot: ``target[p, i]`` = ``source[p, this rank]`` of rank i, where the source is [pieces, n, bytes]."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
-        super().__init__(target, source)
-        self.payload_bytes = target.nbytes // 2  # the other half is the second shot's
+        super().__init__(target, source, target.nbytes // 2)  # the other half is the second shot's
 
     @staticmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
@@ -171,8 +171,7 @@ class AllGather(Shot):
     """The second shot: ``target[p, i]`` = ``source[p]`` of rank i, where the source is [pieces, bytes]."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
-        super().__init__(target, source)
-        self.payload_bytes = target.nbytes - target.nbytes // 2
+        super().__init__(target, source, target.nbytes - target.nbytes // 2)
 
     @staticmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class DDPReducer(Reducer):
         if self._hook is not None:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
-        self._hook, self.hook_state = hook, in_group(state, hook, self.process_group)
+        self._hook, self.hook_state = hook, in_group(state, hook, self.exchange.process_group)
         self._hook_is_zero_copy, self._hook_has_groups = is_zero_copy(hook), not is_gradwire_hook(hook)
 
     @property
@@ -171,6 +171,10 @@ class DDPReducer(Reducer):
         self._fail("the backward pass raised an exception after all buckets were launched")
         self.exchange.connections.check()
 
+    def share(self, wrapper: object, parameters: Collection[int]) -> None:
+        """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
+        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
+
     # The end of a backward that the caller finalizes.
 
     def set_finalized_by_caller(self, required: bool) -> None:
@@ -270,8 +274,8 @@ class DDPReducer(Reducer):
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
         for bucket in buckets:
-            bucket.process_group, bucket.hook_has_groups = self.process_group, self._hook_has_groups
-            bucket.divisor = self.process_group.size()
+            bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self._hook_has_groups
+            bucket.divisor = self.exchange.process_group.size()
         return buckets
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
@@ -311,9 +315,9 @@ class DDPReducer(Reducer):
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on, as does a hook's state that had the process group."""
-        if self.hook_state is self.process_group:
+        if self.hook_state is self.exchange.process_group:
             self.hook_state = process_group
-        elif getattr(self.hook_state, "process_group", None) is self.process_group:
+        elif getattr(self.hook_state, "process_group", None) is self.exchange.process_group:
             self.hook_state.process_group = process_group
             if isinstance(self.hook_state, HookState):
                 self.hook_state.follows_model = True
@@ -338,7 +342,7 @@ class Logger:
     ) -> None:
         """Keep facts of the construction, under PyTorch's keys."""
         reducer = self._reducer
-        backend = dist.get_backend(reducer.process_group)
+        backend = dist.get_backend(reducer.exchange.process_group)
         variables = _VARIABLES + _VARIABLES_OF.get(backend, ())
         self._data |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
         if backend == "gloo":
@@ -355,8 +359,8 @@ class Logger:
             "dtypes": ", ".join(sorted({_dtype_name(p.dtype) for p in reducer.parameters})),
             "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "backend_name": backend,
-            "world_size": reducer.process_group.size(),
-            "rank": reducer.process_group.rank(),
+            "world_size": reducer.exchange.process_group.size(),
+            "rank": reducer.exchange.process_group.rank(),
             "gradient_as_bucket_view": int(reducer.options.gradient_as_bucket_view),
             "bucket_sizes": _sizes(reducer.buckets),
         }
