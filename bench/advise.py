@@ -45,19 +45,7 @@ _MODULE = "gradwire.bench.advise"
 def measure(
     models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
 ) -> Measured:
-    """Predicted and measured step times.
-
-    Args:
-        models: names in `JOBS`.
-        rates: of the link; ``[LOOPBACK]`` for ranks that share this machine's loopback.
-        hooks: names in the registry.
-        rounds: turns of each hook at each rate, with `STEPS_IN_A_ROW` timed steps.
-        hosts: number of hosts.
-
-    Raises:
-        NamespaceError: the system refuses to make hosts.
-        LaunchError: a rank failed.
-    """
+    """Predicted and measured step times."""
     settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "rounds": rounds, "hosts": hosts}
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:

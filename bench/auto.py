@@ -37,18 +37,7 @@ MODULE = "gradwire.bench.auto"
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
-    """Step times of each candidate, and the choices.
-
-    Args:
-        models: names in `JOBS`.
-        rates: of the link; ``[LOOPBACK]`` for ranks that share this machine's loopback.
-        rounds: turns of each candidate at each rate, with `STEPS_IN_A_ROW` timed steps.
-        hosts: number of hosts.
-
-    Raises:
-        NamespaceError: the system refuses to make hosts.
-        LaunchError: a rank failed.
-    """
+    """Step times of each candidate, and the choices."""
     settings = {"rates": [rate.name for rate in rates], "rounds": rounds, "hosts": hosts, "threads": 1}
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:

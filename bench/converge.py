@@ -117,11 +117,7 @@ class Training:
         return self.task.is_reached(self.scores[-1])
 
     def records(self, seed: int) -> list[Record]:
-        """Steps, seconds, bytes and score at each evaluation. A collective call.
-
-        Raises:
-            RuntimeError: the ranks hold different weights, so that rank 0's score is not that of one training.
-        """
+        """Curves over the evaluations. A collective call. Raises RuntimeError if the ranks hold different weights."""
         if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
             raise RuntimeError(
                 f"{self.hook}, {self.implementation}: the ranks ended with different weights; nothing is reported."
@@ -151,19 +147,7 @@ class Training:
 
 
 def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
-    """Train with each hook until the target.
-
-    Args:
-        task: its name in `TASKS`.
-        hooks: names in `TRAINED_HOOKS`.
-        rate: of the link; `LOOPBACK` for ranks that share this machine's loopback.
-        seeds: trainings of each implementation.
-        hosts: number of hosts.
-
-    Raises:
-        NamespaceError: the system refuses to make hosts.
-        LaunchError: a rank failed.
-    """
+    """Train with each hook until the target."""
     settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
     with places_of(hosts, is_local=rate == LOOPBACK) as places:
         records = launch.run("gradwire.bench.converge", settings, places)

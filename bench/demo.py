@@ -105,7 +105,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=steps)
         connections = connections_of(self.model.process_group)
-        self.transports = (connections.executor(device).transport, self.model.reducer.transport)
+        self.transports = (connections.executor(device).transport, self.model.reducer.exchange.transport)
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
         self.seconds: list[float] = []
@@ -127,11 +127,7 @@ class Training:
         return sum(transport.payload_bytes for transport in self.transports)
 
     def records(self, epochs: int, data: Digits) -> list[Record]:
-        """Check the training and sum it up; every rank calls it.
-
-        Raises:
-            RuntimeError: the loss is not finite, or the ranks ended with different weights.
-        """
+        """Check and sum up the training. A collective call. Raises RuntimeError if it diverged or the ranks differ."""
         if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
             raise RuntimeError("The ranks ended with different weights.")
         losses = mean_over_ranks(self.losses, data.train_labels.device)
@@ -152,19 +148,7 @@ class Training:
 
 
 def measure(hooks: Sequence[str], rate: Rate, processes: int, epochs: int, seed: int) -> Measured:
-    """Train once with each hook.
-
-    Args:
-        hooks: names in `HOOKS`.
-        rate: of the link between two hosts, which train on the CPU; `LOOPBACK` for ranks on this machine.
-        processes: world size; without a link on GPUs if there is one for each, else on the CPU.
-        epochs: passes over the training images.
-        seed: of the initial weights and the order of the data; the split is always the same.
-
-    Raises:
-        NamespaceError: the system refuses to make hosts.
-        LaunchError: a rank failed.
-    """
+    """Train once with each hook."""
     asked = {"hooks": list(hooks), "rate": rate.name, "epochs": epochs, "seed": seed}
     with places_of(processes, is_local=rate == LOOPBACK) as places:
         records = launch.run("gradwire.bench.demo", asked, places, demo_device(processes, rate))
@@ -206,13 +190,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def next_turn(seconds: Sequence[Sequence[float]], steps: int, device: torch.device) -> int:
-    """The training that takes the next step: the one with the least time so far, as rank 0 measured it.
-
-    Args:
-        seconds: of each training's steps so far.
-        steps: after which a training is done.
-        device: of the process group's collectives.
-    """
+    """The training that takes the next step: the one with the least time so far, as rank 0 measured it."""
     running = [index for index, durations in enumerate(seconds) if len(durations) < steps]
     choice = torch.tensor(min(running, key=lambda index: sum(seconds[index])), device=device)
     dist.broadcast(choice, 0)

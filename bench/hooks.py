@@ -68,17 +68,7 @@ MODULE = "gradwire.bench.hooks"
 
 
 def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> Measured:
-    """Costs of each hook, after a check of its gradients, and its peak memory.
-
-    Args:
-        hooks: names in `HOOKS`.
-        ranks: world sizes, one after another.
-        steps: timed steps of each implementation.
-        threads: CPU threads of each rank.
-
-    Raises:
-        LaunchError: a rank failed, or a hook's gradients are wrong.
-    """
+    """Costs of each hook, after a check of its gradients, and its peak memory."""
     device = bench_device()
     settings = {"model": MODEL, "steps": steps, "threads": threads, "first_compressed_step": FIRST_COMPRESSED}
     # New processes for each hook: PyTorch's DDP does not free all of a model that had one.
@@ -143,13 +133,7 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
 def summarize(
     ranks: int, implementations: Sequence[Implementation], references: dict[tuple[str, bool], Implementation]
 ) -> list[Record]:
-    """Records of the implementations of one hook.
-
-    Args:
-        ranks: world size.
-        implementations: with their times.
-        references: noop_hook on each DDP, by its implementation and whether it has one bucket.
-    """
+    """Records of the implementations of one hook."""
     records = []
     for implementation in implementations:
         ddp = GRADWIRE if implementation.name == GRADWIRE else PYTORCH

@@ -236,13 +236,6 @@ def complaint_about_feedback(
       sums over n ranks n - 1 times. A quantised all-reduce has two errors per element, which may cancel each other, so
       its bound is relative to the largest element of the gradient; and it adds once more.
     - The result is a projection or a rounding of the mean of M, so it is closer to it than zero is.
-
-    Args:
-        local: this rank's gradients.
-        old: its errors before the step.
-        result: the gradients after the step.
-        new: the errors after the step.
-        is_quantized: whether the hook is `quantization_hook`.
     """
     unit = torch.finfo(torch.float32).eps
     for parameter, tensors in enumerate(zip(local, old, result, new, strict=True)):

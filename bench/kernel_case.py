@@ -1,4 +1,4 @@
-"""`Case`: a kernel on the buckets of a model, beside other implementations; its check and its timings, in turns."""
+"""`KernelCase`: a kernel and other implementations on one bucket of a model; its check, and timings in turns."""
 
 from __future__ import annotations
 
@@ -8,40 +8,25 @@ from functools import partial
 from statistics import mean, median
 
 import torch
-from torch import Tensor
 
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import Timing, in_turn, timed
 
-RANKS = 2  # the gradients are divided by it
 WARM_UP = 2
-
-Call = Callable[[int], object]  # takes the index of a bucket
 
 
 @dataclass(frozen=True)
-class Case:
-    """A kernel on some buckets of a model.
+class KernelCase:
+    """A kernel on one bucket. Outputs hold NaN at first, because fresh memory may hold another case's right result."""
 
-    Outputs are NaN before, because fresh memory may hold the right result of another case.
-
-    Attributes:
-        kernel: its name and options.
-        nbytes: bytes that gradwire's kernel reads and writes, for each bucket.
-        implementations: by name, gradwire's first.
-        check: raises AssertionError if gradwire's result for bucket 0 is wrong; call it after a run on that bucket.
-    """
-
-    kernel: str
-    nbytes: list[int]
-    implementations: dict[str, Call]
-    check: Callable[[], None]
+    kernel: str  # name and options of the kernel
+    nbytes: float  # bytes that gradwire's kernel reads and writes
+    implementations: dict[str, Callable[[], object]]  # calls by name, gradwire's first
+    check: Callable[[], None]  # raises AssertionError if gradwire's result is wrong; call it after a run
 
 
-def random_gradients(shapes: Sequence[Sequence[Shape]], device: torch.device) -> list[list[Tensor]]:
-    """Normal gradients of the shapes of each bucket."""
-    return [[torch.randn(shape, device=device) for shape in of_bucket] for of_bucket in shapes]
+Maker = Callable[[Sequence[Shape], torch.device], KernelCase]
 
 
 def copy_bandwidth(device: torch.device, numel: int = 16 << 20) -> float:
@@ -51,27 +36,21 @@ def copy_bandwidth(device: torch.device, numel: int = 16 << 20) -> float:
     return 1e-9 * pairs[0].nbytes / median(seconds[len(pairs) :])
 
 
-def checked(case: Case, model: str) -> Case:
-    """The case, after a call of gradwire's implementation and a check of its result.
-
-    Raises:
-        RuntimeError: the result is wrong.
-    """
-    case.implementations[GRADWIRE](0)
+def check(case: KernelCase, model: str) -> None:
+    """Run gradwire's implementation. Raises RuntimeError if its result is wrong."""
+    case.implementations[GRADWIRE]()
     try:
         case.check()
     except AssertionError as error:
         raise RuntimeError(f"{case.kernel} of {model} is wrong; nothing is timed.") from error
-    return case
 
 
-def time_case(case: Case, rounds: int, device: torch.device) -> dict[str, list[Timing]]:
-    """Timings by implementation: for each round, the mean over the buckets of the case, which differ in size."""
-    timings: dict[str, list[Timing]] = {name: [] for name in case.implementations}
-    buckets = range(len(case.nbytes))
+def time_cases(cases: Sequence[KernelCase], rounds: int, device: torch.device) -> dict[str, list[Timing]]:
+    """Timings by implementation: for each round, the mean over the buckets, which differ in size."""
+    timings: dict[str, list[Timing]] = {name: [] for name in cases[0].implementations}
     for turn in range(WARM_UP + rounds):
-        for name, implementation in in_turn(list(case.implementations.items()), turn):
-            of_round = [timed(partial(implementation, bucket), device) for bucket in buckets]
+        for name in in_turn(list(timings), turn):
+            of_round = [timed(case.implementations[name], device) for case in cases]
             if turn >= WARM_UP:
                 timings[name].append(_mean(of_round))
     return timings

@@ -1,4 +1,7 @@
-"""Cases of `gradwire bench kernels`: every kernel on buckets of a model, beside plain PyTorch."""
+"""Cases of the kernel benchmarks: every kernel on a bucket of a model, compared with plain PyTorch.
+
+The GPU lane times all of `CASES`, and `gradwire bench kernels` those named in `COMPARED`.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,32 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import RANKS, Call, Case, random_gradients
-from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
+from gradwire.bench.kernel_case import KernelCase, Maker
 from gradwire.bench.shapes import Shape
 from gradwire.compress import LowRankPolicy
 from gradwire.kernels import (
+    WIRE_FORMATS,
+    BlockTable,
     FactorLayout,
     Matrix,
     MatrixTable,
+    MessageLayout,
     Operands,
     SegmentTable,
     backproject,
+    commit_errors,
+    commit_errors_bytes,
+    commit_errors_reference,
+    dequantize,
+    dequantize_bytes,
+    dequantize_reference,
     flatten,
     flatten_bytes,
     flatten_reference,
@@ -30,190 +42,248 @@ from gradwire.kernels import (
     orthogonalize,
     orthogonalize_bytes,
     project,
+    quantize,
+    quantize_bytes,
+    quantize_reference,
     reconstruct,
+    reduce_quantized,
+    reduce_quantized_bytes,
+    reduce_quantized_reference,
     renew,
     renew_bytes,
     unflatten,
     unflatten_bytes,
+    unflatten_reference,
 )
 from gradwire.kernels.lowrank_triton import dot_precision
 
-RANK = 4  # of PowerSGD
-COMPILED = "torch.compile"
+RANKS = 2  # the gradients are divided by it
+BLOCK_SIZE = 64  # elements per scale
+COMPILED, EAGER = "torch.compile", "eager PyTorch"
+FP16, FP32 = torch.float16, torch.float32
+Call = Callable[[], object]
 
 
-def _compiled(work: Callable[..., object], operands: Callable[[int], tuple[object, ...]]) -> dict[str, Call]:
-    """``work(*operands(i))`` under torch.compile, compiled at the first call for each bucket; empty without C++."""
+def _compiled(work: Callable[..., object], *operands: object) -> dict[str, Call]:
+    """``work(*operands)`` under torch.compile, compiled at its first call; empty without a C++ compiler."""
     if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
         return {}
 
     @cache
     def compiled() -> Callable[..., object]:
-        torch._dynamo.reset()  # it stops compiling a function after a number of shapes
         return torch.compile(work, dynamic=False)
 
-    return {COMPILED: lambda i: compiled()(*operands(i))}
+    return {COMPILED: lambda: compiled()(*operands)}
 
 
-def flatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device, dtype: torch.dtype) -> Case:
+def _case(
+    kernel: str,
+    nbytes: float,
+    outputs: Sequence[Tensor],
+    ours: Callable[..., object],
+    reference: Callable[..., object],
+    others: dict[str, Call],
+) -> KernelCase:
+    """A case whose ``outputs`` equal the reference's to the bit; both functions take the tensors to write to."""
+
+    def check() -> None:
+        expected = [torch.zeros_like(output) for output in outputs]
+        reference(*expected)
+        torch.testing.assert_close(list(outputs), expected, rtol=0, atol=0)
+
+    return KernelCase(kernel, nbytes, {GRADWIRE: lambda: ours(*outputs), **others}, check)
+
+
+def _bucket(shapes: Sequence[Shape], device: torch.device) -> tuple[list[Tensor], SegmentTable, Tensor, list[Tensor]]:
+    """Random gradients, their table, and a flat buffer, as PyTorch's DDP keeps it, with its views."""
+    gradients = [torch.randn(shape, device=device) for shape in shapes]
+    table = SegmentTable(gradients)
+    flat = torch.empty(table.numel, device=device)
+    return gradients, table, flat, table.views(flat)
+
+
+def flatten_case(shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype) -> KernelCase:
     """Gradients into a wire, with a division by the world size."""
-    lists = random_gradients(shapes, device)
-    tables = [SegmentTable(tensors) for tensors in lists]
-    wires = [torch.full((table.numel,), torch.nan, dtype=dtype, device=device) for table in tables]
-    flats = [torch.empty(table.numel, device=device) for table in tables]
-    flat_views = [table.views(flat) for table, flat in zip(tables, flats, strict=True)]
-    wire_views = [table.views(wire) for table, wire in zip(tables, wires, strict=True)]
+    gradients, table, flat, flat_views = _bucket(shapes, device)
+    wire = torch.full((table.numel,), torch.nan, dtype=dtype, device=device)
+    wire_views, scale = table.views(wire), 1 / RANKS
 
-    def ddp_and_hook(i: int) -> Tensor:
-        torch._foreach_copy_(flat_views[i], lists[i])
-        return flats[i].to(dtype).div_(RANKS)
+    def ddp_and_hook() -> Tensor:
+        torch._foreach_copy_(flat_views, gradients)
+        return flat.to(dtype).div_(RANKS)
 
     def cat_to_div(*tensors: Tensor) -> Tensor:
         return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).div_(RANKS)
 
-    def check() -> None:
-        expected = torch.empty_like(wires[0])
-        flatten_reference(lists[0], tables[0], expected, 1 / RANKS, torch.finfo(dtype).max, None)
-        torch.testing.assert_close(wires[0], expected, rtol=0, atol=0)
-
-    return Case(
+    return _case(
         f"flatten to {str(dtype).removeprefix('torch.')}",
-        [flatten_bytes(table.numel, torch.float32, dtype) for table in tables],
+        flatten_bytes(table.numel, FP32, dtype),
+        [wire],
+        lambda wire: flatten(gradients, wire, table=table, scale=scale),
+        lambda wire: flatten_reference(gradients, table, wire, scale, torch.finfo(dtype).max, None),
         {
-            GRADWIRE: lambda i: flatten(lists[i], wires[i], table=tables[i], scale=1 / RANKS),
             "DDP and hook of PyTorch": ddp_and_hook,
-            "cat, to, div": lambda i: cat_to_div(*lists[i]),
-            **_compiled(cat_to_div, lambda i: tuple(lists[i])),
-            "foreach copy": lambda i: torch._foreach_copy_(wire_views[i], lists[i]),
+            "cat, to, div": lambda: cat_to_div(*gradients),
+            **_compiled(cat_to_div, *gradients),
+            "foreach copy": lambda: torch._foreach_copy_(wire_views, gradients),
         },
-        check,
     )
 
 
-def unflatten_case(shapes: Sequence[Sequence[Shape]], device: torch.device) -> Case:
+def unflatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
     """A wire of fp16 into gradients."""
-    lists = random_gradients(shapes, device)
-    tables = [SegmentTable(tensors) for tensors in lists]
-    wires = [torch.randn(table.numel, device=device).half() for table in tables]
-    flats = [torch.empty(table.numel, device=device) for table in tables]
-    flat_views = [table.views(flat) for table, flat in zip(tables, flats, strict=True)]
-    wire_views = [table.views(wire) for table, wire in zip(tables, wires, strict=True)]
+    gradients, table, flat, flat_views = _bucket(shapes, device)
+    wire = torch.randn(table.numel, device=device).half()
+    wire_views = table.views(wire)
 
-    def hook_and_ddp(i: int) -> None:
-        flats[i].copy_(wires[i])
-        torch._foreach_copy_(lists[i], flat_views[i])
+    def hook_and_ddp() -> None:
+        flat.copy_(wire)
+        torch._foreach_copy_(gradients, flat_views)
 
     def copies(wire: Tensor, *tensors: Tensor) -> None:
         for tensor, view in zip(tensors, wire.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(view.view_as(tensor))
 
-    def check() -> None:
-        expected = wires[0].float()
-        torch.testing.assert_close(torch.cat([t.reshape(-1) for t in lists[0]]), expected, rtol=0, atol=0)
-
-    return Case(
+    return _case(
         "unflatten from float16",
-        [unflatten_bytes(table.numel, torch.float16, torch.float32) for table in tables],
+        unflatten_bytes(table.numel, FP16, FP32),
+        gradients,
+        lambda *_: unflatten(wire, gradients, table=table),
+        lambda *targets: copies(wire, *targets),
         {
-            GRADWIRE: lambda i: unflatten(wires[i], lists[i], table=tables[i]),
             "DDP and hook of PyTorch": hook_and_ddp,
-            "foreach copy": lambda i: torch._foreach_copy_(lists[i], wire_views[i]),
-            **_compiled(copies, lambda i: (wires[i], *lists[i])),
+            "foreach copy": lambda: torch._foreach_copy_(gradients, wire_views),
+            **_compiled(copies, wire, *gradients),
         },
-        check,
     )
 
 
-def _matrices(
-    shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int
-) -> tuple[list[MatrixTable], list[list[Tensor]]]:
-    """The matrices of each bucket that PowerSGD compresses at its default policy, and gradients of their shapes."""
+def scaled_flatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
+    """Gradients into a wire of fp16, scaled and clamped; elements that saturate or are not finite are counted."""
+    gradients, table, flat, views = _bucket(shapes, device)
+    wire = torch.full((table.numel,), torch.nan, dtype=FP16, device=device)
+    scale, limit = torch.tensor([1024.0 / RANKS], device=device)[0], torch.finfo(FP16).max / 4
+    counters, eager_counters = (torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2))
+
+    def eager() -> Tensor:
+        torch._foreach_copy_(views, gradients)
+        scaled = flat * scale
+        eager_counters[0] += (~scaled.isfinite()).sum()
+        eager_counters[1] += (scaled.abs() > limit).sum()
+        return scaled.clamp_(-limit, limit).to(FP16)
+
+    return _case(
+        "scaled cast to float16",
+        flatten_bytes(table.numel, FP32, FP16),
+        [wire, counters],
+        lambda wire, counters: flatten(gradients, wire, table=table, scale=scale, limit=limit, counters=counters),
+        lambda wire, counters: flatten_reference(gradients, table, wire, scale, limit, counters),
+        {EAGER: eager},
+    )
+
+
+def scaled_unflatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
+    """A wire of fp16 into gradients, scaled back, with the largest magnitude."""
+    gradients, table, flat, views = _bucket(shapes, device)
+    wire = torch.randn(table.numel, device=device).to(FP16)
+    scale, absmax = torch.tensor([1 / 1024], device=device)[0], torch.zeros(1, device=device)
+
+    def eager() -> Tensor:
+        torch.mul(wire, scale, out=flat)
+        torch._foreach_copy_(gradients, views)
+        return flat.abs().max()
+
+    return _case(
+        "scaled cast from float16",
+        unflatten_bytes(table.numel, FP16, FP32),
+        [*gradients, absmax],
+        lambda *_: unflatten(wire, gradients, table=table, scale=scale, absmax=absmax),
+        lambda *targets: unflatten_reference(wire, targets[:-1], table, scale, targets[-1]),
+        {EAGER: eager},
+    )
+
+
+def _matrices(shapes: Sequence[Shape], device: torch.device, rank: int) -> tuple[MatrixTable, list[Tensor]]:
+    """The matrices that PowerSGD compresses at its default policy, and gradients of their shapes."""
     policy = LowRankPolicy(rank=rank)
-    tables, gradients = [], []
-    for of_bucket in shapes:
-        found = [
-            Matrix(shape.rows, shape.columns, shape.rank, key)
-            for key, parameter in enumerate(of_bucket)
-            for shape in [policy.matrix_shape("", torch.empty(parameter, device="meta"))]
-            if shape is not None
-            for _ in range(shape.matrices)
-        ]
-        tables.append(MatrixTable(found, torch.float32, device))
-        gradients.append([torch.randn(m.rows, m.columns, device=device) for m in found])
-    return tables, gradients
+    found = [
+        Matrix(shape.rows, shape.columns, shape.rank, key)
+        for key, parameter in enumerate(shapes)
+        for shape in [policy.matrix_shape("", torch.empty(parameter, device="meta"))]
+        if shape is not None
+        for _ in range(shape.matrices)
+    ]
+    return MatrixTable(found, FP32, device), [torch.randn(m.rows, m.columns, device=device) for m in found]
 
 
-def _packed(
-    tables: Sequence[MatrixTable], sides: Sequence[FactorLayout]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
-    """Random factors of one side of each bucket, where their results go, their flags, and views of each factor."""
-    device = tables[0].device
-    wires = [torch.randn(side.numel, device=device) for side in sides]
-    outs = [torch.full_like(wire, torch.nan) for wire in wires]
-    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
-    return wires, outs, finite, [side.views(wire) for side, wire in zip(sides, wires, strict=True)]
+def _packed(table: MatrixTable, side: FactorLayout) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Random factors of one side, the tensor for their results, their flags, and a view of each factor."""
+    wire = torch.randn(side.numel, device=table.device)
+    finite = torch.ones(len(table), dtype=torch.int32, device=table.device)
+    return wire, torch.full_like(wire, torch.nan), finite, side.views(wire)
 
 
-def orthogonalize_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int = RANK) -> Case:
+def orthogonalize_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> KernelCase:
     """Bases of the factors P."""
-    tables, _ = _matrices(shapes, device, rank)
-    wires, outs, finite, factors = _packed(tables, [table.p for table in tables])
+    table, _ = _matrices(shapes, device, rank)
+    wire, out, finite, factors = _packed(table, table.p)
 
     def check() -> None:
-        for basis in tables[0].p.views(outs[0]):
+        for basis in table.p.views(out):
             gram = basis.double() @ basis.double().t()
             torch.testing.assert_close(gram, torch.eye(len(gram), dtype=gram.dtype, device=device), rtol=0, atol=1e-5)
 
-    return Case(
+    return KernelCase(
         f"orthogonalize, rank {rank}",
-        [orthogonalize_bytes(table.p.numel, torch.float32, torch.float32) for table in tables],
+        orthogonalize_bytes(table.p.numel, FP32, FP32),
         {
-            GRADWIRE: lambda i: orthogonalize(wires[i], tables[i].p, outs[i], finite[i]),
-            "PyTorch's hook": lambda i: [torch_orthogonalize(f.t().clone()[None]) for f in factors[i]],
-            "linalg.qr": lambda i: [torch.linalg.qr(factor.t()) for factor in factors[i]],
+            GRADWIRE: lambda: orthogonalize(wire, table.p, out, finite),
+            "PyTorch's hook": lambda: [torch_orthogonalize(f.t().clone()[None]) for f in factors],
+            "linalg.qr": lambda: [torch.linalg.qr(factor.t()) for factor in factors],
         },
         check,
     )
 
 
-def renew_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int = RANK) -> Case:
+def renew_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> KernelCase:
     """Unit columns from the factors Q."""
-    tables, _ = _matrices(shapes, device, rank)
-    wires, outs, finite, factors = _packed(tables, [table.q for table in tables])
+    table, _ = _matrices(shapes, device, rank)
+    wire, out, finite, factors = _packed(table, table.q)
     step = torch.ones(1, dtype=torch.int64, device=device)
 
     def check() -> None:
-        for factor, unit in zip(factors[0], tables[0].q.views(outs[0]), strict=True):
+        for factor, unit in zip(factors, table.q.views(out), strict=True):
             expected = factor.double() / factor.double().norm(dim=1, keepdim=True)
             torch.testing.assert_close(unit.double(), expected, rtol=1e-5, atol=0)
 
-    return Case(
+    return KernelCase(
         f"column norms, rank {rank}",
-        [renew_bytes(table.q.numel, torch.float32, torch.float32) for table in tables],
+        renew_bytes(table.q.numel, FP32, FP32),
         {
-            GRADWIRE: lambda i: renew(wires[i], tables[i].q, tables[i].keys, step, outs[i], finite[i]),
-            "norm, div": lambda i: [f / f.norm(dim=1, keepdim=True) for f in factors[i]],
+            GRADWIRE: lambda: renew(wire, table.q, table.keys, step, out, finite),
+            "norm, div": lambda: [f / f.norm(dim=1, keepdim=True) for f in factors],
         },
         check,
     )
 
 
-def lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: int = RANK) -> Case:
+def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> KernelCase:
     """The three passes over the matrices."""
-    tables, gradients = _matrices(shapes, device, rank)
-    errors = [[torch.zeros_like(g) for g in of_bucket] for of_bucket in gradients]
-    targets = [[torch.full_like(g, torch.nan) for g in of_bucket] for of_bucket in gradients]
-    ps = [0.01 * torch.randn(table.p.numel, device=device) for table in tables]
-    qs = [0.01 * torch.randn(table.q.numel, device=device) for table in tables]
-    products = [tuple(torch.full_like(x, torch.nan) for x in pair) for pair in zip(ps, qs, strict=True)]
-    finite = [torch.ones(len(table), dtype=torch.int32, device=device) for table in tables]
+    table, gradients = _matrices(shapes, device, rank)
+    errors = [torch.zeros_like(g) for g in gradients]
+    targets = [torch.full_like(g, torch.nan) for g in gradients]
+    p, q = (0.01 * torch.randn(side.numel, device=device) for side in (table.p, table.q))
+    p_out, q_out = (torch.full_like(factor, torch.nan) for factor in (p, q))
+    ps, p_outs = (table.p.views(buffer) for buffer in (p, p_out))
+    qs, q_outs = (table.q.views(buffer) for buffer in (q, q_out))
+    finite = torch.ones(len(table), dtype=torch.int32, device=device)
 
     # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
-    def passes(i: int) -> None:
-        operands = Operands(tables[i], gradients[i], targets[i], errors[i], keep=True)
-        project(operands, qs[i], products[i][0], scale=1 / RANKS)
-        backproject(operands, ps[i], products[i][1], scale=1 / RANKS)
-        reconstruct(operands, ps[i], qs[i], finite[i])
+    def passes() -> None:
+        operands = Operands(table, gradients, targets, errors, keep=True)
+        project(operands, q, p_out, scale=1 / RANKS)
+        backproject(operands, p, q_out, scale=1 / RANKS)
+        reconstruct(operands, p, q, finite)
 
     # Three passes here too: between them, all factors of the bucket are exchanged.
     def eager(*operands: Sequence[Tensor]) -> None:
@@ -227,47 +297,135 @@ def lowrank_case(shapes: Sequence[Sequence[Shape]], device: torch.device, rank: 
             torch.mm(p.t(), q, out=target)
             torch.sub(m, target, out=error)
 
-    def operands_of(i: int) -> tuple[Sequence[Tensor], ...]:
-        p, q = tables[i].p, tables[i].q
-        factors = (p.views(ps[i]), q.views(qs[i]), p.views(products[i][0]), q.views(products[i][1]))
-        return gradients[i], errors[i], targets[i], *factors
-
     def check() -> None:
         """After one call, whose errors were zero: M = G."""
         # Tensor cores cut the inputs of a product off after 10 bits: (1 + 2^-10)^2 - 1 at most, relative to its size.
-        rounding = 2**-9 + 2**-20 if device.type == "cuda" and dot_precision(tables[0]) == "tf32" else 0.0
-        factors = zip(tables[0].p.views(ps[0]), tables[0].q.views(qs[0]), strict=True)
-        made = zip(tables[0].p.views(products[0][0]), tables[0].q.views(products[0][1]), strict=True)
-        for k, ((p, q), (p_made, q_made)) in enumerate(zip(factors, made, strict=True)):
-            m, result = gradients[0][k].double(), p.double().t() @ q.double()
+        rounding = 2**-9 + 2**-20 if device.type == "cuda" and dot_precision(table) == "tf32" else 0.0
+        for k, (p, q, p_made, q_made) in enumerate(zip(ps, qs, p_outs, q_outs, strict=True)):
+            m, result = gradients[k].double(), p.double().t() @ q.double()
             for actual, left, right in ((p_made, q.double(), m.t()), (q_made, p.double(), m)):
                 expected = left @ right / RANKS
-                bound = (
-                    1e-5 * float(1 + expected.abs().max()) + rounding * float((left.abs() @ right.abs()).max()) / RANKS
-                )
+                cut_off = rounding * float((left.abs() @ right.abs()).max()) / RANKS
+                bound = 1e-5 * float(1 + expected.abs().max()) + cut_off
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
-            for actual, expected in ((targets[0][k], result), (errors[0][k], m - result)):
+            for actual, expected in ((targets[k], result), (errors[k], m - result)):
                 bound = 1e-5 * float(1 + expected.abs().max())
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
-    return Case(
+    operands = (gradients, errors, targets, ps, qs, p_outs, q_outs)
+    return KernelCase(
         f"PowerSGD's three passes, rank {rank}",
-        [lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), torch.float32) for table in tables],
-        {
-            GRADWIRE: passes,
-            "eager PyTorch": lambda i: eager(*operands_of(i)),
-            **_compiled(eager, operands_of),
-        },
+        lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), FP32),
+        {GRADWIRE: passes, EAGER: lambda: eager(*operands), **_compiled(eager, *operands)},
         check,
     )
 
 
-MAKERS: tuple[Callable[[Sequence[Sequence[Shape]], torch.device], Case], ...] = (
-    lambda shapes, device: flatten_case(shapes, device, torch.float16),
-    lambda shapes, device: flatten_case(shapes, device, torch.float32),
-    unflatten_case,
-    orthogonalize_case,
-    renew_case,
-    lowrank_case,
-    *(partial(case, wire=wire) for wire in ("int8", "int4") for case in (quantize_case, reduce_case, dequantize_case)),
+class _Quantized:
+    """Gradients of a bucket, their codes in a wire format, and error memory."""
+
+    def __init__(self, shapes: Sequence[Shape], device: torch.device, wire: str) -> None:
+        self.gradients = [torch.randn(shape, device=device) for shape in shapes]
+        table = BlockTable(self.gradients, BLOCK_SIZE, [0] * len(self.gradients))
+        self.format, self.numel = WIRE_FORMATS[wire], table.numel
+        self.layout = MessageLayout([(self.format, table)], RANKS)
+        (self.section,) = self.layout.sections
+        self.errors = torch.zeros(table.numel, device=device)
+        for view in table.error_views(self.errors):  # blocks may lack elements, which have no errors
+            view.normal_(std=0.01)
+        self.message = torch.zeros(self.layout.message_shape, dtype=torch.uint8, device=device)
+        quantize(self.gradients, self.section, self.message, scale=1 / RANKS)
+
+
+def _quantized_case(
+    kernel: str, nbytes: float, outputs: Sequence[Tensor], call: Callable[..., object], ours: Any, reference: Any
+) -> KernelCase:
+    """A case of ``call(function, *outputs)``, compared with the reference in plain PyTorch."""
+    theirs = partial(call, reference)
+    return _case(kernel, nbytes, outputs, partial(call, ours), theirs, {EAGER: partial(theirs, *outputs)})
+
+
+def quantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> KernelCase:
+    """Gradients and errors into a message."""
+    bucket = _Quantized(shapes, device, wire)
+
+    def call(function: Any, message: Tensor, pending: Tensor) -> None:
+        options = {"scale": 1 / RANKS, "errors": bucket.errors, "pending": pending, "rounding": None}
+        function(bucket.gradients, bucket.section, message, **options)
+
+    nbytes = round(quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
+    outputs = [torch.zeros_like(bucket.message), torch.full_like(bucket.errors, torch.nan)]
+    return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, quantize, quantize_reference)
+
+
+def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> KernelCase:
+    """The first rank's shards of all ranks' messages into their sum."""
+    bucket = _Quantized(shapes, device, wire)
+    numel = bucket.layout.shard_numel(bucket.section)
+    errors = 0.01 * torch.randn(numel, device=device)
+
+    def call(function: Any, result: Tensor, pending: Tensor) -> None:
+        options = {"rank": 0, "errors": errors, "pending": pending, "rounding": None}
+        function(bucket.message, bucket.section, result, **options)
+
+    nbytes = round(reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
+    result = torch.zeros(bucket.layout.result_shape, dtype=torch.uint8, device=device)
+    outputs = [result, torch.full_like(errors, torch.nan)]
+    functions = (reduce_quantized, reduce_quantized_reference)
+    return _quantized_case(f"sum of {RANKS} ranks in {wire}", nbytes, outputs, call, *functions)
+
+
+def dequantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> KernelCase:
+    """A message into gradients, and the errors of the step into the error memory."""
+    bucket = _Quantized(shapes, device, wire)
+    pending = torch.randn_like(bucket.errors)
+
+    def call(functions: Any, *outputs: Tensor) -> None:
+        decode, commit = functions
+        *targets, errors = outputs
+        decode(bucket.message, bucket.section, targets)
+        commit(bucket.message, pending, errors)
+
+    nbytes = round(dequantize_bytes(bucket.numel, bucket.format, BLOCK_SIZE, FP32))
+    nbytes += commit_errors_bytes(bucket.numel, FP32)
+    outputs = [*(torch.full_like(g, torch.nan) for g in bucket.gradients), bucket.errors]
+    functions = ((dequantize, commit_errors), (dequantize_reference, commit_errors_reference))
+    return _quantized_case(f"dequantize from {wire}, commit errors", nbytes, outputs, call, *functions)
+
+
+CASES: dict[str, Maker] = {
+    **{
+        f"flatten to {name}": partial(flatten_case, dtype=dtype)
+        for name, dtype in (("float16", FP16), ("bfloat16", torch.bfloat16), ("float32", FP32))
+    },
+    "unflatten from float16": unflatten_case,
+    "scaled cast to float16": scaled_flatten_case,
+    "scaled cast from float16": scaled_unflatten_case,
+    **{
+        f"{name}, rank {rank}": partial(case, rank=rank)
+        for rank in (4, 32)
+        for name, case in (
+            ("low-rank passes", lowrank_case),
+            ("orthogonalize", orthogonalize_case),
+            ("column norms", renew_case),
+        )
+    },
+    **{
+        f"{name} {wire}": partial(case, wire=wire)
+        for wire in ("int8", "int4")
+        for name, case in (
+            ("quantize to", quantize_case),
+            ("reduce", reduce_case),
+            ("dequantize and commit", dequantize_case),
+        )
+    },
+}
+COMPARED = (
+    "flatten to float16",
+    "flatten to float32",
+    "unflatten from float16",
+    "orthogonalize, rank 4",
+    "column norms, rank 4",
+    "low-rank passes, rank 4",
+    *(f"{name} {wire}" for wire in ("int8", "int4") for name in ("quantize to", "reduce", "dequantize and commit")),
 )

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import Case, checked, copy_bandwidth, time_case
-from gradwire.bench.kernel_cases import MAKERS
+from gradwire.bench.kernel_case import KernelCase, check, copy_bandwidth, time_cases
+from gradwire.bench.kernel_cases import CASES, COMPARED, COMPILED
 from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value
@@ -27,27 +27,17 @@ COPY = "copy_"
 
 
 def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device: torch.device) -> Measured:
-    """Times of every implementation of every kernel.
-
-    Args:
-        models: names in `SHAPES`.
-        sizes_mib: sizes at which a bucket is full. A smaller model is one bucket.
-        rounds: how often each implementation goes through all buckets of a case.
-        device: where to measure.
-
-    Raises:
-        RuntimeError: a kernel's result is wrong.
-    """
+    """Times of every implementation of every kernel. Raises RuntimeError if a kernel's result is wrong."""
     torch.manual_seed(0)
     copied = round(copy_bandwidth(device), 2)
     records = [_record({"kernel": "copy"}, COPY, BANDWIDTH, p50=copied)]
     with Progress() as progress, torch.no_grad():
-        todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(MAKERS))
-        for model, size, make in itertools.product(models, sizes_mib, MAKERS):
+        todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(COMPARED))
+        for model, size, name in itertools.product(models, sizes_mib, COMPARED):
             shapes = rotation(buckets(SHAPES[model], size << 20), size)
-            case = make(shapes, device)
-            progress.update(todo, description=f"{model}: {case.kernel}")
-            records += run(case, model, mean_mib(shapes), rounds, device)
+            cases = [CASES[name](of_bucket, device) for of_bucket in shapes]
+            progress.update(todo, description=f"{model}: {cases[0].kernel}")
+            records += run(cases, model, mean_mib(shapes), rounds, device)
             progress.advance(todo)
     return Measured({"rounds": rounds}, records)
 
@@ -56,14 +46,17 @@ def _record(case: dict[str, Any], implementation: str, metric: str, **numbers: A
     return Record(bench="kernels", case=case, implementation=implementation, ranks=1, metric=metric, **numbers)
 
 
-def run(case: Case, model: str, bucket_mib: int, rounds: int, device: torch.device) -> list[Record]:
-    """Check a case, then time its implementations in turns."""
-    timings = time_case(checked(case, model), rounds, device)
+def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, device: torch.device) -> list[Record]:
+    """Check a kernel on the first bucket, then time its implementations on all buckets in turns."""
+    check(cases[0], model)
+    if COMPILED in cases[0].implementations:
+        torch._dynamo.reset()  # it stops compiling a function after a number of shapes
+    timings = time_cases(cases, rounds, device)
     seconds = {name: [timing.seconds for timing in of_rounds] for name, of_rounds in timings.items()}
-    nbytes = sum(case.nbytes) / len(case.nbytes)
+    nbytes = mean(case.nbytes for case in cases)
     records = []
     for name, times in seconds.items():
-        of = {"kernel": case.kernel, "model": model, "bucket_mib": bucket_mib}
+        of = {"kernel": cases[0].kernel, "model": model, "bucket_mib": bucket_mib}
         records += [
             _record(of, name, TIME_MS, **percentiles_ms(times)),
             _record(of, name, BANDWIDTH, p50=round(1e-9 * nbytes / median(times), 2)),

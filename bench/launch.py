@@ -52,17 +52,13 @@ def loopback_interface() -> str | None:
 
 
 class Place(NamedTuple):
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    Attributes:
-        enter: called in the rank's process before its program starts, such as `Host.enter`; None for this machine.
-        interface: the network interface of its collectives; without one, gloo looks up this machine's name.
-        address: IP address of that interface.
-    """
-
+    # called in the rank's process before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None
+    # the network interface of its collectives; without one, gloo looks up this machine's name
     interface: str | None = loopback_interface()
-    address: str = "127.0.0.1"
+    address: str = "127.0.0.1"  # IP address of that interface
 
 
 HERE = Place()

@@ -18,15 +18,10 @@ from gradwire.planner.jobs import Build, Job
 
 
 class Model(NamedTuple):
-    """A model and its input.
+    """A model and its input."""
 
-    Attributes:
-        build: makes the model, with random weights.
-        input_shape: of a batch.
-    """
-
-    build: Callable[[], nn.Module]
-    input_shape: tuple[int, ...]
+    build: Callable[[], nn.Module]  # makes the model, with random weights
+    input_shape: tuple[int, ...]  # of a batch
 
 
 class Residual(nn.Module):

@@ -42,15 +42,10 @@ class NamespaceError(Exception):
 
 
 class Host(NamedTuple):
-    """A namespace with one interface, `INTERFACE`.
+    """A namespace with one interface, `INTERFACE`."""
 
-    Attributes:
-        name: of the namespace.
-        address: of the interface.
-    """
-
-    name: str
-    address: str
+    name: str  # of the namespace
+    address: str  # of the interface
 
     def enter(self) -> None:
         """Move this process into the namespace, before it has threads: the ``preexec_fn`` of `subprocess.Popen`."""
@@ -58,15 +53,10 @@ class Host(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """The rate limit of an interface.
+    """The rate limit of an interface."""
 
-    Attributes:
-        name: as given: 100mbit, 1gbit, 2.5gbit, unlimited.
-        mbit: megabits per second; None for no limit.
-    """
-
-    name: str
-    mbit: float | None
+    name: str  # as given: 100mbit, 1gbit, 2.5gbit, unlimited
+    mbit: float | None  # megabits per second; None for no limit
 
     @classmethod
     def parse(cls, text: str, most_mbit: int = MOST_MODELLED_MBIT) -> "Rate":
@@ -98,11 +88,7 @@ def obstacle() -> str | None:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts on one bridge, deleted at the end, also after an error.
-
-    Raises:
-        NamespaceError: the system refuses.
-    """
+    """``count`` hosts on one bridge, deleted at the end, also after an error."""
     delete_abandoned()
     prefix = f"{_PREFIX}{os.getpid()}-"
     addresses = map(str, _NETWORK.hosts())
@@ -135,11 +121,7 @@ def existing() -> list[str]:
 
 
 def limit(rate: Rate) -> None:
-    """Limit the rate of this host's interface; call it in the host's namespace.
-
-    Raises:
-        NamespaceError: the system refuses.
-    """
+    """Limit the rate of this host's interface; call it in the host's namespace."""
     with _refusals(), IPRoute() as here:
         index = _index(here, INTERFACE)
         if any(queue.get("kind") == "tbf" for queue in here.get_qdiscs(index=index)):

@@ -67,19 +67,10 @@ _PROBE_BYTES = 8_000_000
 
 
 def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool = False) -> Measured:
-    """Step times of each hook at each rate.
+    """Step times of each hook at each rate: over a link between hosts, or over `LOOPBACK`.
 
-    Args:
-        hooks: names in `HOOKS`.
-        rates: of the link, one after another; ``[LOOPBACK]`` for ranks that share this machine's loopback.
-        steps: timed steps of each implementation at each rate.
-        hosts: number of hosts.
-        is_emulated: whether one rank, on a GPU, stands for all hosts, and the link is a model. allreduce_hook then
-            stands for no hook.
-
-    Raises:
-        NamespaceError: the system refuses to make hosts.
-        LaunchError: a rank failed.
+    Emulated, one rank on a GPU stands for all hosts, and the link is a model, which `allreduce_hook` needs: it stands
+    for no hook.
     """
     if is_emulated:
         hooks = ["allreduce" if hook == "none" else hook for hook in hooks]
@@ -94,11 +85,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
 
 @contextmanager
 def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
-    """Where the ranks run: in a namespace per host, or all of them on this machine.
-
-    Raises:
-        NamespaceError: the system refuses to make namespaces.
-    """
+    """Where the ranks run: in a namespace per host, or all of them on this machine."""
     if is_local:
         yield [HERE] * hosts
     else:
@@ -121,15 +108,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 def time_steps(
     implementations: Sequence[Implementation], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool
 ) -> list[Record]:
-    """Check the gradients of all implementations, then time their steps; a collective call.
-
-    Args:
-        implementations: from `make_implementations`.
-        rates, steps, hosts, is_emulated: as in `measure`.
-
-    Raises:
-        RuntimeError: the gradients of an implementation are wrong; then nothing was timed.
-    """
+    """Check all gradients, then time all steps. A collective call. Raises RuntimeError if a gradient is wrong."""
     rank, device = dist.get_rank(), implementations[0].device
     has_interface = not is_emulated and list(rates) != [LOOPBACK]
     for step, implementation in _turns(range(WARM_UP), implementations, "warm-up"):
@@ -204,15 +183,7 @@ def summarize(
     seconds: Sequence[Sequence[float]],
     counts_bytes: bool,
 ) -> list[Record]:
-    """Records of all implementations at one rate.
-
-    Args:
-        rate: its name.
-        hosts: how many.
-        implementations: with their bytes; among them noop_hook on every DDP.
-        seconds: of each implementation's steps.
-        counts_bytes: whether the bytes on the link were counted.
-    """
+    """Records of all implementations at one rate."""
     timed = list(zip(implementations, seconds, strict=True))
     noop = {(i.name, i.one_bucket): median(times) for i, times in timed if i.hook == REFERENCE}
     records = []

@@ -53,30 +53,19 @@ class RecordError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One measured quantity.
+    """One measured quantity."""
 
-    Attributes:
-        bench: the bench that measured it: kernels, compiled, rounding, hooks, reducer, network, advise,
-            converge or demo.
-        case: the workload: hook, model, bucket size, link rate, seed, as far as the bench has them.
-        implementation: gradwire, PyTorch, or a baseline.
-        ranks: world size.
-        metric: the quantity, with its unit in parentheses.
-        p50: the median, or the only value; None for a target that a training missed.
-        p20, p80: percentiles, where the measurement was repeated.
-        series: values in the course of a training, one per step or evaluation.
-        provenance: machine, versions, date, commit, command, settings.
-    """
-
+    # the bench that measured it: kernels, compiled, rounding, hooks, reducer, network, advise, converge or demo
     bench: str
-    case: dict[str, Any]
-    implementation: str
-    ranks: int
-    metric: str
-    p50: float | None
-    p20: float | None = None
+    case: dict[str, Any]  # the workload: hook, model, bucket size, link rate, seed, as far as the bench has them
+    implementation: str  # gradwire, PyTorch, or a baseline
+    ranks: int  # world size
+    metric: str  # the quantity, with its unit in parentheses
+    p50: float | None  # the median, or the only value; None for a target that a training missed
+    p20: float | None = None  # percentiles, where the measurement was repeated
     p80: float | None = None
-    series: list[float] = field(default_factory=list)
+    series: list[float] = field(default_factory=list)  # values in the course of a training, one per step or evaluation
+    # machine, versions, date, commit, command, settings
     provenance: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Any:
@@ -91,15 +80,10 @@ class Record:
 
 
 class Measured(NamedTuple):
-    """The outcome of a bench.
+    """The outcome of a bench."""
 
-    Attributes:
-        settings: what was measured: model, steps, hosts.
-        records: without their provenance.
-    """
-
-    settings: dict[str, Any]
-    records: list[Record]
+    settings: dict[str, Any]  # what was measured: model, steps, hosts
+    records: list[Record]  # without their provenance
 
     def with_provenance(self, facts: dict[str, Any]) -> list[Record]:
         """The records, with ``facts`` and the settings as their provenance."""
@@ -121,11 +105,7 @@ def save(records: Sequence[Record], path: Path) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """Read the records of a file.
-
-    Raises:
-        RecordError: the file is missing, or is not one that a bench writes.
-    """
+    """Read the records of a file. Raises RecordError if the file is missing, or is not one that a bench writes."""
     try:
         first, *lines = path.read_text().splitlines()
         provenance = json.loads(first)["provenance"]

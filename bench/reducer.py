@@ -100,16 +100,7 @@ class Case:
 
 
 def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured:
-    """Times and peak memory of backwards, after a check of the gradients.
-
-    Args:
-        models: names in `MODELS`.
-        ranks: world sizes, one after another.
-        steps: timed backwards of each reducer on each model.
-
-    Raises:
-        LaunchError: a rank failed, or found a wrong gradient.
-    """
+    """Times and peak memory of backwards, after a check of the gradients."""
     settings, device = {"models": list(models), "steps": steps, "threads": 1}, bench_device()
     records = [record for size in ranks for record in launch.run(MODULE, settings, size, device)]
     if MEMORY_MODEL in models:

@@ -45,17 +45,12 @@ Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of
 
 @dataclass(frozen=True)
 class Exchange:
-    """A simulated all-reduce.
+    """A simulated all-reduce."""
 
-    Attributes:
-        wire: its format.
-        implementation: `RING` or `TWO_SHOT`.
-        start: takes the format and the number of ranks, and returns the function of a step. The error memories of a
-            two-shot all-reduce are empty before the first step.
-    """
-
-    wire: WireFormat
-    implementation: str
+    wire: WireFormat  # its format
+    implementation: str  # `RING` or `TWO_SHOT`
+    # takes the format and the number of ranks, and returns the function of a step. The error memories of a two-
+    # shot all-reduce are empty before the first step.
     start: Callable[[WireFormat, int], Mean]
 
 
@@ -140,11 +135,7 @@ def relative_error(exchange: Exchange, world_size: int, steps: int, seed: int) -
 
 
 def measure() -> Measured:
-    """The relative error of every exchange for every world size.
-
-    Raises:
-        RuntimeError: an exchange is wrong.
-    """
+    """The relative error of every exchange for every world size. Raises RuntimeError if an exchange is wrong."""
     torch.manual_seed(0)
     records = []
     for exchange in track(make_exchanges(), description="rounding"):

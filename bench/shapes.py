@@ -102,13 +102,7 @@ def mean_mib(of_model: Sequence[Sequence[Shape]]) -> int:
 
 
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:
-    """DDP's buckets: from the last parameter to the first, each closed once it reaches ``nbytes``.
-
-    Args:
-        shapes: of the parameters.
-        nbytes: size in bytes.
-        itemsize: bytes of an element.
-    """
+    """DDP's buckets: from the last parameter to the first, each closed once it reaches ``nbytes``."""
     ends, filled = [0], 0
     backwards = list(shapes())[::-1]
     for i, shape in enumerate(backwards, start=1):

@@ -20,21 +20,13 @@ Cell = Callable[[Group], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of text. The first column names the row; cells of the others are aligned to the right.
+    """A table of text. The first column names the row; cells of the others are aligned to the right."""
 
-    Attributes:
-        title: what the numbers are, with their unit if all cells share it.
-        headers: of the columns.
-        rows: cells.
-        notes: how the numbers were measured and how to read them; below the table.
-        styles: of the rows in a terminal, by index.
-    """
-
-    title: str
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
-    styles: Sequence[str] = ()
+    title: str  # what the numbers are, with their unit if all cells share it
+    headers: Sequence[str]  # of the columns
+    rows: Sequence[Sequence[str]]  # cells
+    notes: Sequence[str] = ()  # how the numbers were measured and how to read them; below the table
+    styles: Sequence[str] = ()  # of the rows in a terminal, by index
 
 
 def pivot(

@@ -18,23 +18,14 @@ Batch = tuple[Tensor, Tensor]  # inputs and labels
 
 
 class Task:
-    """A training until a target.
+    """A training until a target."""
 
-    Attributes:
-        title: of tables and plots.
-        score: name of the validation metric, with its unit.
-        target: of the score.
-        rises: whether a higher score is better.
-        evaluate_every: steps between evaluations.
-        max_steps: length of a training that misses the target.
-    """
-
-    title: str
-    score: str
-    target: float
-    rises: bool
-    evaluate_every: int
-    max_steps: int
+    title: str  # of tables and plots
+    score: str  # name of the validation metric, with its unit
+    target: float  # of the score
+    rises: bool  # whether a higher score is better
+    evaluate_every: int  # steps between evaluations
+    max_steps: int  # length of a training that misses the target
 
     def make_model(self) -> nn.Module:
         """The model, with weights from PyTorch's generator."""

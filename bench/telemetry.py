@@ -27,15 +27,7 @@ EVERY, EXACT_EVERY = 50, 1000  # of the shares in the table
 
 
 def measure(ranks: Sequence[int], steps: int) -> Measured:
-    """Step times of each hook without telemetry, measured in every step, and compared in every step.
-
-    Args:
-        ranks: world sizes, one after another.
-        steps: timed steps of each kind.
-
-    Raises:
-        LaunchError: a rank failed, or a hook's gradients are wrong.
-    """
+    """Step times of each hook without telemetry, measured in every step, and compared in every step."""
     device = bench_device()
     settings = {"model": MODEL, "steps": steps, "threads": 1, "first_compressed_step": FIRST_COMPRESSED}
     runs = [(size, settings | {"hook": hook}) for size in ranks for hook in HOOKS]

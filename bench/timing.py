@@ -37,17 +37,12 @@ def synchronize(device: torch.device) -> None:
 
 
 class Timing(NamedTuple):
-    """The duration of a piece of work.
+    """The duration of a piece of work."""
 
-    Attributes:
-        seconds: of the device, on which the work runs without a gap; on a CPU, of the call.
-        host_seconds: until the call returned, with all work enqueued; None on a CPU.
-        includes_host: True on a GPU if the call waits for the device or enqueues more than the device's queue holds.
-            ``seconds`` then include the time of the host.
-    """
-
-    seconds: float
-    host_seconds: float | None = None
+    seconds: float  # of the device, on which the work runs without a gap; on a CPU, of the call
+    host_seconds: float | None = None  # until the call returned, with all work enqueued; None on a CPU
+    # True on a GPU if the call waits for the device or enqueues more than the device's queue holds. ``seconds``
+    # then include the time of the host.
     includes_host: bool = False
 
 
@@ -143,15 +138,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 class DriverCalls(NamedTuple):
-    """Calls of the GPU driver.
+    """Calls of the GPU driver."""
 
-    Attributes:
-        launches: kernels, copies and fills that were handed to the GPU.
-        synchronizations: waits of the host for the device, a stream or an event.
-    """
-
-    launches: int
-    synchronizations: int
+    launches: int  # kernels, copies and fills that were handed to the GPU
+    synchronizations: int  # waits of the host for the device, a stream or an event
 
     @classmethod
     def among(cls, names: Iterable[str]) -> DriverCalls:

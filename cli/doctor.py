@@ -44,17 +44,11 @@ _TEXT_COLUMN, _WIDTH = 22, 100
 
 
 class Check(NamedTuple):
-    """A line of the report.
+    """A line of the report."""
 
-    Attributes:
-        name: of what was looked at.
-        text: what was found; for a warning or a failure also the remedy.
-        status: "ok", "warning", or "failed" for what cannot work.
-    """
-
-    name: str
-    text: str
-    status: Literal["ok", "warning", "failed"] = "ok"
+    name: str  # of what was looked at
+    text: str  # what was found; for a warning or a failure also the remedy
+    status: Literal["ok", "warning", "failed"] = "ok"  # "ok", "warning", or "failed" for what cannot work
 
 
 def versions() -> Iterator[Check]:

@@ -33,11 +33,7 @@ KERNELS = {
 
 
 def check_hooks() -> list[Record]:
-    """Train with each hook on two processes; returns a record with the step time of each hook.
-
-    Raises:
-        LaunchError: a hook's gradients are wrong, or a process failed.
-    """
+    """Train with each hook on two processes; returns a record with the step time of each hook."""
     return launch.run("gradwire.cli.self_test", {"threads": 1, "timeout_s": TIMEOUT_S}, RANKS)
 
 
@@ -61,14 +57,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 def check_kernels(family: str, device: torch.device) -> None:
     """Run a family's Triton kernels on ``device`` twice, and compare the results with each other and the reference.
-
-    Args:
-        family: a key of `KERNELS`.
-        device: a GPU.
-
-    Raises:
-        AssertionError: a result is wrong.
-        RuntimeError: a kernel cannot be compiled or launched.
+    Raises AssertionError if a result is wrong. Raises RuntimeError if a kernel cannot be compiled or launched.
     """
     from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
     from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES

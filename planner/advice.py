@@ -15,41 +15,26 @@ DO_NOT_COMPRESS = "Do not compress"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction for one hook.
+    """The prediction for one hook."""
 
-    Attributes:
-        hook: its name.
-        step_seconds: forward, backward and gradient exchange.
-        speed_up: of the step, over a step without a hook.
-        speed_up_over_bf16: over a step with the bf16 hook.
-        break_even: bandwidth in bits per second below which the hook makes a step shorter; None if it never does,
-            infinity if it always does.
-        payload_bytes: per step and rank.
-        memory_bytes: of states and wire buffers.
-    """
-
-    hook: str
-    step_seconds: float
-    speed_up: float
-    speed_up_over_bf16: float
+    hook: str  # its name
+    step_seconds: float  # forward, backward and gradient exchange
+    speed_up: float  # of the step, over a step without a hook
+    speed_up_over_bf16: float  # over a step with the bf16 hook
+    # bandwidth in bits per second below which the hook makes a step shorter; None if it never does, infinity if
+    # it always does
     break_even: float | None
-    payload_bytes: int
-    memory_bytes: int
+    payload_bytes: int  # per step and rank
+    memory_bytes: int  # of states and wire buffers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The recommendation.
+    """The recommendation."""
 
-    Attributes:
-        predictions: one for each hook.
-        recommended: name of a hook; `PLAIN` for none.
-        reason: the reason, as part of a sentence.
-    """
-
-    predictions: tuple[Prediction, ...]
-    recommended: str
-    reason: str
+    predictions: tuple[Prediction, ...]  # one for each hook
+    recommended: str  # name of a hook; `PLAIN` for none
+    reason: str  # the reason, as part of a sentence
 
     @property
     def headline(self) -> str:

@@ -34,15 +34,10 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 
 
 class Buckets(NamedTuple):
-    """The buckets and gradients of a model.
+    """The buckets and gradients of a model."""
 
-    Attributes:
-        specs: in the order of launch.
-        gradients: copies, in the order of the model's parameters.
-    """
-
-    specs: list[BucketSpec]
-    gradients: list[Tensor]
+    specs: list[BucketSpec]  # in the order of launch
+    gradients: list[Tensor]  # copies, in the order of the model's parameters
 
 
 def measure_model(
@@ -50,12 +45,7 @@ def measure_model(
 ) -> tuple[ModelCost, Buckets]:
     """Time a step of the model without gradient exchange; also return its buckets. A collective call.
 
-    Args:
-        job: model and loss.
-        group: the ranks; all start each step together.
-        device: of the model.
-        overlap: as in `ModelCost`.
-        budget: seconds after which no more steps start; at least `LEAST_STEPS` are timed.
+    No more steps start after ``budget`` seconds; at least `LEAST_STEPS` are timed.
     """
     clock, launches, specs = Clock(device), [], []
     ddp = DistributedDataParallel(job.model, process_group=group)
@@ -231,11 +221,7 @@ class HookProbe:
         self._messages: list[list[tuple[Message, ...]]] = [[] for _ in self._buckets]  # of each step
 
     def measure(self, budget: float) -> HookCost:
-        """Measure the cost of the hook.
-
-        Args:
-            budget: seconds after which no more steps start; at least two are timed.
-        """
+        """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""
         before = _tensor_bytes()
         started = time.monotonic()
         for step in range(FIRST_COMPRESSED + 1 + MOST_STEPS):

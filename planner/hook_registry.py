@@ -22,42 +22,29 @@ Make = Callable[[dist.ProcessGroup, int], Registration | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PyTorchHook:
-    """PyTorch's hook for the same purpose.
+    """PyTorch's hook for the same purpose."""
 
-    Attributes:
-        make: as in `HookEntry`.
-        is_same: True if PyTorch has the same hook with the same options; False if this is only the closest.
-        wire: the wire dtype if the hook only casts and gradwire's does not.
-        one_bucket: whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks,
-            whose order over several buckets differs from rank to rank.
-    """
-
-    make: Make
-    is_same: bool = True
-    wire: torch.dtype | None = None
+    make: Make  # as in `HookEntry`
+    is_same: bool = True  # True if PyTorch has the same hook with the same options; False if this is only the closest
+    wire: torch.dtype | None = None  # the wire dtype if the hook only casts and gradwire's does not
+    # whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks, whose
+    # order over several buckets differs from rank to rank
     one_bucket: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookEntry:
-    """A hook of gradwire.
+    """A hook of gradwire."""
 
-    Attributes:
-        description: the payload, in a few words.
-        make: takes the process group of the model and the first step to compress; returns the arguments of
-            ``register_comm_hook``, or None to register no hook.
-        code: the lines of a program that register the hook on ``model``; empty to register no hook.
-        wire: the wire dtype of hooks that only cast.
-        error_feedback: whether the hook remembers what it did not send, and sends the first steps uncompressed.
-        pytorch: PyTorch's hook, which the benches time beside it.
-    """
-
-    description: str
+    description: str  # the payload, in a few words
+    # takes the process group of the model and the first step to compress; returns the arguments of
+    # ``register_comm_hook``, or None to register no hook
     make: Make
-    code: str = ""
-    wire: torch.dtype | None = None
+    code: str = ""  # the lines of a program that register the hook on ``model``; empty to register no hook
+    wire: torch.dtype | None = None  # the wire dtype of hooks that only cast
+    # whether the hook remembers what it did not send, and sends the first steps uncompressed
     error_feedback: bool = False
-    pytorch: PyTorchHook | None = None
+    pytorch: PyTorchHook | None = None  # PyTorch's hook, which the benches time beside it
 
 
 def _code(hook: CommHook, state: str = "None") -> str:

@@ -20,15 +20,11 @@ class JobError(Exception):
 
 
 class Job(NamedTuple):
-    """A model and its loss.
+    """A model and its loss."""
 
-    Attributes:
-        model: on the device, not wrapped in a DDP.
-        loss: called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
-            and returns a tensor with one element.
-    """
-
-    model: nn.Module
+    model: nn.Module  # on the device, not wrapped in a DDP
+    # called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
+    # and returns a tensor with one element.
     loss: Callable[[nn.Module], Tensor]
 
 
@@ -38,11 +34,7 @@ CONTRACT = "a function that takes a torch.device and returns (model, loss), wher
 
 
 def load(name: str) -> Build:
-    """Import the function that ``module:function`` names. The current folder is searched too.
-
-    Raises:
-        JobError: the module or function does not exist, or the module fails to import.
-    """
+    """Import ``module:function``, also from the current folder. Raises JobError if it cannot be imported."""
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise JobError(f"{name!r} names no job; expected module:function, {CONTRACT}.")

@@ -26,15 +26,10 @@ _REPETITIONS = 15, 3  # of the smallest messages, and of all others
 
 
 class Sample(NamedTuple):
-    """The time of messages of one size.
+    """The time of messages of one size."""
 
-    Attributes:
-        nbytes: payload.
-        seconds: from launch to arrival, on the slowest rank.
-    """
-
-    nbytes: int
-    seconds: float
+    nbytes: int  # payload
+    seconds: float  # from launch to arrival, on the slowest rank
 
 
 def bytes_out_of_node(kind: str, world_size: int, ranks_per_node: int) -> float:
@@ -56,14 +51,7 @@ def _sharing(world_size: int, ranks_per_node: int) -> int:
 def measure_link(
     group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message], ranks_per_node: int = 1
 ) -> tuple[Link, dict[str, list[Sample]]]:
-    """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call.
-
-    Args:
-        group: the ranks.
-        device: of the messages.
-        messages: of all hooks.
-        ranks_per_node: ranks that share a machine and its network interface.
-    """
+    """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call."""
     probe = _Probe(group, device)
     probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
     kinds = sorted({message.kind for message in messages})

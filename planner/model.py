@@ -38,46 +38,28 @@ class Overlap(Enum):
 
 
 class Message(NamedTuple):
-    """A collective that a hook awaits.
+    """A collective that a hook awaits."""
 
-    Attributes:
-        kind: of the collective: a key of `Link.costs`.
-        nbytes: payload, as `Transport.payload_bytes` counts it.
-    """
-
-    kind: str
-    nbytes: int
+    kind: str  # of the collective: a key of `Link.costs`
+    nbytes: int  # payload, as `Transport.payload_bytes` counts it
 
 
 class BucketCost(NamedTuple):
-    """Cost of exchanging one bucket with one hook: seconds of computation, and messages.
+    """Cost of exchanging one bucket with one hook: seconds of computation, and messages."""
 
-    Attributes:
-        launch: seconds of the call of the hook, on the thread of the backward pass.
-        compute: seconds before the first message, between messages, and after the last one.
-        messages: in order; one less than ``compute``.
-        finish: seconds after the backward pass, on its thread.
-    """
-
-    launch: float
-    compute: tuple[float, ...]
-    messages: tuple[Message, ...]
-    finish: float
+    launch: float  # seconds of the call of the hook, on the thread of the backward pass
+    compute: tuple[float, ...]  # seconds before the first message, between messages, and after the last one
+    messages: tuple[Message, ...]  # in order; one less than ``compute``
+    finish: float  # seconds after the backward pass, on its thread
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookCost:
-    """Cost of a hook on this device.
+    """Cost of a hook on this device."""
 
-    Attributes:
-        name: of the hook in the registry.
-        buckets: in the order of launch.
-        memory_bytes: of its states and wire buffers, or, without a hook, of DDP's flat buffers.
-    """
-
-    name: str
-    buckets: tuple[BucketCost, ...]
-    memory_bytes: int
+    name: str  # of the hook in the registry
+    buckets: tuple[BucketCost, ...]  # in the order of launch
+    memory_bytes: int  # of its states and wire buffers, or, without a hook, of DDP's flat buffers
 
     @property
     def payload_bytes(self) -> int:
@@ -92,51 +74,32 @@ class HookCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """Cost of a step of the model on this device, without gradient exchange.
+    """Cost of a step of the model on this device, without gradient exchange."""
 
-    Attributes:
-        forward: seconds.
-        backward: seconds.
-        ready: for each bucket, in the order of launch, the seconds from the start of the backward pass until all its
-            gradients are ready.
-        gradient_bytes: of all gradients.
-        overlap: what overlaps the backward pass on this device.
-    """
-
-    forward: float
-    backward: float
+    forward: float  # seconds
+    backward: float  # seconds
+    # for each bucket, in the order of launch, the seconds from the start of the backward pass until all its
+    # gradients are ready
     ready: tuple[float, ...]
-    gradient_bytes: int
-    overlap: Overlap
+    gradient_bytes: int  # of all gradients
+    overlap: Overlap  # what overlaps the backward pass on this device
 
 
 class MessageCost(NamedTuple):
-    """Time of a message of one kind with a payload of m bytes: ``latency + m * per_byte``.
+    """Time of a message of one kind with a payload of m bytes: ``latency + m * per_byte``."""
 
-    Attributes:
-        latency: seconds of an empty message.
-        per_byte: seconds per byte. A message keeps the link busy for ``m * per_byte``.
-    """
-
-    latency: float
-    per_byte: float
+    latency: float  # seconds of an empty message
+    per_byte: float  # seconds per byte. A message keeps the link busy for ``m * per_byte``.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The network between the ranks.
+    """The network between the ranks."""
 
-    Attributes:
-        world_size: number of ranks.
-        ranks_per_node: ranks that share a machine and its network interface.
-        bandwidth: bits per second that each node sends in large messages; if there is only one node, each rank.
-        costs: of messages, by kind.
-    """
-
-    world_size: int
-    ranks_per_node: int = 1
-    bandwidth: float
-    costs: Mapping[str, MessageCost]
+    world_size: int  # number of ranks
+    ranks_per_node: int = 1  # ranks that share a machine and its network interface
+    bandwidth: float  # bits per second that each node sends in large messages; if there is only one node, each rank
+    costs: Mapping[str, MessageCost]  # of messages, by kind
 
     @property
     def nodes(self) -> int:

@@ -28,37 +28,23 @@ HOOK_BUDGET = 0.25  # seconds for steps of each hook
 
 @dataclass(frozen=True, kw_only=True)
 class GivenLink:
-    """A network that the user describes instead of measuring it.
+    """A network that the user describes instead of measuring it."""
 
-    Attributes:
-        world_size: number of ranks.
-        bandwidth: bits per second that each node sends.
-        latency: seconds from one node to another.
-    """
-
-    world_size: int
-    bandwidth: float
-    latency: float
+    world_size: int  # number of ranks
+    bandwidth: float  # bits per second that each node sends
+    latency: float  # seconds from one node to another
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The measurements on which predictions are based.
+    """The measurements on which predictions are based."""
 
-    Attributes:
-        model: cost of a step without gradient exchange.
-        hooks: cost of each hook, including `PLAIN` and `CAST`.
-        link: between the ranks.
-        threads: CPU threads with which this rank computed.
-        is_link_measured: whether the link was measured, or else described by the user.
-        samples: times of messages by their kind, to which the link's costs were fitted; empty if the link was given.
-    """
-
-    model: ModelCost
-    hooks: tuple[HookCost, ...]
-    link: Link
-    threads: int
-    is_link_measured: bool
+    model: ModelCost  # cost of a step without gradient exchange
+    hooks: tuple[HookCost, ...]  # cost of each hook, including `PLAIN` and `CAST`
+    link: Link  # between the ranks
+    threads: int  # CPU threads with which this rank computed
+    is_link_measured: bool  # whether the link was measured, or else described by the user
+    # times of messages by their kind, to which the link's costs were fitted; empty if the link was given
     samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
 
@@ -74,16 +60,8 @@ def measure(
 
     Every number is the slowest rank's.
 
-    Args:
-        build: creates the model and its loss.
-        hooks: names in the registry; `PLAIN` and `CAST` are added.
-        device: of the model.
-        given: a network to assume; the process group then has one rank. None to measure the network.
-        progress: called with the name of each measurement before it starts.
-        ranks_per_node: ranks that share a machine and its network interface.
-
-    Raises:
-        JobError: the model cannot be measured, on this rank or another.
+    With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are always measured. ``progress`` takes
+    the name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.
     """
     group = dist.group.WORLD
     assert group is not None, "no process group"
@@ -126,11 +104,7 @@ def measure(
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """Call ``work`` on every rank. A collective call.
-
-    Raises:
-        JobError: on every rank, if ``work`` raised JobError on any rank.
-    """
+    """Call ``work`` on every rank. A collective call. Raises JobError on every rank if ``work`` raised it on any."""
     result, failure = None, None
     try:
         result = work()

@@ -28,14 +28,7 @@ _STYLES = ("-", "--", ":")
 
 
 def print_advice(measured: Measurement, advice: Advice, seconds: float, console: Console | None = None) -> None:
-    """Print the model, the network, the predictions, the recommendation, and the code to register the hook.
-
-    Args:
-        measured: as returned by `measure`.
-        advice: as returned by `advise`.
-        seconds: duration of the measurement.
-        console: to print to; standard output by default.
-    """
+    """Print the model, the network, the predictions, the recommendation, and the code to register the hook."""
     console = console or Console()
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())

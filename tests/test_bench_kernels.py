@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from gradwire.bench import kernel_case, shapes
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import Case
-from gradwire.bench.kernel_cases import MAKERS
+from gradwire.bench.kernel_case import KernelCase
+from gradwire.bench.kernel_cases import CASES, COMPARED
 from gradwire.bench.kernels import COPY, run, tables
 from gradwire.bench.record import BANDWIDTH, HOST_MS, LAUNCHES, TIME_MS, VS_GRADWIRE, Measured, Record, load
 from gradwire.bench.shapes import PARAMETERS, SHAPES, buckets
@@ -22,7 +22,7 @@ from tools.compiled import TARGET_NAMES
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(compiled.obstacle() is not None, reason=f"{compiled.obstacle()}")
-SMALL = [[(40, 30), (40,)], [(64, 3, 3, 3), (7,), (1, 50, 20)]]
+SMALL = [[(192, 192), (40,)], [(256, 32, 3, 3), (7,), (1, 50, 20)]]
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -61,9 +61,11 @@ class Clock:
 def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(kernel_case, "timed", clock)
-    calls = {GRADWIRE: lambda i: (1e-3, 3e-3)[i], "other": lambda i: (2e-3, 6e-3)[i]}
-    case = Case("copy", [1_000_000, 3_000_000], calls, lambda: None)
-    records = run(case, "resnet50", 25, rounds=3, device=CPU)
+    cases = [
+        KernelCase("copy", n * 1e6, {GRADWIRE: lambda n=n: n * 1e-3, "other": lambda n=n: n * 2e-3}, lambda: None)
+        for n in (1, 3)
+    ]
+    records = run(cases, "resnet50", 25, rounds=3, device=CPU)
     metrics = (TIME_MS, BANDWIDTH, VS_GRADWIRE)
     assert [find(records, metric, GRADWIRE).p50 for metric in metrics] == [2.0, 1.0, 1.0]
     assert [find(records, metric, "other").p50 for metric in metrics] == [4.0, 0.5, 2.0]
@@ -76,8 +78,8 @@ def test_one_slow_round_changes_no_bandwidth(monkeypatch):
     monkeypatch.setattr(kernel_case, "timed", Clock())
     # A call for the check, two rounds of warm-up, and three that count.
     times = {GRADWIRE: iter([0.5, 0.5, 0.5, 1e-3, 0.5, 1e-3]), "other": iter([0.5, 0.5, 2e-3, 2e-3, 0.5])}
-    calls = {name: lambda _, name=name: next(times[name]) for name in times}
-    records = run(Case("copy", [1_000_000], calls, lambda: None), "resnet50", 25, rounds=3, device=CPU)
+    calls = {name: lambda name=name: next(times[name]) for name in times}
+    records = run([KernelCase("copy", 1_000_000, calls, lambda: None)], "resnet50", 25, rounds=3, device=CPU)
     assert [find(records, BANDWIDTH, name).p50 for name in times] == [1.0, 0.5]
     assert find(records, VS_GRADWIRE, "other").p50 == 2.0
 
@@ -90,32 +92,32 @@ def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypa
 
 
 def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
-    case = Case("copy", [1], {GRADWIRE: lambda i: 1e-3}, lambda: None)
+    case = KernelCase("copy", 1, {GRADWIRE: lambda: 1e-3}, lambda: None)
     for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
         monkeypatch.setattr(kernel_case, "timed", Clock(host_seconds))
-        found = find(run(case, "resnet50", 25, rounds=3, device=CPU), HOST_MS)
+        found = find(run([case], "resnet50", 25, rounds=3, device=CPU), HOST_MS)
         assert (found and found.p50) == recorded
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_case_passes_its_check_and_every_implementation_runs(make):
+@pytest.mark.parametrize("name", CASES)
+def test_case_passes_its_check_and_every_implementation_runs(name):
     torch.manual_seed(0)
-    case = make(SMALL, CPU)
+    case, other = (CASES[name](shapes, CPU) for shapes in SMALL)
     assert next(iter(case.implementations)) == GRADWIRE
     with torch.no_grad():
-        case.implementations[GRADWIRE](0)
+        case.implementations[GRADWIRE]()
         case.check()
-        for implementation in case.implementations.values():
-            implementation(1)
+        for implementation in other.implementations.values():
+            implementation()
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_kernel_that_writes_nothing_is_refused(make):
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_that_writes_nothing_is_refused(name):
     torch.manual_seed(0)
-    case = make(SMALL, CPU)
-    lazy = Case(case.kernel, case.nbytes, case.implementations | {GRADWIRE: lambda i: None}, case.check)
+    case = CASES[name](SMALL[0], CPU)
+    lazy = KernelCase(case.kernel, case.nbytes, case.implementations | {GRADWIRE: lambda: None}, case.check)
     with pytest.raises(RuntimeError, match="is wrong; nothing is timed"):
-        run(lazy, "resnet50", 25, rounds=1, device=CPU)
+        run([lazy], "resnet50", 25, rounds=1, device=CPU)
 
 
 def made_up(case, implementation, metric, p50):
@@ -150,7 +152,7 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     records = load(path)
     assert {record.implementation for record in records} > {GRADWIRE, "foreach copy", "linalg.qr", COPY}
-    assert len({record["kernel"] for record in records if record.metric == TIME_MS}) == len(MAKERS)
+    assert len({record["kernel"] for record in records if record.metric == TIME_MS}) == len(COMPARED)
     assert "gpt2-124m, 1 MiB" in done.output
 
 
@@ -241,10 +243,10 @@ def test_table_of_a_model_is_labelled_as_such_and_fits_80_columns(facts, printed
 
 
 @needs_compiler
-@pytest.mark.parametrize("make", MAKERS)
-def test_launches_of_a_case_are_recorded_without_memory(make):
-    case, launches = kernel_model.recorded_case(make, SMALL)
-    assert len(launches) == len(SMALL) == len(case.nbytes)
+@pytest.mark.parametrize("name", COMPARED)
+def test_launches_of_a_case_are_recorded_without_memory(name):
+    cases, launches = kernel_model.recorded_cases(CASES[name], SMALL)
+    assert len(launches) == len(SMALL) == len(cases)
     assert all(launches)
 
 
@@ -254,7 +256,7 @@ def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypa
 
     compiled, compile_launch = [], ahead_of_time.compile_launch
     monkeypatch.setattr(ahead_of_time, "compile_launch", lambda *of: compiled.append(of) or compile_launch(*of))
-    _, ((launch,),) = kernel_model.recorded_case(MAKERS[0], [[(4096,), (8192,)]])
+    _, ((launch,),) = kernel_model.recorded_cases(CASES[COMPARED[0]], [[(4096,), (8192,)]])
     counter = kernel_model.ProgramCounter("sm_90")
     three, six = counter(launch), counter(launch._replace(grid=(6,)))
     assert six == (2 * three.instructions, 6, three.resident)
@@ -265,7 +267,7 @@ def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypa
 @needs_compiler
 def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
-    monkeypatch.setattr(kernel_model, "MAKERS", MAKERS[:2])
+    monkeypatch.setattr(kernel_model, "COMPARED", COMPARED[:2])
     path = tmp_path / "model.jsonl"
     options = ["--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
     done = CliRunner().invoke(kernel_model.app, ["h200", *options])

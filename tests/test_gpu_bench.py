@@ -20,12 +20,12 @@ from gradwire.bench.gpu.hook_bench import (
     hook_bytes,
     hook_step,
 )
-from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES, MAKERS, kernel
+from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES, kernel
 from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
-from gradwire.bench.gpu.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, error_memory
-from gradwire.bench.kernel_case import Case
+from gradwire.bench.kernel_case import KernelCase
+from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import SHAPES
 from gradwire.planner.hook_registry import HOOKS
 from tests.support.rehearsal import gpu_on_cpu
@@ -44,7 +44,7 @@ def small(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", CASES)
 def test_kernel_is_timed_beside_pytorch(name, small):
     ours, *others = kernel(name, 25, CPU)
     assert ours["implementation"] == GRADWIRE
@@ -60,27 +60,18 @@ def test_kernel_is_timed_beside_pytorch(name, small):
 
 def test_kernel_benches_cover_every_kernel_at_every_size():
     assert set(KERNEL_BENCHES) == {"copy"} | {
-        f"{name}, gpt2-124m, {size}" for name in MAKERS for size in ("25 MiB", "100 MiB", "whole model")
+        f"{name}, gpt2-124m, {size}" for name in CASES for size in ("25 MiB", "100 MiB", "whole model")
     }
 
 
 def test_wrong_kernel_is_not_timed(small, monkeypatch):
     def wrong(shapes, device):
-        case = MAKERS["flatten to float16"](shapes, device)
-        return Case(case.kernel, case.nbytes, {GRADWIRE: lambda i: None}, case.check)
+        case = CASES["flatten to float16"](shapes, device)
+        return KernelCase(case.kernel, case.nbytes, {GRADWIRE: lambda: None}, case.check)
 
-    monkeypatch.setitem(kernel_bench.MAKERS, "wrong", wrong)
+    monkeypatch.setitem(CASES, "wrong", wrong)
     with pytest.raises(RuntimeError, match="is wrong; nothing is timed"):
         kernel("wrong", 25, CPU)
-
-
-@pytest.mark.parametrize("make", [scaled_flatten_case, scaled_unflatten_case])
-def test_scaled_cast_is_checked(make):
-    case = make(SMALL, CPU)
-    with pytest.raises(AssertionError):
-        case.check()
-    case.implementations[GRADWIRE](0)
-    case.check()
 
 
 @pytest.mark.usefixtures("world_of_one", "small")

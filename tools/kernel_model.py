@@ -27,8 +27,8 @@ import typer
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import Case
-from gradwire.bench.kernel_cases import MAKERS
+from gradwire.bench.kernel_case import KernelCase, Maker
+from gradwire.bench.kernel_cases import CASES, COMPARED
 from gradwire.bench.kernels import DEFAULT_SIZES
 from gradwire.bench.record import LAUNCHES, Measured, Record
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
@@ -108,31 +108,31 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measur
     counter = ProgramCounter(GPUS[gpu].target)
     records: list[Record] = []
     with Progress() as progress, torch.no_grad():
-        todo = progress.add_task(f"model of {gpu}", total=len(models) * len(sizes_mib) * len(MAKERS))
+        todo = progress.add_task(f"model of {gpu}", total=len(models) * len(sizes_mib) * len(COMPARED))
         for model, size in itertools.product(models, sizes_mib):
             shapes = rotation(buckets(SHAPES[model], size << 20), size)
-            for make in MAKERS:
-                case, launches = recorded_case(make, shapes)
-                of = {"kernel": case.kernel, "model": model, "bucket_mib": mean_mib(shapes)}
+            for name in COMPARED:
+                cases, launches = recorded_cases(CASES[name], shapes)
+                of = {"kernel": cases[0].kernel, "model": model, "bucket_mib": mean_mib(shapes)}
                 records += [
                     Record(
                         bench="kernel_model", case=of, implementation=f"model of {gpu}", ranks=1, metric=metric, p50=p50
                     )
-                    for metric, p50 in modelled(case.nbytes, launches, GPUS[gpu], counter).items()
+                    for metric, p50 in modelled([case.nbytes for case in cases], launches, GPUS[gpu], counter).items()
                 ]
                 progress.advance(todo)
     return Measured({"modelled_gpu": gpu, "launch_us": 1e6 * LAUNCH_S}, records)
 
 
-def recorded_case(make: object, shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Case, list[list[Launch]]]:
-    """A case on tensors without memory, and the launches of gradwire's implementation on each bucket."""
+def recorded_cases(
+    make: Maker, shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> tuple[list[KernelCase], list[list[Launch]]]:
+    """Cases on tensors without memory, and the launches of gradwire's implementation on each bucket."""
     from tools.ahead_of_time import recorded_launches
 
-    made: list[Case] = []
-    recorded_launches(lambda: made.append(make(shapes, torch.device("meta"))))  # type: ignore[operator]
-    (case,) = made
-    ours = case.implementations[GRADWIRE]
-    return case, [recorded_launches(lambda i=i: ours(i)) for i in range(len(case.nbytes))]  # type: ignore[misc]
+    cases: list[KernelCase] = []
+    recorded_launches(lambda: cases.extend(make(of_bucket, torch.device("meta")) for of_bucket in shapes))
+    return cases, [recorded_launches(case.implementations[GRADWIRE]) for case in cases]
 
 
 class Programs(NamedTuple):
@@ -175,7 +175,7 @@ class ProgramCounter:
 
 
 def modelled(
-    nbytes: Sequence[int], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: ProgramCounter
+    nbytes: Sequence[float], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: ProgramCounter
 ) -> dict[str, float]:
     """The modelled times of a case and what they are made of, as means over its buckets."""
     of_buckets = [[counter(launch) for launch in of_bucket] for of_bucket in launches]
@@ -183,7 +183,7 @@ def modelled(
     return {metric: round(sum(numbers[metric] for numbers in each) / len(each), 3) for metric in each[0]}
 
 
-def _modelled_bucket(nbytes: int, launches: Sequence[Programs], gpu: Gpu) -> dict[str, float]:
+def _modelled_bucket(nbytes: float, launches: Sequence[Programs], gpu: Gpu) -> dict[str, float]:
     """`modelled` for one bucket."""
     known = [each.instructions for each in launches if each.instructions is not None]
     for_launches = 1e6 * len(launches) * LAUNCH_S

@@ -1,11 +1,13 @@
 """Comparisons for the cases of the GPU lane, with messages that tell how far off a result is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-KernelCase = Callable[[torch.device], None]
+# A case may return what it has measured, as rows for JSON.
+LaneCase = Callable[[torch.device], list[dict[str, Any]] | None]
 
 REHEARSED = 1 << 16  # elements on a CPU, in place of more than 2^31
 

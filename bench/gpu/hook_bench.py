@@ -31,8 +31,8 @@ from gradwire.bench.implementations import (
     make_batch,
     needs_one_bucket,
 )
+from gradwire.bench.kernel_cases import BLOCK_SIZE
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.quantization_cases import BLOCK_SIZE
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import in_turn, timed, timed_replays
@@ -139,11 +139,7 @@ class HookStep:
             future.wait()
 
     def check(self, wire: torch.dtype | None) -> None:
-        """Take a step and check its result. A collective call.
-
-        Args:
-            wire: of a hook that only casts; None for one with error feedback.
-        """
+        """Take a step and check its result. A collective call."""
         local, old = self._copies(), self._errors()
         self()
         result, new = list(self.gradients.values()), self._errors()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 from gradwire.bench.emulated import emulated_link, wire_seconds
-from gradwire.bench.gpu.checks import Skipped, require
+from gradwire.bench.gpu.checks import LaneCase, Skipped, require
 from gradwire.bench.gpu.training import (
     HalfNet,
     Net,
@@ -37,8 +37,6 @@ from gradwire.hooks._bucket import reduce_bucket, zero_copy
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
-
-HookCase = Callable[[torch.device], None]
 
 
 def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
@@ -365,7 +363,7 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
     assert_same(theirs, train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))[1], "PyTorch's hook")
 
 
-HOOK_CASES: dict[str, HookCase] = {
+HOOK_CASES: dict[str, LaneCase] = {
     "two dtypes on the wire": mixed_dtypes,
     "no hook: PyTorch's gradients": no_hook_matches_pytorch,
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},

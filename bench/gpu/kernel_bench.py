@@ -14,58 +14,20 @@ from typing import Any
 
 import torch
 
-from gradwire.bench.gpu.scaled_cast_cases import scaled_flatten_case, scaled_unflatten_case
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import Case, checked, copy_bandwidth, time_case
-from gradwire.bench.kernel_cases import (
-    COMPILED,
-    flatten_case,
-    lowrank_case,
-    orthogonalize_case,
-    renew_case,
-    unflatten_case,
-)
-from gradwire.bench.quantization_cases import dequantize_case, quantize_case, reduce_case
+from gradwire.bench.kernel_case import check, copy_bandwidth, time_cases
+from gradwire.bench.kernel_cases import CASES, COMPILED
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
 from gradwire.bench.timing import Timing, driver_calls, timed_replays
 
 Row = dict[str, Any]
-Maker = Callable[[Sequence[Sequence[Shape]], torch.device], Case]
 
 MODEL = "gpt2-124m"
 SIZES_MIB = (25, 100, 1024)  # at which a bucket is full: DDP's default, a larger one, and the whole model
 ROUNDS = 7
 # A rehearsal takes a model's first parameters, each dimension divided by 4, in buckets of a sixteenth of the size.
 REHEARSED_PARAMETERS, REHEARSED_DIVISOR = 24, 4
-
-MAKERS: dict[str, Maker] = {
-    **{
-        f"flatten to {name}": partial(flatten_case, dtype=dtype)
-        for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16), ("float32", torch.float32))
-    },
-    "unflatten from float16": unflatten_case,
-    "scaled cast to float16": scaled_flatten_case,
-    "scaled cast from float16": scaled_unflatten_case,
-    **{
-        f"{name}, rank {rank}": partial(case, rank=rank)
-        for rank in (4, 32)
-        for name, case in (
-            ("low-rank passes", lowrank_case),
-            ("orthogonalize", orthogonalize_case),
-            ("column norms", renew_case),
-        )
-    },
-    **{
-        f"{name} {wire}": partial(case, wire=wire)
-        for wire in ("int8", "int4")
-        for name, case in (
-            ("quantize to", quantize_case),
-            ("reduce", reduce_case),
-            ("dequantize and commit", dequantize_case),
-        )
-    },
-}
 
 
 def buckets_of(model: str, mib: int, device: torch.device) -> list[list[Shape]]:
@@ -105,15 +67,16 @@ def kernel(name: str, mib: int, device: torch.device) -> list[Row]:
     """Check and time a kernel on buckets of `MODEL`."""
     shapes = rotation(buckets_of(MODEL, mib, device), mib)
     with torch.no_grad():
-        case = checked(MAKERS[name](shapes, device), MODEL)
-        case.implementations.pop(COMPILED, None)  # it takes tens of seconds
-        nbytes = mean(case.nbytes)
+        cases = [CASES[name](of_bucket, device) for of_bucket in shapes]
+        check(cases[0], MODEL)
+        for case in cases:
+            case.implementations.pop(COMPILED, None)  # it takes tens of seconds
+        nbytes = mean(case.nbytes for case in cases)
         rows = []
-        for implementation, timings in time_case(case, ROUNDS, device).items():
-            calls = calls_of(partial(case.implementations[implementation], 0), device)
+        for implementation, timings in time_cases(cases, ROUNDS, device).items():
+            calls = calls_of(cases[0].implementations[implementation], device)
             rows.append(row(implementation, timings, nbytes=nbytes, **calls))
-        ours = case.implementations[GRADWIRE]
-        replays = timed_replays(lambda: [ours(i) for i in range(len(shapes))], device, ROUNDS)
+        replays = timed_replays(lambda: [case.implementations[GRADWIRE]() for case in cases], device, ROUNDS)
     rows[0]["graph_ms"] = percentiles_ms([replay.seconds / len(shapes) for replay in replays])
     return rows
 
@@ -123,6 +86,6 @@ KERNEL_BENCHES: dict[str, Callable[[torch.device], list[Row]]] = {
     **{
         f"{name}, {MODEL}, {f'{mib} MiB' if mib < SIZES_MIB[-1] else 'whole model'}": partial(kernel, name, mib)
         for mib in SIZES_MIB
-        for name in MAKERS
+        for name in CASES
     },
 }

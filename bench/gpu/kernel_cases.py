@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.bench.gpu.checks import (
-    KernelCase,
+    LaneCase,
     Skipped,
     large_numel,
     name_of,
@@ -401,7 +401,7 @@ def lowrank_beyond_int32(device: torch.device) -> None:
     skip_if_rehearsed(numel)
 
 
-KERNEL_CASES: dict[str, KernelCase] = {
+KERNEL_CASES: dict[str, LaneCase] = {
     **{
         f"flatten and unflatten {name_of(dtype)}, {layout}": partial(flattening, dtype, layout)
         for dtype in SOURCES

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import gradwire
+from gradwire.bench.gpu.checks import LaneCase
 from gradwire.bench.gpu.hook_bench import HOOK_BENCHES
 from gradwire.bench.gpu.hook_cases import HOOK_CASES
 from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES
@@ -38,7 +39,7 @@ from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.gpu.report import tables
 from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
-from gradwire.bench.gpu.worker import CASE_LIMIT, Case, Crew, Rehearse
+from gradwire.bench.gpu.worker import CASE_LIMIT, Crew, Rehearse
 from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
@@ -49,7 +50,7 @@ STAGE_SECONDS, STAGE_LIMIT = 510.0, 530.0
 IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "rehearsal")
 
 
-def cases_of(stage: str) -> Mapping[str, Case]:
+def cases_of(stage: str) -> Mapping[str, LaneCase]:
     """A stage's cases by name; the case with two dtypes on the wire comes first."""
     if stage == "ranks":
         return HOOK_CASES

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradwire.bench.gpu.checks import KernelCase, large_numel, name_of, same, skip_if_rehearsed
+from gradwire.bench.gpu.checks import LaneCase, large_numel, name_of, same, skip_if_rehearsed
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
@@ -147,7 +147,7 @@ _VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, bool, int], ...] = (
     (torch.bfloat16, None, False, 0),
     (torch.float16, torch.float32, False, 1),
 )
-QUANTIZATION_CASES: dict[str, KernelCase] = {
+QUANTIZATION_CASES: dict[str, LaneCase] = {
     **{
         _label(wire, *variant): partial(both_shots, wire, *variant, False)
         for wire in WIRE_FORMATS

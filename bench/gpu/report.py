@@ -19,11 +19,7 @@ NOTES = (
 
 
 def tables(measured: Mapping[str, Sequence[Row]]) -> list[str]:
-    """The lines of a table of all rows, by case.
-
-    Args:
-        measured: rows by case; the byte floor needs the case "copy".
-    """
+    """The lines of a table of all rows, by case."""
     if not measured:
         return []
     bandwidth = next((row["gb_per_s"] for row in measured.get("copy", ())), None)

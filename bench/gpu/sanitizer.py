@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire.bench.gpu.checks import KernelCase, Skipped
+from gradwire.bench.gpu.checks import LaneCase, Skipped
 from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.launch import exit_with_launcher
@@ -58,12 +58,7 @@ def find_sanitizer() -> str | None:
 
 
 def sanitized(tool: str, name: str, device: torch.device) -> None:
-    """Run a case in a process under compute-sanitizer.
-
-    Raises:
-        Skipped: there is no compute-sanitizer.
-        AssertionError: it found an error, or the case failed.
-    """
+    """Run a case in a process under compute-sanitizer. Raises Skipped without one, AssertionError if it fails."""
     sanitizer = find_sanitizer() if device.type == "cuda" else None
     if device.type == "cuda" and sanitizer is None:
         raise Skipped("compute-sanitizer is neither on PATH, nor in a CUDA toolkit, nor in a Python package")
@@ -85,7 +80,7 @@ def sanitized(tool: str, name: str, device: torch.device) -> None:
         raise Skipped("right without compute-sanitizer, which takes a GPU")
 
 
-SANITIZER_CASES: dict[str, KernelCase] = {
+SANITIZER_CASES: dict[str, LaneCase] = {
     f"{tool}: {name}": partial(sanitized, tool, name) for name in SANITIZED for tool in TOOLS
 }
 

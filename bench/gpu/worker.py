@@ -24,10 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu.checks import Skipped
+from gradwire.bench.gpu.checks import LaneCase, Skipped
 
-# A case may return what it has measured, as rows for JSON.
-Case = Callable[[torch.device], list[dict[str, Any]] | None]
 # Makes a process a rank on the CPU, with stand-ins for a GPU until the stack ends; returns the backend of its group.
 Rehearse = Callable[[ExitStack], str]
 
@@ -54,19 +52,12 @@ NO_ANSWER = "gave no answer in time"
 
 
 class Outcome(NamedTuple):
-    """The outcome of a case.
+    """The outcome of a case."""
 
-    Attributes:
-        status: "passed", "failed" or "skipped".
-        seconds: until the slowest rank answered, without the start of the processes.
-        text: the reason for a skip; for a failure, tracebacks, stacks and output of every rank.
-        measured: what rank 0 has measured, if the case passed.
-    """
-
-    status: str
-    seconds: float
-    text: str
-    measured: Sequence[dict[str, Any]] = ()
+    status: str  # "passed", "failed" or "skipped"
+    seconds: float  # until the slowest rank answered, without the start of the processes
+    text: str  # the reason for a skip; for a failure, tracebacks, stacks and output of every rank
+    measured: Sequence[dict[str, Any]] = ()  # what rank 0 has measured, if the case passed
 
 
 class Answer(NamedTuple):
@@ -99,7 +90,7 @@ class Crew:
         self._end()
         self._folder.cleanup()
 
-    def run(self, case: Case, limit: float = CASE_LIMIT) -> Outcome:
+    def run(self, case: LaneCase, limit: float = CASE_LIMIT) -> Outcome:
         """Run a case on every rank; it must be picklable."""
         start = time.monotonic()
         if not self._members:
@@ -229,7 +220,7 @@ def _join(
     return device
 
 
-def _answer(case: Case, device: torch.device) -> Answer:
+def _answer(case: LaneCase, device: torch.device) -> Answer:
     try:
         measured = case(device)
         torch.cuda.synchronize()

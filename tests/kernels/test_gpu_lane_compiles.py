@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from gradwire.bench.gpu import hook_cases, kernel_bench, kernel_cases, quantization_cases
 from gradwire.bench.gpu.checks import Skipped
+from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import rotation
 from tests.kernels.ahead_of_time import NAMES  # skips this module where nothing can be compiled
 from tests.support.rehearsal import gpu_on_cpu, register_backend
 from tools.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
-from tools.kernel_model import recorded_case
+from tools.kernel_model import recorded_cases
 
 TARGET = NAMES[90]
 CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")
@@ -34,9 +35,9 @@ def of_case(module, case):
         return recorded_launches(run)
 
 
-def of_bench(maker, mib):
+def of_bench(name, mib):
     buckets = kernel_bench.buckets_of(kernel_bench.MODEL, mib, torch.device("cuda"))
-    _, launches = recorded_case(kernel_bench.MAKERS[maker], rotation(buckets, mib))
+    _, launches = recorded_cases(CASES[name], rotation(buckets, mib))
     return [launch for of_bucket in launches for launch in of_bucket]
 
 
