@@ -24,7 +24,7 @@ from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
 from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
@@ -158,14 +158,13 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """Run all trainings as one rank; returns their records."""
     task = TASKS[settings["task"]]()
-    rate, seeds = link_named(settings["rate"]), settings["seeds"]
-    if rate != LOOPBACK:
-        namespaces.limit(rate)
+    seeds, counts_bytes = settings["seeds"], settings["rate"] != LOOPBACK.name
+    limit_to(settings["rate"])
     pairs = [(hook, by) for hook in settings["hooks"] for by in implementations_of(hook)]
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            trainings = [Training.make(task, hook, by, seed, rate != LOOPBACK) for hook, by in pairs]
+            trainings = [Training.make(task, hook, by, seed, counts_bytes) for hook, by in pairs]
             line = progress.add_task(f"seed {seed}", total=task.max_steps)
             running = list(trainings)
             for step, batch in zip(range(1, task.max_steps + 1), task.batches(seed), strict=False):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradwire import DistributedDataParallel
-from gradwire.bench import launch, namespaces
+from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import (
     ACCURACY,
     SENT_PER_STEP,
@@ -175,9 +175,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     data, hooks, epochs = load_data(device), settings["hooks"], settings["epochs"]
     batches = make_batches(len(data.train_labels), epochs, settings["seed"]).to(device)
     trainings = [Training(hook, settings["seed"], len(batches), device) for hook in hooks]
-    rate = link_named(settings["rate"])
-    if rate != LOOPBACK:
-        namespaces.limit(rate)
+    limit_to(settings["rate"])
     with make_progress() as progress:
         tasks = [progress.add_task(label_of(hook), total=len(batches), loss=math.nan, seconds=0.0) for hook in hooks]
         for _ in range(len(batches) * len(trainings)):

@@ -28,6 +28,7 @@ from gradwire.bench.implementations import (
     Implementation,
     make_batch,
     needs_one_bucket,
+    prepare,
 )
 from gradwire.bench.record import (
     HOST_MS,
@@ -110,11 +111,7 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
     ]
     everything = [*references.values(), *implementations]
     rank = dist.get_rank()
-    for step in range(WARM_UP):
-        for implementation in everything:
-            implementation.step(make_batch(step, rank, device))
-    for implementation in everything:
-        implementation.check(make_batch(WARM_UP, rank, device))
+    prepare(everything, device)
     for implementation in everything:
         implementation.host_seconds = []
     title = f"{hook}, {count(dist.get_world_size(), 'rank')}"

@@ -177,6 +177,16 @@ class Implementation:
         return [views[id(parameter)] for parameter in named.values()]
 
 
+def prepare(implementations: Sequence[Implementation], device: torch.device) -> None:
+    """Warm up, then check the gradients of the next step. A collective call."""
+    rank = dist.get_rank()
+    for step in range(WARM_UP):
+        for implementation in implementations:
+            implementation.step(make_batch(step, rank, device))
+    for implementation in implementations:
+        implementation.check(make_batch(WARM_UP, rank, device))
+
+
 def error_memory(state: object) -> dict[Any, Tensor]:
     """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
     if isinstance(state, PowerSGDState):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.implementations import FIRST_COMPRESSED, make_batch, make_model
+from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Build, Job
 
@@ -130,6 +132,9 @@ JOBS: dict[str, Build] = {
 }
 
 
+STEPS_IN_A_ROW = 5
+
+
 class Training:
     """A job's model in gradwire's DDP, with a hook.
 
@@ -160,3 +165,17 @@ class Training:
         start = time.perf_counter()
         self._loss(self._ddp).backward()
         return time.perf_counter() - start
+
+
+def time_in_rows(trainings: Mapping[str, Training], rounds: int, title: str) -> dict[str, list[float]]:
+    """Seconds of steps on the slowest rank: in each round, `STEPS_IN_A_ROW` of each training. A collective call.
+
+    A row is as a training with one hook, which finds its memory in the caches.
+    """
+    for training in trainings.values():
+        training.seconds = []
+    for turn in track(range(rounds), description=title, disable=dist.get_rank() != 0):
+        for training in in_turn(list(trainings.values()), turn):
+            training.step()  # warms the caches
+            training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+    return {name: slowest(training.seconds) for name, training in trainings.items()}

@@ -98,6 +98,12 @@ def link_named(name: str) -> Rate:
     return LOOPBACK if name == LOOPBACK.name else Rate.parse(name)
 
 
+def limit_to(name: str) -> None:
+    """Limit this host's interface to the rate of that name; loopback stays as it is."""
+    if name != LOOPBACK.name:
+        namespaces.limit(Rate.parse(name))
+
+
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """Time all hooks at all rates as one rank; returns the records."""
     rates = [link_named(name) for name in settings["rates"]]

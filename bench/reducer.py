@@ -60,7 +60,7 @@ REDUCERS: dict[tuple[str, str], tuple[Any, Any]] = {
 
 
 @dataclass
-class Case:
+class ReducedModel:
     """One model behind one reducer, and the seconds that its backwards took."""
 
     hook: str
@@ -70,7 +70,7 @@ class Case:
     seconds: list[float] = field(default_factory=list)
 
     @classmethod
-    def make(cls, model: str, hook: str, implementation: str, device: torch.device) -> Case:
+    def make(cls, model: str, hook: str, implementation: str, device: torch.device) -> ReducedModel:
         """A case with equal initial weights on all ranks, and this rank's batch."""
         torch.manual_seed(0)
         module: nn.Module = MODELS[model].build().to(device)
@@ -119,7 +119,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> Record:
     """Peak memory of this process in training steps."""
-    case = Case.make(model, hook, implementation, device)
+    case = ReducedModel.make(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
     of = {"model": model, "hook": hook}
@@ -129,7 +129,7 @@ def measure_memory(model: str, hook: str, implementation: str, device: torch.dev
 
 def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]:
     """Check and time every reducer on a model, in turns."""
-    cases = [Case.make(model, hook, implementation, device) for hook, implementation in REDUCERS]
+    cases = [ReducedModel.make(model, hook, implementation, device) for hook, implementation in REDUCERS]
     for _ in range(WARM_UP):
         for case in cases:
             case.step()
@@ -141,7 +141,7 @@ def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]
     return summarize(model, cases, [slowest(case.seconds) for case in cases])
 
 
-def _check(cases: Sequence[Case]) -> None:
+def _check(cases: Sequence[ReducedModel]) -> None:
     local = cases[0].gradients()
     mean, largest = [], []
     for gradient in local:
@@ -159,7 +159,7 @@ def _check(cases: Sequence[Case]) -> None:
                 raise RuntimeError(f"{name}: the gradients differ from those without a reducer; nothing is timed.")
 
 
-def summarize(model: str, cases: Sequence[Case], seconds: Sequence[Sequence[float]]) -> list[Record]:
+def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Sequence[float]]) -> list[Record]:
     """A record for each case of a model."""
     parameters = list(cases[0].model.parameters())
     size = {"parameters": len(parameters), "elements": sum(p.numel() for p in parameters)}

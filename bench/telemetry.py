@@ -14,7 +14,15 @@ import torch.distributed as dist
 from rich.progress import track
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, make_batch
+from gradwire.bench.implementations import (
+    FIRST_COMPRESSED,
+    GRADWIRE,
+    MODEL,
+    WARM_UP,
+    Implementation,
+    make_batch,
+    prepare,
+)
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device, in_turn, slowest
@@ -41,11 +49,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     kinds[MEASURED].state.observe(every=1)
     kinds[COMPARED].state.observe(every=1, exact_every=1)
     everything = list(kinds.values())
-    for step in range(WARM_UP):
-        for implementation in everything:
-            implementation.step(make_batch(step, rank, device))
-    for implementation in everything:
-        implementation.check(make_batch(WARM_UP, rank, device))
+    prepare(everything, device)
     for step in track(range(steps), description=f"{hook:<24}", disable=rank != 0):
         batch = make_batch(WARM_UP + 1 + step, rank, device)
         for implementation in in_turn(everything, step):

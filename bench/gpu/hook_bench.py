@@ -30,6 +30,7 @@ from gradwire.bench.implementations import (
     error_memory,
     make_batch,
     needs_one_bucket,
+    prepare,
 )
 from gradwire.bench.kernel_cases import BLOCK_SIZE
 from gradwire.bench.namespaces import Rate
@@ -275,10 +276,7 @@ def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     """Training steps of a small model on an emulated link between `HOSTS` hosts, behind both DDPs, in turns."""
     names = [PYTORCH, GRADWIRE] if _pytorch_runs(hook) else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
-    for implementation in made:
-        for step in range(WARM_UP):
-            implementation.step(make_batch(step, 0, device))
-        implementation.check(make_batch(WARM_UP, 0, device))
+    prepare(made, device)
     first = WARM_UP + 1
     with emulated_link(Rate.parse(rate), HOSTS, device):
         for step in range(first, first + (ROUNDS if device.type == "cuda" else 1)):
