@@ -31,7 +31,7 @@ DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 DEFAULT_HOOKS = tuple(name for name in HOOKS if name != "noop")
 QUICK_HOOKS = ("none", "bf16", "int4", "powersgd-r4")
 PREDICTED, MEASURED = "predicted", "measured"
-SPEED_UP = "speed-up"  # of the recommended hook, over no hook
+SPEED_UP = "speed-up"  # speed-up of the recommended hook over no hook
 ADVICE_S = "time of the measurement (s)"
 TOLERANCE = 20  # percent
 _WARM_UP = 5

@@ -48,7 +48,7 @@ TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"}
         ),
     )
 }
-PLAIN_STEPS = 2  # before low-rank hooks begin to compress: the fewest that PyTorch's hook accepts
+PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch's hook accepts
 WARM_UP = 10  # steps until the learning rate has its full size
 
 

@@ -40,7 +40,7 @@ from gradwire.planner.hook_registry import HOOKS, label
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0
-PLAIN_STEPS = 10  # before low-rank hooks begin to compress
+PLAIN_STEPS = 10  # uncompressed steps of low-rank hooks
 
 
 class Digits(NamedTuple):
@@ -69,7 +69,7 @@ def load_data(device: torch.device) -> Digits:
 
 
 def make_network() -> nn.Module:
-    """A small convolutional network with batch normalisation, for 8 x 8 images of ten classes."""
+    """A small convolutional network with batch normalization, for 8 x 8 images of ten classes."""
     return nn.Sequential(
         *_block(1, 32),
         *_block(32, 64),

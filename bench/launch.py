@@ -35,11 +35,7 @@ Worker = Callable[[dict[str, Any], torch.device], Sequence[Record]]
 
 
 class LaunchError(Exception):
-    """A worker failed.
-
-    Attributes:
-        log: standard error of all workers.
-    """
+    """A worker failed; ``log`` is the standard error of all workers."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -54,7 +50,7 @@ def loopback_interface() -> str | None:
 class Place(NamedTuple):
     """Where a rank runs."""
 
-    # called in the rank's process before its program starts, such as `Host.enter`; None for this machine
+    # a function for the rank's process, before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None
     # the network interface of its collectives; without one, gloo looks up this machine's name
     interface: str | None = loopback_interface()
@@ -129,7 +125,7 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
         environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
         environment |= {
             "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(port),  # of this machine; in a namespace of its own every port is free
+            "MASTER_PORT": str(port),  # a port of this machine; in a namespace of its own every port is free
             "WORLD_SIZE": str(len(places)),
         }
         read_end, write_end = os.pipe()

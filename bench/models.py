@@ -23,7 +23,7 @@ class Model(NamedTuple):
     """A model and its input."""
 
     build: Callable[[], nn.Module]  # makes the model, with random weights
-    input_shape: tuple[int, ...]  # of a batch
+    input_shape: tuple[int, ...]
 
 
 class Residual(nn.Module):
@@ -136,16 +136,7 @@ STEPS_IN_A_ROW = 5
 
 
 class Training:
-    """A job's model in gradwire's DDP, with a hook.
-
-    Args:
-        job: the model and its loss.
-        make: the hook's registration, from the registry or alike.
-
-    Attributes:
-        state: of the hook; None without one.
-        seconds: of the timed steps.
-    """
+    """A job's model in gradwire's DDP, with a hook; ``make`` returns its registration."""
 
     def __init__(self, job: Job, make: Make) -> None:
         self.state: Any = None

@@ -2,7 +2,7 @@
 
 One rank on each host, one thread each. All implementations live in the same processes and take turns step by step, at
 one rate after another. `measure` starts the ranks; each runs `main`, checks the gradients, limits its own interface,
-and times its steps. With one GPU the link can be modelled instead: see `gradwire.bench.emulated`.
+and times its steps. With one GPU the link can be modeled instead: see `gradwire.bench.emulated`.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         reached = find(group, LINK_RATE)
         assert reached is not None and reached.p50 is not None
         link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_rate(rate)}"
-        link = f"modelled {link}" if settings["emulated"] else link
+        link = f"modeled {link}" if settings["emulated"] else link
         title = f"{STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
         columns = [
             *((name, value(STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),

@@ -150,7 +150,7 @@ def _check(cases: Sequence[ReducedModel]) -> None:
         dist.all_reduce(mean[-1])
         dist.all_reduce(largest[-1], dist.ReduceOp.MAX)
     for case in cases[1:]:
-        tolerance = 2**-10 if case.hook == "fp16" else 2**-20  # of the largest summand
+        tolerance = 2**-10 if case.hook == "fp16" else 2**-20  # relative to the largest summand
         expected = local if case.hook == "noop" else mean
         for gradient, reference, scale in zip(case.gradients(), expected, largest, strict=True):
             # fp16 has steps of 2^-24. The comparison is false for a NaN.

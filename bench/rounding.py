@@ -38,7 +38,7 @@ WORLD_SIZES = (2, 8, 32)  # powers of two, so that the check is exact
 NUMEL = 1 << 18
 BLOCK_SIZE = 64
 SEEDS = 5
-STEPS, STEPS_WORLD_SIZE = 16, 8  # of the measurement with error feedback
+STEPS, STEPS_WORLD_SIZE = 16, 8  # for error feedback
 
 Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of one shape, and returns their mean
 
@@ -47,10 +47,9 @@ Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of
 class SimulatedAllReduce:
     """A simulated all-reduce."""
 
-    wire: WireFormat  # its format
+    wire: WireFormat
     implementation: str  # `RING` or `TWO_SHOT`
-    # takes the format and the number of ranks, and returns the function of a step. The error memories of a two-
-    # shot all-reduce are empty before the first step.
+    # (wire, world size) -> function of a step, with empty error memories before the first step
     start: Callable[[WireFormat, int], Mean]
 
 
@@ -72,12 +71,7 @@ def ring_mean(gradients: Sequence[Tensor], wire: WireFormat) -> Tensor:
 
 
 class TwoShot:
-    """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantisation hooks.
-
-    Args:
-        wire: the format.
-        world_size: the number of ranks.
-    """
+    """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantization hooks."""
 
     def __init__(self, wire: WireFormat, world_size: int) -> None:
         table = BlockTable([torch.empty(NUMEL)], BLOCK_SIZE, keys=[0])

@@ -31,7 +31,7 @@ from gradwire.planner.hook_registry import label
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
 MODULE = "gradwire.bench.telemetry"
 PLAIN, MEASURED, COMPARED = "plain", "measured", "compared"
-EVERY, EXACT_EVERY = 50, 1000  # of the shares in the table
+EVERY, EXACT_EVERY = 50, 1000  # intervals in the table
 
 
 def measure(ranks: Sequence[int], steps: int) -> Measured:

@@ -312,9 +312,9 @@ def bench_report(
             typer.echo(f"Plot: {plots / path.stem}.png\n")
 
 
-def _links(rates: str, loopback: bool, is_modelled: bool = False) -> list[Rate]:
+def _links(rates: str, loopback: bool, is_modeled: bool = False) -> list[Rate]:
     """The links to measure; wrong rates are refused with ``--loopback`` too."""
-    links = [parse_rate(name, "--rates", is_modelled=is_modelled) for name in parse_list(rates)]
+    links = [parse_rate(name, "--rates", is_modeled=is_modeled) for name in parse_list(rates)]
     return [network.LOOPBACK] if loopback else links
 
 

@@ -28,7 +28,7 @@ KERNELS = {
     "low-rank passes": "low-rank passes, float32, rank 4, aligned",
     "orthogonalization": "orthogonalize, rank 4",
     "column norms": "warm start, rank 4",
-    "quantization": "quantise float32 to int4, errors in float32",
+    "quantization": "quantize float32 to int4, errors in float32",
 }
 
 

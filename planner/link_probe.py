@@ -22,7 +22,7 @@ from gradwire.planner.model import Link, Message, MessageCost
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
 _LEAST_PER_BYTE = 1e-13  # seconds: 80 Tb/s
 _ENOUGH_SECONDS = 0.5  # messages that would take longer are not measured
-_REPETITIONS = 15, 3  # of the smallest messages, and of all others
+_REPETITIONS = 15, 3  # repetitions of the smallest messages, and of all others
 
 
 class MessageTime(NamedTuple):
@@ -65,12 +65,7 @@ def measure_link(
 
 
 class _Probe:
-    """Sends messages over a process group.
-
-    Args:
-        group: the ranks.
-        device: of the messages.
-    """
+    """Sends messages over a process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -153,7 +148,7 @@ def ideal_link(
         overhead: seconds that the software takes per message.
         ranks_per_node: ranks that share a machine and its network interface.
     """
-    hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # of a ring all-reduce
+    hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # hops of a ring all-reduce
     costs = {}
     for kind in sorted({message.kind for message in messages}):
         rounds = hops if kind.startswith("all-reduce") else 1

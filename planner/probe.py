@@ -21,7 +21,7 @@ from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost, Overla
 
 T = TypeVar("T")
 
-PLAIN, CAST = "none", "bf16"  # what every hook is compared with
+PLAIN, CAST = "none", "bf16"  # baselines of every hook
 MODEL_BUDGET = 1.5  # seconds for steps of the model
 HOOK_BUDGET = 0.25  # seconds for steps of each hook
 

@@ -184,13 +184,13 @@ GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multip
         ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
     ],
 )
-def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
-    numbers = kernel_model.modelled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
+def test_modeled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
+    numbers = kernel_model.modeled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
     assert numbers == {
         kernel_model.LAUNCHES_US: 4.0,
         kernel_model.BYTES_US: 1000.0,
         kernel_model.INSTRUCTIONS_US: for_instructions,
-        kernel_model.MODELLED_US: expected,
+        kernel_model.MODELED_US: expected,
         kernel_model.WAVES: 2 * 25 / 20,
         kernel_model.WHOLE_WAVES_US: 4 + (expected - 4) * 4 / 2.5,
         LAUNCHES: 2,
@@ -198,9 +198,9 @@ def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instruction
     }
 
 
-def test_modelled_time_is_mean_over_buckets():
-    numbers = kernel_model.modelled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
-    assert (numbers[LAUNCHES], numbers[kernel_model.MODELLED_US]) == (1.5, 3 + 2000)
+def test_modeled_time_is_mean_over_buckets():
+    numbers = kernel_model.modeled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
+    assert (numbers[LAUNCHES], numbers[kernel_model.MODELED_US]) == (1.5, 3 + 2000)
 
 
 @needs_compiler
@@ -232,10 +232,10 @@ def test_gpus_copy_between_10_and_30_bytes_per_clock_and_multiprocessor(name):
 
 def test_table_of_a_model_is_labelled_as_such_and_fits_80_columns(facts, printed):
     case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 27}
-    metrics = kernel_model.modelled([1_000_000], [["a"]], kernel_model.GPUS["h200"], Counter(a=1e6))
+    metrics = kernel_model.modeled([1_000_000], [["a"]], kernel_model.GPUS["h200"], Counter(a=1e6))
     records = [made_up(case, "model of h200", metric, p50) for metric, p50 in metrics.items()]
-    (only,) = kernel_model.tables(Measured({"modelled_gpu": "h200"}, records).with_provenance(facts))
-    assert only.title == "Flatten to float16: H200, modelled, not measured"
+    (only,) = kernel_model.tables(Measured({"modeled_gpu": "h200"}, records).with_provenance(facts))
+    assert only.title == "Flatten to float16: H200, modeled, not measured"
     assert only.rows[0][0] == "gpt2-124m, 27 MiB"
     text = printed(only)
     assert max(map(len, text.splitlines())) <= 80
@@ -265,7 +265,7 @@ def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypa
 
 
 @needs_compiler
-def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
+def test_command_writes_modeled_times_and_labels_them(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
     monkeypatch.setattr(kernel_model, "COMPARED", COMPARED[:2])
     path = tmp_path / "model.jsonl"
@@ -274,9 +274,9 @@ def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     records = load(path)
     assert {record.implementation for record in records} == {"model of h200"}
-    assert all("modelled" in record.metric or "launches" in record.metric for record in records)
-    assert records[0].provenance["settings"]["modelled_gpu"] == "h200"
-    assert done.output.count("modelled, not measured") == 3  # two titles and a note
+    assert all("modeled" in record.metric or "launches" in record.metric for record in records)
+    assert records[0].provenance["settings"]["modeled_gpu"] == "h200"
+    assert done.output.count("modeled, not measured") == 3  # two titles and a note
 
 
 @pytest.mark.parametrize("arguments", [["v100"], ["h200", "--rounds", "3"]])

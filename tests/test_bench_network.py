@@ -138,7 +138,7 @@ def test_default_hooks_begin_with_noop():
 
 def test_table_of_emulated_link_is_marked(facts):
     (only,) = tables_of(facts, ["25gbit"], ["fp16"], counts_bytes=False, is_emulated=True)
-    assert "2 hosts, modelled link: 25 Gb/s" in only.title
+    assert "2 hosts, modeled link: 25 Gb/s" in only.title
     assert "one rank stands for 2 hosts" in " ".join(only.notes)
 
 

@@ -343,6 +343,6 @@ def test_running_mean_is_of_each_window():
     assert plots.running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.5, 2.5, 4.5]
 
 
-def test_every_default_hook_has_a_colour_of_its_own():
-    assert len(set(plots._CURVE_COLOURS)) >= len(DEMO_HOOKS)
-    assert len(set(plots._HOOK_COLOURS)) >= len(converge.DEFAULT_HOOKS)
+def test_every_default_hook_has_a_color_of_its_own():
+    assert len(set(plots._CURVE_COLORS)) >= len(DEMO_HOOKS)
+    assert len(set(plots._HOOK_COLORS)) >= len(converge.DEFAULT_HOOKS)
