@@ -57,14 +57,13 @@ def test_error_feedback_makes_up_for_single_steps(name):
     assert error_of(name, TWO_SHOT, 4, steps=16) < 0.7 * error_of(name, TWO_SHOT, 4, steps=1)
 
 
-def test_table_has_a_row_per_exchange_and_fits_80_columns(facts, printed):
+def test_table_has_a_row_per_all_reduce(facts):
     records = Measured(*rounding.measure()).with_provenance(facts)
     (table,) = tables(records)
     columns = ["bits per element", "2 ranks", "4 ranks", "8 ranks, 2 steps"]
     assert table.headers == ["wire", "all-reduce", *columns]
     assert [tuple(row[:2]) for row in table.rows] == [(e.wire.name, e.implementation) for e in all_reduces()]
     assert [row[2] for row in table.rows if row[0] in ("int4", "fp32")] == ["32", "4.25"]
-    assert max(map(len, printed(table).splitlines())) <= 80
 
 
 def test_command_writes_the_results_it_prints(tmp_path):
