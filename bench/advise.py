@@ -35,7 +35,6 @@ SPEED_UP = "speed-up"  # speed-up of the recommended hook over no hook
 ADVICE_S = "time of the measurement (s)"
 TOLERANCE = 20  # percent
 _WARM_UP = 5
-_MODULE = "gradwire.bench.advise"
 
 
 def measure(
@@ -46,7 +45,7 @@ def measure(
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
         for model in models:
-            records += launch.run(_MODULE, settings | {"model": model, "threads": 1}, places)
+            records += launch.run(__name__, settings | {"model": model, "threads": 1}, places)
     return Measured(settings | {"models": list(models), "threads": 1}, records)
 
 
@@ -175,7 +174,3 @@ def _percent(group: Sequence[Record]) -> float:
     predicted, measured = (median_of(group, STEP_MS, name) for name in (PREDICTED, MEASURED))
     assert predicted is not None and measured is not None
     return 100 * (predicted / measured - 1)
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -29,7 +29,6 @@ NO_HOOK, AUTO = "no hook", "auto_hook"
 CANDIDATES = DEFAULT_CANDIDATES[1:]  # without "plain", which is no hook
 PARAMETERS = "parameters"  # chosen for a candidate
 WARM_UP = 5
-MODULE = "gradwire.bench.auto"
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
@@ -38,7 +37,7 @@ def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: in
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
         for model in models:
-            records += launch.run(MODULE, settings | {"model": model}, places)
+            records += launch.run(__name__, settings | {"model": model}, places)
     return Measured(settings | {"models": list(models)}, records)
 
 
@@ -102,7 +101,3 @@ def _choice(group: Group) -> str:
 def _speed_up(group: Group) -> str:
     plain, chosen = median_of(group, STEP_MS, NO_HOOK), median_of(group, STEP_MS, AUTO)
     return "" if plain is None or chosen is None else f"{plain / chosen:.2f}x"
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -150,7 +150,7 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
     """Train with each hook until the target."""
     settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
     with places_of(hosts, is_local=rate == LOOPBACK) as places:
-        records = launch.run("gradwire.bench.converge", settings, places)
+        records = launch.run(__name__, settings, places)
     described = describe(TASKS[task]()) | {"rate": rate.name, "hosts": hosts, "plain_steps": PLAIN_STEPS}
     return Measured(described, records)
 
@@ -270,7 +270,3 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "speed-up: of the time to target, over PyTorch's DDP without a hook",
     ]
     return [pivot(title, records, names, columns, notes)]
-
-
-if __name__ == "__main__":
-    launch.work(main)

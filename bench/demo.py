@@ -151,7 +151,7 @@ def measure(hooks: Sequence[str], rate: Rate, processes: int, epochs: int, seed:
     """Train once with each hook."""
     asked = {"hooks": list(hooks), "rate": rate.name, "epochs": epochs, "seed": seed}
     with places_of(processes, is_local=rate == LOOPBACK) as places:
-        records = launch.run("gradwire.bench.demo", asked, places, demo_device(processes, rate))
+        records = launch.run(__name__, asked, places, demo_device(processes, rate))
     data = load_data(torch.device("cpu"))
     settings = asked | {
         "processes": processes,
@@ -303,7 +303,3 @@ def _notes(records: Sequence[Record]) -> list[str]:
         "time so far",
         f"link: {link}",
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -79,7 +79,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
     places = places_of(1 if is_emulated else hosts, is_local=is_emulated or list(rates) == [LOOPBACK])
     with places as where:
         device = torch.device("cuda" if is_emulated else "cpu")
-        records = launch.run("gradwire.bench.network", settings, where, device)
+        records = launch.run(__name__, settings, where, device)
     return Measured(settings | {"model": MODEL, "first_compressed_step": FIRST_COMPRESSED}, records)
 
 
@@ -249,7 +249,3 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         BUCKETS_NOTE,
         machines,
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

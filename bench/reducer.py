@@ -45,7 +45,6 @@ from gradwire.planner.hook_registry import label
 WARM_UP = 5  # the first steps build and rebuild buckets
 MEMORY_MODEL = "mlp"  # the model of the memory measurement
 NO_REDUCER = "no reducer"
-MODULE = "gradwire.bench.reducer"
 
 # (hook, implementation): (the class that wraps the model, the function of the hook).
 REDUCERS: dict[tuple[str, str], tuple[Any, Any]] = {
@@ -102,10 +101,10 @@ class ReducedModel:
 def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured:
     """Times and peak memory of backwards, after a check of the gradients."""
     settings, device = {"models": list(models), "steps": steps, "threads": 1}, bench_device()
-    records = [record for size in ranks for record in launch.run(MODULE, settings, size, device)]
+    records = [record for size in ranks for record in launch.run(__name__, settings, size, device)]
     if MEMORY_MODEL in models:
         for key in track(REDUCERS, description=f"{'memory':<14}"):
-            records += launch.run(MODULE, {"memory_of": key, "threads": 1}, 1, device)
+            records += launch.run(__name__, {"memory_of": key, "threads": 1}, 1, device)
     return Measured(settings, records)
 
 
@@ -222,7 +221,3 @@ def _notes(records: Sequence[Record]) -> list[str]:
         "us per parameter: median beyond that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -29,7 +29,6 @@ from gradwire.bench.timing import bench_device, in_turn, slowest
 from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
-MODULE = "gradwire.bench.telemetry"
 PLAIN, MEASURED, COMPARED = "plain", "measured", "compared"
 EVERY, EXACT_EVERY = 50, 1000  # intervals in the table
 
@@ -39,7 +38,7 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
     device = bench_device()
     settings = {"model": MODEL, "steps": steps, "threads": 1, "first_compressed_step": FIRST_COMPRESSED}
     runs = [(size, settings | {"hook": hook}) for size in ranks for hook in HOOKS]
-    return Measured(settings, [record for size, of in runs for record in launch.run(MODULE, of, size, device)])
+    return Measured(settings, [record for size, of in runs for record in launch.run(__name__, of, size, device)])
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -100,7 +99,3 @@ def _share(kind: str, every: int) -> Callable[[Group], str]:
         return "" if plain is None or other is None else f"{(other - plain) / plain / every:.2%}"
 
     return cell
-
-
-if __name__ == "__main__":
-    launch.work(main)
