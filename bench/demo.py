@@ -105,7 +105,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=steps)
         connections = connections_of(self.model.process_group)
-        self.transports = (connections.executor(device).transport, self.model.reducer.transport)
+        self.transports = (connections.executor(device).transport, self.model.reducer.exchange.transport)
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
         self.seconds: list[float] = []
