@@ -14,16 +14,13 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from rich.progress import track
 
-from gradwire.bench import launch, namespaces
-from gradwire.bench.models import JOBS, Training
+from gradwire.bench import launch
+from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, unique
 from gradwire.bench.tables import Table, count, find, format_number, format_rate, groups_of, median_of, pivot
-from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.advice import Advice, advise
 from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.probe import PLAIN
@@ -34,12 +31,10 @@ DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 DEFAULT_HOOKS = tuple(name for name in HOOKS if name != "noop")
 QUICK_HOOKS = ("none", "bf16", "int4", "powersgd-r4")
 PREDICTED, MEASURED = "predicted", "measured"
-SPEED_UP = "speed-up"  # of the recommended hook, over no hook
+SPEED_UP = "speed-up"  # speed-up of the recommended hook over no hook
 ADVICE_S = "time of the measurement (s)"
 TOLERANCE = 20  # percent
-STEPS_IN_A_ROW = 5
 _WARM_UP = 5
-_MODULE = "gradwire.bench.advise"
 
 
 def measure(
@@ -50,7 +45,7 @@ def measure(
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
         for model in models:
-            records += launch.run(_MODULE, settings | {"model": model, "threads": 1}, places)
+            records += launch.run(__name__, settings | {"model": model, "threads": 1}, places)
     return Measured(settings | {"models": list(models), "threads": 1}, records)
 
 
@@ -63,20 +58,11 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         for training in trainings.values():
             training.step()
     for name in settings["rates"]:
-        rate = link_named(name)
-        if rate != LOOPBACK:
-            namespaces.limit(rate)
+        limit_to(name)
         started = time.monotonic()
         advice = advise(measure_job(build, settings["hooks"], device))
         seconds = time.monotonic() - started
-        for training in trainings.values():
-            training.seconds = []
-        rounds = range(settings["rounds"])
-        for turn in track(rounds, description=f"{model}, {name:<12}", disable=dist.get_rank() != 0):
-            for training in in_turn(list(trainings.values()), turn):
-                training.step()  # warms the caches
-                training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
-        times = {hook: slowest(training.seconds) for hook, training in trainings.items()}
+        times = time_in_rows(trainings, settings["rounds"], f"{model}, {name:<12}")
         records += _records(model, name, settings["hosts"], advice, times, seconds)
     return records
 
@@ -104,7 +90,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     steps = [record for record in records if record.metric == STEP_MS]
     rates = unique(record["rate"] for record in steps)
     columns = [
-        (f"{header}{_link(rate)}", cell(rate))
+        (f"{header}{format_rate(rate)}", cell(rate))
         for rate in rates
         for header, cell in (("step (ms), ", _measured), ("error (%), ", _error))
     ]
@@ -134,7 +120,7 @@ def _advice_table(records: Sequence[Record]) -> Table:
         rows.append(
             [
                 model,
-                _link(rate),
+                format_rate(rate),
                 display_name(advice["hook"]),
                 f"{advice.p50:.2f}x",
                 f"{plain / fastest:.2f}x",
@@ -171,10 +157,6 @@ def _steps(group: Sequence[Record], hook: str | None = None) -> list[Record]:
     return [record for record in group if record.metric == STEP_MS and hook in (None, record["hook"])]
 
 
-def _link(rate: str) -> str:
-    return format_rate(rate)
-
-
 def _of_rate(group: Sequence[Record], rate: str) -> list[Record]:
     return [record for record in group if record["rate"] == rate]
 
@@ -192,7 +174,3 @@ def _percent(group: Sequence[Record]) -> float:
     predicted, measured = (median_of(group, STEP_MS, name) for name in (PREDICTED, MEASURED))
     assert predicted is not None and measured is not None
     return 100 * (predicted / measured - 1)
-
-
-if __name__ == "__main__":
-    launch.work(main)

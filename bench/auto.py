@@ -13,16 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from rich.progress import track
 
-from gradwire.bench import launch, namespaces
-from gradwire.bench.models import JOBS, Training
+from gradwire.bench import launch
+from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Group, Table, count, format_rate, median_of, pivot, value
-from gradwire.bench.timing import in_turn, slowest
 from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
 from gradwire.planner.hook_registry import HOOKS
 
@@ -31,9 +28,7 @@ DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 NO_HOOK, AUTO = "no hook", "auto_hook"
 CANDIDATES = DEFAULT_CANDIDATES[1:]  # without "plain", which is no hook
 PARAMETERS = "parameters"  # chosen for a candidate
-STEPS_IN_A_ROW = 5
 WARM_UP = 5
-MODULE = "gradwire.bench.auto"
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
@@ -42,7 +37,7 @@ def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: in
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
         for model in models:
-            records += launch.run(MODULE, settings | {"model": model}, places)
+            records += launch.run(__name__, settings | {"model": model}, places)
     return Measured(settings | {"models": list(models)}, records)
 
 
@@ -54,27 +49,19 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         for training in fixed.values():
             training.step()
     for name in settings["rates"]:
-        rate = link_named(name)
-        if rate != LOOPBACK:
-            namespaces.limit(rate)
+        limit_to(name)
         chosen = Training(build(device), lambda group, start: (AutoState(group), auto_hook))
         while not chosen.state.plan:
             chosen.step()
         for _ in range(WARM_UP):
             chosen.step()
         trainings = {AUTO: chosen, NO_HOOK: fixed["none"], **{each: fixed[each] for each in CANDIDATES}}
-        title = f"{settings['model']}, {name:<12}"
-        for turn in track(range(settings["rounds"]), description=title, disable=dist.get_rank() != 0):
-            for training in in_turn(list(trainings.values()), turn):
-                training.step()  # warms the caches
-                training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+        times = time_in_rows(trainings, settings["rounds"], f"{settings['model']}, {name:<12}")
         of_case = partial(
             Record, bench="auto", case={"model": settings["model"], "rate": name}, ranks=settings["hosts"]
         )
-        for each, training in trainings.items():
-            times = percentiles_ms(slowest(training.seconds))
-            records.append(of_case(implementation=each, metric=STEP_MS, **times))
-            training.seconds = []
+        for each, seconds in times.items():
+            records.append(of_case(implementation=each, metric=STEP_MS, **percentiles_ms(seconds)))
         for each, parameters in Counter(chosen.state.plan.values()).items():
             records.append(of_case(implementation=each, metric=PARAMETERS, p50=parameters))
     return records
@@ -114,7 +101,3 @@ def _choice(group: Group) -> str:
 def _speed_up(group: Group) -> str:
     plain, chosen = median_of(group, STEP_MS, NO_HOOK), median_of(group, STEP_MS, AUTO)
     return "" if plain is None or chosen is None else f"{plain / chosen:.2f}x"
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -24,7 +24,7 @@ from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
 from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
@@ -48,7 +48,7 @@ TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"}
         ),
     )
 }
-PLAIN_STEPS = 2  # before low-rank hooks begin to compress: the fewest that PyTorch's hook accepts
+PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch's hook accepts
 WARM_UP = 10  # steps until the learning rate has its full size
 
 
@@ -150,7 +150,7 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
     """Train with each hook until the target."""
     settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
     with places_of(hosts, is_local=rate == LOOPBACK) as places:
-        records = launch.run("gradwire.bench.converge", settings, places)
+        records = launch.run(__name__, settings, places)
     described = describe(TASKS[task]()) | {"rate": rate.name, "hosts": hosts, "plain_steps": PLAIN_STEPS}
     return Measured(described, records)
 
@@ -158,14 +158,13 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """Run all trainings as one rank; returns their records."""
     task = TASKS[settings["task"]]()
-    rate, seeds = link_named(settings["rate"]), settings["seeds"]
-    if rate != LOOPBACK:
-        namespaces.limit(rate)
+    seeds, counts_bytes = settings["seeds"], settings["rate"] != LOOPBACK.name
+    limit_to(settings["rate"])
     pairs = [(hook, by) for hook in settings["hooks"] for by in implementations_of(hook)]
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            trainings = [Training.make(task, hook, by, seed, rate != LOOPBACK) for hook, by in pairs]
+            trainings = [Training.make(task, hook, by, seed, counts_bytes) for hook, by in pairs]
             line = progress.add_task(f"seed {seed}", total=task.max_steps)
             running = list(trainings)
             for step, batch in zip(range(1, task.max_steps + 1), task.batches(seed), strict=False):
@@ -271,7 +270,3 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "speed-up: of the time to target, over PyTorch's DDP without a hook",
     ]
     return [pivot(title, records, names, columns, notes)]
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradwire import DistributedDataParallel
-from gradwire.bench import launch, namespaces
+from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, link_named, places_of
+from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import (
     ACCURACY,
     SENT_PER_STEP,
@@ -40,7 +40,7 @@ from gradwire.planner.hook_registry import HOOKS, label
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0
-PLAIN_STEPS = 10  # before low-rank hooks begin to compress
+PLAIN_STEPS = 10  # uncompressed steps of low-rank hooks
 
 
 class Digits(NamedTuple):
@@ -69,7 +69,7 @@ def load_data(device: torch.device) -> Digits:
 
 
 def make_network() -> nn.Module:
-    """A small convolutional network with batch normalisation, for 8 x 8 images of ten classes."""
+    """A small convolutional network with batch normalization, for 8 x 8 images of ten classes."""
     return nn.Sequential(
         *_block(1, 32),
         *_block(32, 64),
@@ -105,7 +105,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=steps)
         connections = connections_of(self.model.process_group)
-        self.transports = (connections.executor(device).transport, self.model.reducer.transport)
+        self.transports = (connections.executor(device).transport, self.model.reducer.exchange.transport)
         self.losses: list[float] = []
         self.sent_bytes: list[int] = []
         self.seconds: list[float] = []
@@ -151,7 +151,7 @@ def measure(hooks: Sequence[str], rate: Rate, processes: int, epochs: int, seed:
     """Train once with each hook."""
     asked = {"hooks": list(hooks), "rate": rate.name, "epochs": epochs, "seed": seed}
     with places_of(processes, is_local=rate == LOOPBACK) as places:
-        records = launch.run("gradwire.bench.demo", asked, places, demo_device(processes, rate))
+        records = launch.run(__name__, asked, places, demo_device(processes, rate))
     data = load_data(torch.device("cpu"))
     settings = asked | {
         "processes": processes,
@@ -175,9 +175,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     data, hooks, epochs = load_data(device), settings["hooks"], settings["epochs"]
     batches = make_batches(len(data.train_labels), epochs, settings["seed"]).to(device)
     trainings = [Training(hook, settings["seed"], len(batches), device) for hook in hooks]
-    rate = link_named(settings["rate"])
-    if rate != LOOPBACK:
-        namespaces.limit(rate)
+    limit_to(settings["rate"])
     with make_progress() as progress:
         tasks = [progress.add_task(label_of(hook), total=len(batches), loss=math.nan, seconds=0.0) for hook in hooks]
         for _ in range(len(batches) * len(trainings)):
@@ -305,7 +303,3 @@ def _notes(records: Sequence[Record]) -> list[str]:
         "time so far",
         f"link: {link}",
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

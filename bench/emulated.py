@@ -5,7 +5,7 @@ A collective of the only rank runs over NCCL. After it a separate stream, the wi
     latency + 2 (n - 1) / n * bytes / rate            a ring all-reduce over n ranks (Patarasuk, Yuan, 2009)
     latency + (n - 1) / n * bytes / rate              each shot of a two-shot all-reduce
 
-and the collective is done when the wire is. Messages on the wire are serialised. The model covers time only: no
+and the collective is done when the wire is. Messages on the wire are serialized. The model covers time only: no
 congestion, no imbalance between ranks, and n equal gradients. Every tensor of a coalesced collective is charged the
 latency. PyTorch's DDP without a hook issues its collectives in C++, out of reach of the model; its `allreduce_hook`
 stands for it.

@@ -28,6 +28,7 @@ from gradwire.bench.implementations import (
     Implementation,
     make_batch,
     needs_one_bucket,
+    prepare,
 )
 from gradwire.bench.record import (
     HOST_MS,
@@ -64,7 +65,6 @@ DEFAULT_HOOKS = (
     "powersgd-r4-batched",
 )
 QUICK_HOOKS = ("noop", "fp16", "powersgd-r4")
-MODULE = "gradwire.bench.hooks"
 
 
 def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> Measured:
@@ -73,10 +73,10 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
     settings = {"model": MODEL, "steps": steps, "threads": threads, "first_compressed_step": FIRST_COMPRESSED}
     # New processes for each hook: PyTorch's DDP does not free all of a model that had one.
     runs = [(size, settings | {"hook": hook}) for size in ranks for hook in hooks]
-    records = [record for size, of_hook in runs for record in launch.run(MODULE, of_hook, size, device)]
+    records = [record for size, of_hook in runs for record in launch.run(__name__, of_hook, size, device)]
     for hook in track(unique(("noop", *hooks)), description=f"{'memory':<24}"):
         for name in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH):
-            records += launch.run(MODULE, settings | {"memory_of": [hook, name]}, 1, device)
+            records += launch.run(__name__, settings | {"memory_of": [hook, name]}, 1, device)
     return Measured(settings, records)
 
 
@@ -110,11 +110,7 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
     ]
     everything = [*references.values(), *implementations]
     rank = dist.get_rank()
-    for step in range(WARM_UP):
-        for implementation in everything:
-            implementation.step(make_batch(step, rank, device))
-    for implementation in everything:
-        implementation.check(make_batch(WARM_UP, rank, device))
+    prepare(everything, device)
     for implementation in everything:
         implementation.host_seconds = []
     title = f"{hook}, {count(dist.get_world_size(), 'rank')}"
@@ -207,7 +203,3 @@ def _notes(records: Sequence[Record]) -> list[str]:
         BUCKETS_NOTE,
         STAR_NOTE,
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -55,19 +55,8 @@ def make_batch(step: int, rank: int, device: torch.device) -> Tensor:
 class Implementation:
     """The model, wrapped in a DDP, with a hook.
 
-    Args:
-        hook: a name in `HOOKS`.
-        name: `PYTORCH` (PyTorch's hook on PyTorch's DDP), `GRADWIRE` (both gradwire's) or `GRADWIRE_ON_PYTORCH`.
-        device: where it trains.
-        one_bucket: whether all gradients make one bucket.
-        model: by default that of `make_model`; takes the batches of `make_batch`, and is equal on all ranks.
-
-    Attributes:
-        seconds: durations of the timed steps on this rank.
-        host_seconds: CPU time of this process in each step so far, until the backward returned.
-        link_bytes: bytes sent over the network interface in the timed steps.
-        state: of the hook.
-        calls: driver calls of one more step; None without a GPU.
+    ``name`` is `PYTORCH` (PyTorch's hook on PyTorch's DDP), `GRADWIRE` (both gradwire's) or `GRADWIRE_ON_PYTORCH`.
+    Another ``model`` must take the batches of `make_batch` and be equal on all ranks.
     """
 
     def __init__(
@@ -76,10 +65,10 @@ class Implementation:
         self.hook = hook
         self.name = name
         self.one_bucket = one_bucket
-        self.seconds: list[float] = []
-        self.host_seconds: list[float] = []
-        self.link_bytes: list[int] = []
-        self.calls: DriverCalls | None = None
+        self.seconds: list[float] = []  # timed steps on this rank
+        self.host_seconds: list[float] = []  # CPU time of each step so far, until the backward returned
+        self.link_bytes: list[int] = []  # sent over the network interface in the timed steps
+        self.calls: DriverCalls | None = None  # driver calls of one more step, on a GPU
         self.device = device
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
         wrap = DistributedDataParallel if name == GRADWIRE else TorchDDP
@@ -177,10 +166,20 @@ class Implementation:
         return [views[id(parameter)] for parameter in named.values()]
 
 
+def prepare(implementations: Sequence[Implementation], device: torch.device) -> None:
+    """Warm up, then check the gradients of the next step. A collective call."""
+    rank = dist.get_rank()
+    for step in range(WARM_UP):
+        for implementation in implementations:
+            implementation.step(make_batch(step, rank, device))
+    for implementation in implementations:
+        implementation.check(make_batch(WARM_UP, rank, device))
+
+
 def error_memory(state: object) -> dict[Any, Tensor]:
     """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
     if isinstance(state, PowerSGDState):
-        errors = state.tensors("errors")  # of this rank; state_dict() has the mean over all
+        errors = state.tensors("errors")  # this rank's; state_dict() has the mean over all
     elif isinstance(state, QuantizationState):
         ranks = dist.get_world_size()  # its errors are parts of the mean gradient
         errors = {name: ranks * error for name, error in state.tensors("errors").items()}
@@ -233,7 +232,7 @@ def complaint_about_feedback(
 
     - Nothing is lost: gradient + old error == result + new error in the mean over the ranks; uncompressed gradients
       have no error on any rank. M = g + e and e' = M - result are rounded once each, to half a unit of |M| and |e'|,
-      sums over n ranks n - 1 times. A quantised all-reduce has two errors per element, which may cancel each other, so
+      sums over n ranks n - 1 times. A quantized all-reduce has two errors per element, which may cancel each other, so
       its bound is relative to the largest element of the gradient; and it adds once more.
     - The result is a projection or a rounding of the mean of M, so it is closer to it than zero is.
     """

@@ -1,7 +1,7 @@
 """The launcher of all benches: one worker process per rank, on this machine or in its network namespaces.
 
-`run` starts ``python -m MODULE`` for each rank, with the settings as JSON, and returns the records of rank 0; `work` is
-the body of such a module. The launcher holds the write end of a pipe that is the workers' standard input. When the
+`run` starts a process for each rank, which calls ``main(settings, device)`` of a module, and returns the records of
+rank 0. The launcher holds the write end of a pipe that is the workers' standard input. When the
 launcher ends, for whatever reason, the pipe closes and every worker exits. Workers run in sessions of their own, so
 that Ctrl-C in a terminal reaches the launcher only.
 """
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,11 +36,7 @@ Worker = Callable[[dict[str, Any], torch.device], Sequence[Record]]
 
 
 class LaunchError(Exception):
-    """A worker failed.
-
-    Attributes:
-        log: standard error of all workers.
-    """
+    """A worker failed; ``log`` is the standard error of all workers."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -54,7 +51,7 @@ def loopback_interface() -> str | None:
 class Place(NamedTuple):
     """Where a rank runs."""
 
-    # called in the rank's process before its program starts, such as `Host.enter`; None for this machine
+    # a function for the rank's process, before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None
     # the network interface of its collectives; without one, gloo looks up this machine's name
     interface: str | None = loopback_interface()
@@ -67,7 +64,7 @@ HERE = Place()
 def run(
     module: str, settings: dict[str, Any], places: Sequence[Place] | int, device: torch.device | None = None
 ) -> list[Record]:
-    """Run a module that calls `work` in one process per rank; returns the records of rank 0.
+    """Run the function ``main`` of a module in one process per rank; returns the records of rank 0.
 
     Args:
         module: its name.
@@ -82,15 +79,14 @@ def run(
     places = [HERE] * places if isinstance(places, int) else places
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         path = Path(folder, "records")
-        arguments = [json.dumps(settings | {"path": str(path), "device": (device or torch.device("cpu")).type})]
-        launch(module, arguments, places)
+        settings = settings | {"path": str(path), "device": (device or torch.device("cpu")).type}
+        launch("gradwire.bench.launch", [module, json.dumps(settings)], places)
         return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def work(main: Worker) -> NoReturn:
+def _work(main: Worker, settings: dict[str, Any]) -> NoReturn:
     """In a worker: join the process group, call ``main(settings, device)``, write the records of rank 0, and exit."""
     exit_with_launcher()
-    settings = json.loads(sys.argv[1])
     if "threads" in settings:
         torch.set_num_threads(settings["threads"])
     device = bench_device() if settings["device"] == "cuda" else torch.device("cpu")
@@ -129,7 +125,7 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
         environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
         environment |= {
             "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(port),  # of this machine; in a namespace of its own every port is free
+            "MASTER_PORT": str(port),  # a port of this machine; in a namespace of its own every port is free
             "WORLD_SIZE": str(len(places)),
         }
         read_end, write_end = os.pipe()
@@ -174,3 +170,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+if __name__ == "__main__":
+    _work(import_module(sys.argv[1]).main, json.loads(sys.argv[2]))

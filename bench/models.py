@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.implementations import FIRST_COMPRESSED, make_batch, make_model
+from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Build, Job
 
@@ -21,7 +23,7 @@ class Model(NamedTuple):
     """A model and its input."""
 
     build: Callable[[], nn.Module]  # makes the model, with random weights
-    input_shape: tuple[int, ...]  # of a batch
+    input_shape: tuple[int, ...]
 
 
 class Residual(nn.Module):
@@ -130,17 +132,11 @@ JOBS: dict[str, Build] = {
 }
 
 
+STEPS_IN_A_ROW = 5
+
+
 class Training:
-    """A job's model in gradwire's DDP, with a hook.
-
-    Args:
-        job: the model and its loss.
-        make: the hook's registration, from the registry or alike.
-
-    Attributes:
-        state: of the hook; None without one.
-        seconds: of the timed steps.
-    """
+    """A job's model in gradwire's DDP, with a hook; ``make`` returns its registration."""
 
     def __init__(self, job: Job, make: Make) -> None:
         self.state: Any = None
@@ -160,3 +156,17 @@ class Training:
         start = time.perf_counter()
         self._loss(self._ddp).backward()
         return time.perf_counter() - start
+
+
+def time_in_rows(trainings: Mapping[str, Training], rounds: int, title: str) -> dict[str, list[float]]:
+    """Seconds of steps on the slowest rank: in each round, `STEPS_IN_A_ROW` of each training. A collective call.
+
+    A row is as a training with one hook, which finds its memory in the caches.
+    """
+    for training in trainings.values():
+        training.seconds = []
+    for turn in track(range(rounds), description=title, disable=dist.get_rank() != 0):
+        for training in in_turn(list(trainings.values()), turn):
+            training.step()  # warms the caches
+            training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+    return {name: slowest(training.seconds) for name, training in trainings.items()}

@@ -34,7 +34,7 @@ _BURST_MS = 1
 _LEAST_BURST = 16_384
 _LEAST_MBIT = 0.1  # below, a step takes hours
 MOST_LIMITED_MBIT = 30_000  # above, the count of bytes per second of a token bucket overflows
-MOST_MODELLED_MBIT = 10_000_000  # of links that are computed, not limited
+MOST_MODELED_MBIT = 10_000_000  # limit for links that are computed, not limited
 
 
 class NamespaceError(Exception):
@@ -44,8 +44,8 @@ class NamespaceError(Exception):
 class Host(NamedTuple):
     """A namespace with one interface, `INTERFACE`."""
 
-    name: str  # of the namespace
-    address: str  # of the interface
+    name: str
+    address: str  # the IP address of its interface
 
     def enter(self) -> None:
         """Move this process into the namespace, before it has threads: the ``preexec_fn`` of `subprocess.Popen`."""
@@ -59,7 +59,7 @@ class Rate(NamedTuple):
     mbit: float | None  # megabits per second; None for no limit
 
     @classmethod
-    def parse(cls, text: str, most_mbit: int = MOST_MODELLED_MBIT) -> "Rate":
+    def parse(cls, text: str, most_mbit: int = MOST_MODELED_MBIT) -> "Rate":
         """The rate of that name, of at most ``most_mbit``. Raises ValueError for any other text."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
         mbit = None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1)

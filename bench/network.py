@@ -2,7 +2,7 @@
 
 One rank on each host, one thread each. All implementations live in the same processes and take turns step by step, at
 one rate after another. `measure` starts the ranks; each runs `main`, checks the gradients, limits its own interface,
-and times its steps. With one GPU the link can be modelled instead: see `gradwire.bench.emulated`.
+and times its steps. With one GPU the link can be modeled instead: see `gradwire.bench.emulated`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
     places = places_of(1 if is_emulated else hosts, is_local=is_emulated or list(rates) == [LOOPBACK])
     with places as where:
         device = torch.device("cuda" if is_emulated else "cpu")
-        records = launch.run("gradwire.bench.network", settings, where, device)
+        records = launch.run(__name__, settings, where, device)
     return Measured(settings | {"model": MODEL, "first_compressed_step": FIRST_COMPRESSED}, records)
 
 
@@ -96,6 +96,12 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
 def link_named(name: str) -> Rate:
     """The rate of that name, or `LOOPBACK`."""
     return LOOPBACK if name == LOOPBACK.name else Rate.parse(name)
+
+
+def limit_to(name: str) -> None:
+    """Limit this host's interface to the rate of that name; loopback stays as it is."""
+    if name != LOOPBACK.name:
+        namespaces.limit(Rate.parse(name))
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -211,7 +217,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         reached = find(group, LINK_RATE)
         assert reached is not None and reached.p50 is not None
         link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_rate(rate)}"
-        link = f"modelled {link}" if settings["emulated"] else link
+        link = f"modeled {link}" if settings["emulated"] else link
         title = f"{STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
         columns = [
             *((name, value(STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
@@ -243,7 +249,3 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         BUCKETS_NOTE,
         machines,
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -40,7 +40,7 @@ from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
 
 Records = Sequence[Record]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, and a brown in place of their yellow.
+# Okabe and Ito's colors, which color-blind readers can tell apart, and a brown in place of their yellow.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK, _BROWN = (
     "#0072b2",
     "#e69f00",
@@ -52,8 +52,8 @@ _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK, _BROWN = (
     "#8c564b",
 )
 _SIDES = {PYTORCH: (_RED, "s"), GRADWIRE: (_BLUE, "o")}
-_HOOK_COLOURS = (_BLACK, _BLUE, _GREEN, _RED, _PURPLE, _SKY, _ORANGE, _BROWN)
-# Colour and marker of each implementation in `draw_kernels`.
+_HOOK_COLORS = (_BLACK, _BLUE, _GREEN, _RED, _PURPLE, _SKY, _ORANGE, _BROWN)
+# Color and marker of each implementation in `draw_kernels`.
 _KERNEL_STYLES = {
     GRADWIRE: (_BLUE, "o"),
     "DDP and hook of PyTorch": (_RED, "s"),
@@ -65,7 +65,7 @@ _KERNEL_STYLES = {
     "foreach copy": (_BLACK, "x"),
     "linalg.qr": (_ORANGE, "v"),
 }
-_SMALL_KERNELS = ("orthogonalize", "column norms")  # of kB-sized factors
+_SMALL_KERNELS = ("orthogonalize", "column norms")  # kernels on kB-sized factors
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -97,10 +97,10 @@ def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, wid
     figure = _figure(width, height)
     for axes, (title, records) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
         hooks = unique(record["hook"] for record in records)
-        for shift, (name, (colour, _)) in zip((-0.2, 0.2), _SIDES.items(), strict=True):
+        for shift, (name, (color, _)) in zip((-0.2, 0.2), _SIDES.items(), strict=True):
             of = [[record for record in records if record["hook"] == hook] for hook in hooks]
             values = [max(median_of(group, metric, name) or 0, 0) for group in of]
-            bars = axes.barh([i + shift for i in range(len(hooks))], values, 0.38, color=colour, label=name)
+            bars = axes.barh([i + shift for i in range(len(hooks))], values, 0.38, color=color, label=name)
             axes.bar_label(bars, [format_number(value) for value in values], padding=2, fontsize=8)
         _name_rows(axes, [label(hook) for hook in hooks])
         axes.margins(x=0.2)
@@ -132,23 +132,23 @@ def draw_converge(records: Records, path: Path) -> None:
     """Time to target of every hook as dots, median and range; beside it the curves of gradwire's median trainings."""
     settings = records[0].provenance["settings"]
     hooks = unique(record["hook"] for record in records)
-    colours = dict(zip(hooks, itertools.cycle(_HOOK_COLOURS), strict=False))
+    colors = dict(zip(hooks, itertools.cycle(_HOOK_COLORS), strict=False))
     figure = _figure(12, 4.6)
     dots, curves = figure.subplots(1, 2, width_ratios=(1, 1.15))
     for (hook, by), group in groups_of(records, "hook", "implementation"):
         seconds = converge.to_target(group, TARGET_S)
         if seconds is None:
             continue
-        colour, marker, fill = colours[hook], _SIDES[by][1], "white" if by == PYTORCH else None
+        color, marker, fill = colors[hook], _SIDES[by][1], "white" if by == PYTORCH else None
         y = hooks.index(hook) + (0.15 if by == GRADWIRE else -0.15)
-        dots.plot([min(seconds), max(seconds)], [y, y], color=colour, linewidth=2, alpha=0.5)
-        dots.plot([median(seconds)], [y], marker, color=colour, markerfacecolor=fill, markersize=7)
+        dots.plot([min(seconds), max(seconds)], [y, y], color=color, linewidth=2, alpha=0.5)
+        dots.plot([median(seconds)], [y], marker, color=color, markerfacecolor=fill, markersize=7)
         dots.annotate(
             format_number(median(seconds)), (max(seconds), y), (6, -3), textcoords="offset points", fontsize=8
         )
     _name_rows(dots, [display_name(hook) for hook in hooks])
-    for name, colour in zip(dots.get_yticklabels(), colours.values(), strict=True):
-        name.set_color(colour)
+    for name, color in zip(dots.get_yticklabels(), colors.values(), strict=True):
+        name.set_color(color)
     dots.margins(x=0.15)
     dots.set_xlim(left=0)
     dots.set_xlabel("time to target (s)")
@@ -160,8 +160,8 @@ def draw_converge(records: Records, path: Path) -> None:
     dots.legend(handles=sides, title=f"median and range, {seeds}", loc="lower right", fontsize=9, title_fontsize=9)
     for hook in hooks:
         seconds, scores = _median_training([r for r in records if r["hook"] == hook], settings["score"])
-        curves.plot(seconds, scores, color=colours[hook], linewidth=1.8, label=display_name(hook))
-        curves.plot(seconds[-1:], scores[-1:], "o", color=colours[hook], markersize=6)
+        curves.plot(seconds, scores, color=colors[hook], linewidth=1.8, label=display_name(hook))
+        curves.plot(seconds[-1:], scores[-1:], "o", color=colors[hook], markersize=6)
     curves.axhline(settings["target"], color="#444444", linestyle="--", linewidth=1, label="target")
     if settings["rises"]:
         curves.set_ylim(bottom=80)
@@ -200,11 +200,9 @@ def draw_kernels(records: Records, path: Path) -> None:
             of = [[r for r in group if (r["model"], r["bucket_mib"]) == bucket] for bucket in buckets]
             metric, scale = (TIME_MS, 1e3) if is_small else (BANDWIDTH, 1.0)
             values = [scale * (median_of(rows, metric, name) or 0) for rows in of]
-            colour, marker = _KERNEL_STYLES.get(name, (_SKY, "P"))
+            color, marker = _KERNEL_STYLES.get(name, (_SKY, "P"))
             size, order = (8, 3) if name == GRADWIRE else (6, 2)
-            axes.plot(
-                values, range(len(buckets)), marker, color=colour, markersize=size, label=f" {name}", zorder=order
-            )
+            axes.plot(values, range(len(buckets)), marker, color=color, markersize=size, label=f" {name}", zorder=order)
         if not is_small and copied:
             axes.axvline(copied, color="#444444", linestyle="--", linewidth=1, label="copy_")
         _name_rows(axes, [f"{model}, {size} MiB" for model, size in buckets])
@@ -230,12 +228,12 @@ def draw_demo(records: Records, path: Path) -> None:
     window = max(1, steps // 20)
     figure = _figure(8, 5)
     axes = figure.subplots()
-    for group, (sent, loss), colour in zip(groups, curves, itertools.cycle(_CURVE_COLOURS), strict=False):
+    for group, (sent, loss), color in zip(groups, curves, itertools.cycle(_CURVE_COLORS), strict=False):
         assert sent is not None and loss is not None
         megabytes = [nbytes / 1e6 for nbytes in sent.series[window - 1 :]]
         payload = f"{format_bytes(median_of(group, SENT_PER_STEP) or 0)} per step"
         text = f"{demo.label_of(group[0]['hook'])}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
-        axes.plot(megabytes, running_mean(loss.series, window), label=text, color=colour)
+        axes.plot(megabytes, running_mean(loss.series, window), label=text, color=color)
     axes.set_yscale("log")
     totals = [sent.series[-1] for sent, _ in curves if sent is not None]
     if max(totals) > 8 * min(totals) > 0:
@@ -247,7 +245,7 @@ def draw_demo(records: Records, path: Path) -> None:
     _save(figure, demo.title(records), path)
 
 
-_CURVE_COLOURS = (_BLACK, _SKY, _ORANGE, _PURPLE, _BLUE, _GREEN, _RED, _BROWN)
+_CURVE_COLORS = (_BLACK, _SKY, _ORANGE, _PURPLE, _BLUE, _GREEN, _RED, _BROWN)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

@@ -82,7 +82,7 @@ class Record:
 class Measured(NamedTuple):
     """The outcome of a bench."""
 
-    settings: dict[str, Any]  # what was measured: model, steps, hosts
+    settings: dict[str, Any]  # model, steps, hosts, ...
     records: list[Record]  # without their provenance
 
     def with_provenance(self, facts: dict[str, Any]) -> list[Record]:

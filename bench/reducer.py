@@ -45,7 +45,6 @@ from gradwire.planner.hook_registry import label
 WARM_UP = 5  # the first steps build and rebuild buckets
 MEMORY_MODEL = "mlp"  # the model of the memory measurement
 NO_REDUCER = "no reducer"
-MODULE = "gradwire.bench.reducer"
 
 # (hook, implementation): (the class that wraps the model, the function of the hook).
 REDUCERS: dict[tuple[str, str], tuple[Any, Any]] = {
@@ -60,7 +59,7 @@ REDUCERS: dict[tuple[str, str], tuple[Any, Any]] = {
 
 
 @dataclass
-class Case:
+class ReducedModel:
     """One model behind one reducer, and the seconds that its backwards took."""
 
     hook: str
@@ -70,7 +69,7 @@ class Case:
     seconds: list[float] = field(default_factory=list)
 
     @classmethod
-    def make(cls, model: str, hook: str, implementation: str, device: torch.device) -> Case:
+    def make(cls, model: str, hook: str, implementation: str, device: torch.device) -> ReducedModel:
         """A case with equal initial weights on all ranks, and this rank's batch."""
         torch.manual_seed(0)
         module: nn.Module = MODELS[model].build().to(device)
@@ -102,10 +101,10 @@ class Case:
 def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured:
     """Times and peak memory of backwards, after a check of the gradients."""
     settings, device = {"models": list(models), "steps": steps, "threads": 1}, bench_device()
-    records = [record for size in ranks for record in launch.run(MODULE, settings, size, device)]
+    records = [record for size in ranks for record in launch.run(__name__, settings, size, device)]
     if MEMORY_MODEL in models:
         for key in track(REDUCERS, description=f"{'memory':<14}"):
-            records += launch.run(MODULE, {"memory_of": key, "threads": 1}, 1, device)
+            records += launch.run(__name__, {"memory_of": key, "threads": 1}, 1, device)
     return Measured(settings, records)
 
 
@@ -119,7 +118,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> Record:
     """Peak memory of this process in training steps."""
-    case = Case.make(model, hook, implementation, device)
+    case = ReducedModel.make(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
     of = {"model": model, "hook": hook}
@@ -129,7 +128,7 @@ def measure_memory(model: str, hook: str, implementation: str, device: torch.dev
 
 def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]:
     """Check and time every reducer on a model, in turns."""
-    cases = [Case.make(model, hook, implementation, device) for hook, implementation in REDUCERS]
+    cases = [ReducedModel.make(model, hook, implementation, device) for hook, implementation in REDUCERS]
     for _ in range(WARM_UP):
         for case in cases:
             case.step()
@@ -141,7 +140,7 @@ def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]
     return summarize(model, cases, [slowest(case.seconds) for case in cases])
 
 
-def _check(cases: Sequence[Case]) -> None:
+def _check(cases: Sequence[ReducedModel]) -> None:
     local = cases[0].gradients()
     mean, largest = [], []
     for gradient in local:
@@ -150,7 +149,7 @@ def _check(cases: Sequence[Case]) -> None:
         dist.all_reduce(mean[-1])
         dist.all_reduce(largest[-1], dist.ReduceOp.MAX)
     for case in cases[1:]:
-        tolerance = 2**-10 if case.hook == "fp16" else 2**-20  # of the largest summand
+        tolerance = 2**-10 if case.hook == "fp16" else 2**-20  # relative to the largest summand
         expected = local if case.hook == "noop" else mean
         for gradient, reference, scale in zip(case.gradients(), expected, largest, strict=True):
             # fp16 has steps of 2^-24. The comparison is false for a NaN.
@@ -159,7 +158,7 @@ def _check(cases: Sequence[Case]) -> None:
                 raise RuntimeError(f"{name}: the gradients differ from those without a reducer; nothing is timed.")
 
 
-def summarize(model: str, cases: Sequence[Case], seconds: Sequence[Sequence[float]]) -> list[Record]:
+def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Sequence[float]]) -> list[Record]:
     """A record for each case of a model."""
     parameters = list(cases[0].model.parameters())
     size = {"parameters": len(parameters), "elements": sum(p.numel() for p in parameters)}
@@ -222,7 +221,3 @@ def _notes(records: Sequence[Record]) -> list[str]:
         "us per parameter: median beyond that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -38,19 +38,18 @@ WORLD_SIZES = (2, 8, 32)  # powers of two, so that the check is exact
 NUMEL = 1 << 18
 BLOCK_SIZE = 64
 SEEDS = 5
-STEPS, STEPS_WORLD_SIZE = 16, 8  # of the measurement with error feedback
+STEPS, STEPS_WORLD_SIZE = 16, 8  # for error feedback
 
 Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of one shape, and returns their mean
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SimulatedAllReduce:
     """A simulated all-reduce."""
 
-    wire: WireFormat  # its format
+    wire: WireFormat
     implementation: str  # `RING` or `TWO_SHOT`
-    # takes the format and the number of ranks, and returns the function of a step. The error memories of a two-
-    # shot all-reduce are empty before the first step.
+    # (wire, world size) -> function of a step, with empty error memories before the first step
     start: Callable[[WireFormat, int], Mean]
 
 
@@ -72,12 +71,7 @@ def ring_mean(gradients: Sequence[Tensor], wire: WireFormat) -> Tensor:
 
 
 class TwoShot:
-    """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantisation hooks.
-
-    Args:
-        wire: the format.
-        world_size: the number of ranks.
-    """
+    """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantization hooks."""
 
     def __init__(self, wire: WireFormat, world_size: int) -> None:
         table = BlockTable([torch.empty(NUMEL)], BLOCK_SIZE, keys=[0])
@@ -105,27 +99,33 @@ class TwoShot:
         return mean
 
 
-def make_exchanges() -> list[Exchange]:
+def all_reduces() -> list[SimulatedAllReduce]:
     """Every all-reduce, in the order of the table."""
     return [
-        *(Exchange(WIRE_FORMATS[name], RING, lambda wire, _: partial(ring_mean, wire=wire)) for name in RINGS),
-        *(Exchange(WIRE_FORMATS[name], TWO_SHOT, lambda wire, n: TwoShot(wire, n).mean) for name in TWO_SHOTS),
+        *(
+            SimulatedAllReduce(WIRE_FORMATS[name], RING, lambda wire, _: partial(ring_mean, wire=wire))
+            for name in RINGS
+        ),
+        *(
+            SimulatedAllReduce(WIRE_FORMATS[name], TWO_SHOT, lambda wire, n: TwoShot(wire, n).mean)
+            for name in TWO_SHOTS
+        ),
     ]
 
 
-def check(exchange: Exchange, world_size: int) -> None:
+def check(simulated: SimulatedAllReduce, world_size: int) -> None:
     """Raise RuntimeError unless the mean of equal gradients on the grid of the format is exact."""
-    gradient = max(exchange.wire.levels, 1) * (2.0 * torch.randint(2, (NUMEL,)) - 1)
-    if not torch.equal(exchange.start(exchange.wire, world_size)([gradient] * world_size), gradient):
+    gradient = max(simulated.wire.levels, 1) * (2.0 * torch.randint(2, (NUMEL,)) - 1)
+    if not torch.equal(simulated.start(simulated.wire, world_size)([gradient] * world_size), gradient):
         raise RuntimeError(
-            f"The mean of {world_size} equal gradients is wrong: {exchange.wire.name}, {exchange.implementation}. "
+            f"The mean of {world_size} equal gradients is wrong: {simulated.wire.name}, {simulated.implementation}. "
             "Nothing is measured."
         )
 
 
-def relative_error(exchange: Exchange, world_size: int, steps: int, seed: int) -> float:
+def relative_error(simulated: SimulatedAllReduce, world_size: int, steps: int, seed: int) -> float:
     """The norm of the error of the mean of normal gradients over ranks and steps, relative to their mean in fp64."""
-    generator, mean_of = torch.Generator().manual_seed(seed), exchange.start(exchange.wire, world_size)
+    generator, mean_of = torch.Generator().manual_seed(seed), simulated.start(simulated.wire, world_size)
     actual, expected = torch.zeros(2, NUMEL, dtype=torch.float64)
     for _ in range(steps):
         gradients = [torch.randn(NUMEL, generator=generator) for _ in range(world_size)]
@@ -135,25 +135,25 @@ def relative_error(exchange: Exchange, world_size: int, steps: int, seed: int) -
 
 
 def measure() -> Measured:
-    """The relative error of every exchange for every world size. Raises RuntimeError if an exchange is wrong."""
+    """The relative error of every all-reduce for every world size. Raises RuntimeError if one is wrong."""
     torch.manual_seed(0)
     records = []
-    for exchange in track(make_exchanges(), description="rounding"):
-        records.append(_record(exchange, 1, BITS, p50=8 * exchange.wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE))
+    for simulated in track(all_reduces(), description="rounding"):
+        records.append(_record(simulated, 1, BITS, p50=8 * simulated.wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE))
         for world_size in WORLD_SIZES:
-            check(exchange, world_size)
-            errors = [relative_error(exchange, world_size, 1, seed) for seed in range(SEEDS)]
+            check(simulated, world_size)
+            errors = [relative_error(simulated, world_size, 1, seed) for seed in range(SEEDS)]
             p20, p50, p80 = (float(f"{cut:.4g}") for cut in quantiles(errors, n=10, method="inclusive")[1:8:3])
-            records.append(_record(exchange, world_size, RELATIVE_ERROR, p20=p20, p50=p50, p80=p80))
-        error = relative_error(exchange, STEPS_WORLD_SIZE, STEPS, seed=0)
-        records.append(_record(exchange, STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, p50=float(f"{error:.4g}")))
+            records.append(_record(simulated, world_size, RELATIVE_ERROR, p20=p20, p50=p50, p80=p80))
+        error = relative_error(simulated, STEPS_WORLD_SIZE, STEPS, seed=0)
+        records.append(_record(simulated, STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, p50=float(f"{error:.4g}")))
     return Measured({"numel": NUMEL, "block_size": BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
 
 
-def _record(exchange: Exchange, world_size: int, metric: str, **numbers: Any) -> Record:
-    case = {"wire": exchange.wire.name}
+def _record(simulated: SimulatedAllReduce, world_size: int, metric: str, **numbers: Any) -> Record:
+    case = {"wire": simulated.wire.name}
     return Record(
-        bench="rounding", case=case, implementation=exchange.implementation, ranks=world_size, metric=metric, **numbers
+        bench="rounding", case=case, implementation=simulated.implementation, ranks=world_size, metric=metric, **numbers
     )
 
 

@@ -88,7 +88,7 @@ PARAMETERS = {
 }
 
 
-ROTATION_MIB = 100  # of buckets in rotation, so that no cache holds them
+ROTATION_MIB = 100  # size of the buckets in rotation, so that no cache holds them
 
 
 def rotation(of_model: list[list[Shape]], size_mib: int) -> list[list[Shape]]:

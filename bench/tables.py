@@ -22,11 +22,11 @@ Cell = Callable[[Group], str]
 class Table:
     """A table of text. The first column names the row; cells of the others are aligned to the right."""
 
-    title: str  # what the numbers are, with their unit if all cells share it
-    headers: Sequence[str]  # of the columns
+    title: str  # the quantity, with its unit if all cells share it
+    headers: Sequence[str]
     rows: Sequence[Sequence[str]]  # cells
     notes: Sequence[str] = ()  # how the numbers were measured and how to read them; below the table
-    styles: Sequence[str] = ()  # of the rows in a terminal, by index
+    styles: Sequence[str] = ()  # row styles in a terminal
 
 
 def pivot(

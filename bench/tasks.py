@@ -20,9 +20,9 @@ Batch = tuple[Tensor, Tensor]  # inputs and labels
 class Task:
     """A training until a target."""
 
-    title: str  # of tables and plots
+    title: str  # title of tables and plots
     score: str  # name of the validation metric, with its unit
-    target: float  # of the score
+    target: float  # the score that ends a training
     rises: bool  # whether a higher score is better
     evaluate_every: int  # steps between evaluations
     max_steps: int  # length of a training that misses the target

@@ -14,16 +14,23 @@ import torch.distributed as dist
 from rich.progress import track
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, make_batch
+from gradwire.bench.implementations import (
+    FIRST_COMPRESSED,
+    GRADWIRE,
+    MODEL,
+    WARM_UP,
+    Implementation,
+    make_batch,
+    prepare,
+)
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device, in_turn, slowest
 from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
-MODULE = "gradwire.bench.telemetry"
 PLAIN, MEASURED, COMPARED = "plain", "measured", "compared"
-EVERY, EXACT_EVERY = 50, 1000  # of the shares in the table
+EVERY, EXACT_EVERY = 50, 1000  # intervals in the table
 
 
 def measure(ranks: Sequence[int], steps: int) -> Measured:
@@ -31,7 +38,7 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
     device = bench_device()
     settings = {"model": MODEL, "steps": steps, "threads": 1, "first_compressed_step": FIRST_COMPRESSED}
     runs = [(size, settings | {"hook": hook}) for size in ranks for hook in HOOKS]
-    return Measured(settings, [record for size, of in runs for record in launch.run(MODULE, of, size, device)])
+    return Measured(settings, [record for size, of in runs for record in launch.run(__name__, of, size, device)])
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -41,11 +48,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     kinds[MEASURED].state.observe(every=1)
     kinds[COMPARED].state.observe(every=1, exact_every=1)
     everything = list(kinds.values())
-    for step in range(WARM_UP):
-        for implementation in everything:
-            implementation.step(make_batch(step, rank, device))
-    for implementation in everything:
-        implementation.check(make_batch(WARM_UP, rank, device))
+    prepare(everything, device)
     for step in track(range(steps), description=f"{hook:<24}", disable=rank != 0):
         batch = make_batch(WARM_UP + 1 + step, rank, device)
         for implementation in in_turn(everything, step):
@@ -96,7 +99,3 @@ def _share(kind: str, every: int) -> Callable[[Group], str]:
         return "" if plain is None or other is None else f"{(other - plain) / plain / every:.2%}"
 
     return cell
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -39,8 +39,8 @@ def synchronize(device: torch.device) -> None:
 class Timing(NamedTuple):
     """The duration of a piece of work."""
 
-    seconds: float  # of the device, on which the work runs without a gap; on a CPU, of the call
-    host_seconds: float | None = None  # until the call returned, with all work enqueued; None on a CPU
+    seconds: float  # device time, on which the work runs without a gap; on a CPU, time of the call
+    host_seconds: float | None = None  # time until the call returned, with all work enqueued; None on a CPU
     # True on a GPU if the call waits for the device or enqueues more than the device's queue holds. ``seconds``
     # then include the time of the host.
     includes_host: bool = False
@@ -175,7 +175,7 @@ def driver_calls(work: Callable[[], object], device: torch.device) -> DriverCall
         with torch.profiler.record_function(_COUNTED):
             work()
         torch.cuda.synchronize()
-    # The profiler synchronises too, outside the marked range.
+    # The profiler synchronizes too, outside the marked range.
     events = list(profile.events())
     marked = next(event.time_range for event in events if event.name == _COUNTED)
     counted = (event for event in events if marked.start <= event.time_range.start < marked.end)

@@ -94,7 +94,7 @@ def advise_command(
                 "--bandwidth 100mbit --world-size 8.",
                 param_hint="--bandwidth, --world-size",
             )
-        rate = parse_rate(bandwidth, "--bandwidth", is_modelled=True).mbit
+        rate = parse_rate(bandwidth, "--bandwidth", is_modeled=True).mbit
         if rate is None:
             raise typer.BadParameter("expected a number, such as 400gbit.", param_hint="--bandwidth")
         if world_size % ranks_per_node != 0:
@@ -103,7 +103,7 @@ def advise_command(
             )
         given = GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
         if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # what torchrun gives a rank
+            torch.set_num_threads(1)  # as torchrun does for a rank
     elif bandwidth is not None or world_size is not None:
         raise typer.BadParameter(
             "under torchrun the network is measured. Leave the option out, or run without torchrun.",

@@ -21,8 +21,8 @@ from gradwire.bench import (
 )
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import JOBS, MODELS
-from gradwire.bench.namespaces import NamespaceError
-from gradwire.bench.record import Measured, Record, RecordError, load
+from gradwire.bench.namespaces import NamespaceError, Rate
+from gradwire.bench.record import Measured, RecordError, load
 from gradwire.bench.report import TABLES
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import machine_line, print_tables
@@ -49,6 +49,7 @@ from gradwire.cli.options import (
 )
 from gradwire.planner.hook_registry import HOOKS
 
+CPU = torch.device("cpu")
 bench = typer.Typer(
     help="Benchmark gradwire against PyTorch; print tables and draw plots of saved results.", no_args_is_help=True
 )
@@ -86,7 +87,7 @@ def bench_kernels(
     device = bench_device()
     torch.set_num_threads(threads)
     measure = partial(kernels.measure, names, full, 5 if quick else rounds, device)
-    report(measured("gradwire bench kernels", measure, device, threads), kernels.tables, output)
+    _run("kernels", measure, output, device, threads)
 
 
 @bench.command("rounding")
@@ -95,7 +96,7 @@ def bench_rounding(output: OutputOption = None) -> None:
 
     Simulates the ranks in one process. Takes half a minute.
     """
-    report(measured("gradwire bench rounding", rounding.measure, torch.device("cpu")), rounding.tables, output)
+    _run("rounding", rounding.measure, output)
 
 
 @bench.command("reducer")
@@ -116,7 +117,7 @@ def bench_reducer(
     device = bench_device()
     sizes = [1] if quick else parse_ranks(ranks, device)
     measure = partial(reducer.measure, names, sizes, 20 if quick else steps)
-    report(measured("gradwire bench reducer", measure, device), reducer.tables, output)
+    _run("reducer", measure, output, device)
 
 
 @bench.command("hooks", epilog=listed(HOOKS))
@@ -141,7 +142,7 @@ def bench_hooks(
     device = bench_device()
     sizes = [1] if quick else parse_ranks(ranks, device)
     measure = partial(hook_bench.measure, names, sizes, 10 if quick else steps, threads)
-    report(measured("gradwire bench hooks", measure, device, threads), hook_bench.tables, output)
+    _run("hooks", measure, output, device, threads)
 
 
 @bench.command("telemetry")
@@ -153,7 +154,7 @@ def bench_telemetry(
     """Measure the overhead of telemetry (state.observe()) in a training step. Takes two minutes."""
     device = bench_device()
     measure = partial(telemetry.measure, parse_ranks(ranks, device), steps)
-    report(measured("gradwire bench telemetry", measure, device), telemetry.tables, output)
+    _run("telemetry", measure, output, device)
 
 
 @bench.command("network", epilog=listed(HOOKS))
@@ -191,16 +192,10 @@ def bench_network(
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is real.", param_hint="--emulated")
     defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
-    given = parse_list(rates if rates is not None else ",".join(defaults))
-    links = [parse_rate(name, "--rates", is_modelled=emulated) for name in given]
-    links = [network.LOOPBACK] if loopback else links
-    records = _measure_over_network(
-        "network",
-        loopback or emulated,
-        partial(network.measure, names, links, 5 if quick else steps, hosts, emulated),
-        bench_device() if emulated else torch.device("cpu"),
-    )
-    report(records, network.tables, output)
+    links = _links(rates if rates is not None else ",".join(defaults), loopback, emulated)
+    measure = partial(network.measure, names, links, 5 if quick else steps, hosts, emulated)
+    _refuse_without_namespaces("network", loopback or emulated)
+    _run("network", measure, output, bench_device() if emulated else CPU)
 
 
 @bench.command("advise")
@@ -230,15 +225,9 @@ def bench_advise(
         refuse_beside(context, "--loopback", "rates")
     chosen = ("transformer",) if quick else parse_choices(models, JOBS, "--models")
     names = advise_bench.QUICK_HOOKS if quick else parse_hooks(hooks, advise_bench.DEFAULT_HOOKS)
-    links = [parse_rate(name, "--rates") for name in (("1gbit",) if quick else parse_list(rates))]
-    links = [network.LOOPBACK] if loopback else links
-    records = _measure_over_network(
-        "advise",
-        loopback,
-        partial(advise_bench.measure, chosen, links, names, rounds),
-        torch.device("cpu"),
-    )
-    report(records, advise_bench.tables, output)
+    links = _links("1gbit" if quick else rates, loopback)
+    _refuse_without_namespaces("advise", loopback)
+    _run("advise", partial(advise_bench.measure, chosen, links, names, rounds), output)
 
 
 @bench.command("auto")
@@ -259,19 +248,9 @@ def bench_auto(
     """
     if loopback:
         refuse_beside(context, "--loopback", "rates")
-    links = [parse_rate(name, "--rates") for name in parse_list(rates)]
-    records = _measure_over_network(
-        "auto",
-        loopback,
-        partial(
-            auto_bench.measure,
-            parse_choices(models, JOBS, "--models"),
-            [network.LOOPBACK] if loopback else links,
-            rounds,
-        ),
-        torch.device("cpu"),
-    )
-    report(records, auto_bench.tables, output)
+    links, names = _links(rates, loopback), parse_choices(models, JOBS, "--models")
+    _refuse_without_namespaces("auto", loopback)
+    _run("auto", partial(auto_bench.measure, names, links, rounds), output)
 
 
 @bench.command("converge", epilog=listed(converge.TRAINED_HOOKS))
@@ -300,13 +279,8 @@ def bench_converge(
     chosen = parse_choice("digits" if quick else task, TASKS, "--task")
     names = ("none", "powersgd-r4") if quick else parse_choices(hooks, converge.TRAINED_HOOKS, "--hooks")
     link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
-    records = _measure_over_network(
-        "converge",
-        loopback,
-        partial(converge.measure, chosen, names, link, 1 if quick else seeds, hosts),
-        torch.device("cpu"),
-    )
-    report(records, converge.tables, output)
+    _refuse_without_namespaces("converge", loopback)
+    _run("converge", partial(converge.measure, chosen, names, link, 1 if quick else seeds, hosts), output)
 
 
 @bench.command("report")
@@ -338,17 +312,27 @@ def bench_report(
             typer.echo(f"Plot: {plots / path.stem}.png\n")
 
 
-def _measure_over_network(
-    command: str, needs_no_namespaces: bool, measure: Callable[[], Measured], device: torch.device
-) -> list[Record]:
-    """Run `_measure`; exit with an error if namespaces are needed and cannot be made."""
-    obstacle = None if needs_no_namespaces else namespaces.obstacle()
+def _links(rates: str, loopback: bool, is_modeled: bool = False) -> list[Rate]:
+    """The links to measure; wrong rates are refused with ``--loopback`` too."""
+    links = [parse_rate(name, "--rates", is_modeled=is_modeled) for name in parse_list(rates)]
+    return [network.LOOPBACK] if loopback else links
+
+
+def _refuse_without_namespaces(command: str, needs_none: bool) -> None:
+    obstacle = None if needs_none else namespaces.obstacle()
     if obstacle is not None:
         _refuse_network(command, obstacle)
+
+
+def _run(
+    command: str, measure: Callable[[], Measured], output: Path | None, device: torch.device = CPU, threads: int = 1
+) -> None:
+    """Measure, print the tables, and save the results."""
     try:
-        return measured(f"gradwire bench {command}", measure, device)
+        records = measured(f"gradwire bench {command}", measure, device, threads)
     except NamespaceError as error:
         _refuse_network(command, str(error))
+    report(records, TABLES[command], output)
 
 
 def _refuse_network(command: str, reason: str) -> NoReturn:

@@ -46,9 +46,9 @@ _TEXT_COLUMN, _WIDTH = 22, 100
 class Check(NamedTuple):
     """A line of the report."""
 
-    name: str  # of what was looked at
-    text: str  # what was found; for a warning or a failure also the remedy
-    status: Literal["ok", "warning", "failed"] = "ok"  # "ok", "warning", or "failed" for what cannot work
+    name: str  # the checked item
+    text: str  # the finding; for a warning or a failure also the remedy
+    status: Literal["ok", "warning", "failed"] = "ok"  # "failed": it cannot work
 
 
 def versions() -> Iterator[Check]:
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report[title].append(check)
             if not as_json:
                 print(_line(check), flush=True)
-    counts = {status: sum(c.status == status for part in report.values() for c in part) for status in _COLOURS}
+    counts = {status: sum(c.status == status for part in report.values() for c in part) for status in _COLORS}
     if as_json:
         sections = {title: [check._asdict() for check in checks] for title, checks in report.items()}
         print(json.dumps({"ok": counts["failed"] == 0, "sections": sections}, indent=2))
@@ -223,15 +223,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if counts["failed"] else 0
 
 
-_COLOURS = {"failed": 31, "warning": 33}  # of a terminal
+_COLORS = {"failed": 31, "warning": 33}  # terminal codes
 
 
 def _line(check: Check) -> str:
     text = check.text if check.status == "ok" else f"{check.status.upper()}: {check.text}"
     indent = " " * _TEXT_COLUMN
     lines = textwrap.fill(f"  {check.name:<{_TEXT_COLUMN - 4}}  {text}", _WIDTH, subsequent_indent=indent)
-    has_colour = check.status in _COLOURS and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return f"\033[{_COLOURS[check.status]}m{lines}\033[0m" if has_colour else lines
+    has_color = check.status in _COLORS and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\033[{_COLORS[check.status]}m{lines}\033[0m" if has_color else lines
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELLED_MBIT, Rate
+from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELED_MBIT, Rate
 from gradwire.planner.hook_registry import HookEntry
 
 # Upper bounds of options: beyond these, a run takes weeks, or a machine has not as many.
@@ -109,10 +109,10 @@ def finite(number: float | None) -> float | None:
     return number
 
 
-def parse_rate(text: str, option: str, *, is_modelled: bool = False) -> Rate:
-    """Parse the rate of a link: of an interface, or, if ``is_modelled``, of a link that is only computed."""
+def parse_rate(text: str, option: str, *, is_modeled: bool = False) -> Rate:
+    """Parse the rate of a link: of an interface, or, if ``is_modeled``, of a link that is only computed."""
     try:
-        return Rate.parse(text, MOST_MODELLED_MBIT if is_modelled else MOST_LIMITED_MBIT)
+        return Rate.parse(text, MOST_MODELED_MBIT if is_modeled else MOST_LIMITED_MBIT)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.", param_hint=option) from None
 

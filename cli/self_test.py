@@ -28,13 +28,13 @@ KERNELS = {
     "low-rank passes": "low-rank passes, float32, rank 4, aligned",
     "orthogonalization": "orthogonalize, rank 4",
     "column norms": "warm start, rank 4",
-    "quantization": "quantise float32 to int4, errors in float32",
+    "quantization": "quantize float32 to int4, errors in float32",
 }
 
 
 def check_hooks() -> list[Record]:
     """Train with each hook on two processes; returns a record with the step time of each hook."""
-    return launch.run("gradwire.cli.self_test", {"threads": 1, "timeout_s": TIMEOUT_S}, RANKS)
+    return launch.run(__name__, {"threads": 1, "timeout_s": TIMEOUT_S}, RANKS)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -64,7 +64,3 @@ def check_kernels(family: str, device: torch.device) -> None:
 
     case = {**KERNEL_CASES, **QUANTIZATION_CASES}[KERNELS[family]]
     case(device)
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -95,13 +95,13 @@ def _target(descriptor: int) -> str:
 
 
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
-    """Make a gloo group with the ranks and the timeout of ``group``. A collective call of them only.
+    """Make a gloo group with the ranks and the timeout of ``group``. A collective call of these ranks only.
 
     ``dist.new_group`` does not serve: it names a group by the number of groups that the process has
     made, which may differ between the ranks.
 
     Args:
-        group: the group to duplicate; it must have gloo for CPU tensors.
+        group: the group to duplicate.
         store: the store in which the ranks find each other.
         key: names the new group in ``store``; equal on all ranks, never used before.
         check: called while waiting for the other ranks; raises to end the wait.

@@ -107,14 +107,9 @@ def _has_failed(store: Store, attempt: str) -> bool:
 def wait_for_ranks(
     group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
-    """Wait until every rank has set its key; return the ranks that have not after ``timeout``.
+    """Wait until every rank has set its key in ``store``; return the default group's numbers of missing ranks.
 
-    Args:
-        group: the ranks; the missing ones are returned by their numbers in the default group.
-        store: the store of the keys.
-        keys: one for each rank of the group.
-        timeout: longest wait.
-        check: called every `POLL_SECONDS`; raises to give up.
+    ``check`` is called every `POLL_SECONDS` and raises to give up.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
@@ -137,8 +132,8 @@ def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequen
     """One line for each fact that differs between ranks: every value, and the ranks that hold it.
 
     Args:
-        facts_by_rank: the facts of each rank, by name.
-        ranks: the numbers of these ranks.
+        facts_by_rank: each rank's facts, by name.
+        ranks: rank numbers.
     """
     lines = []
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):

@@ -78,11 +78,7 @@ NO_BACKWARD = -1
 
 
 def default_group() -> dist.ProcessGroup:
-    """The default process group.
-
-    Raises:
-        ValueError: ``init_process_group`` was not called.
-    """
+    """The default process group; raises ValueError before ``init_process_group``."""
     return _get_default_group()
 
 
@@ -92,10 +88,7 @@ def is_initialized_group(group: dist.ProcessGroup) -> bool:
 
 
 def lifetime_token(group: dist.ProcessGroup) -> object:
-    """The group's store, which PyTorch drops when the group is destroyed.
-
-    PyTorch gives no other sign that a group was destroyed.
-    """
+    """The group's store: that PyTorch drops it is the only sign that a group is being destroyed."""
     return _world.pg_map[group][1]
 
 
@@ -115,16 +108,9 @@ def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> list[timede
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
-    """Launch the exchange of the first dimension's parts: part i of ``sent`` goes to rank i.
+    """Launch the exchange of the first dimension's parts: part i of ``sent`` goes to rank i and is received from it.
 
-    Args:
-        received: contiguous, of the shape of ``sent``; part i comes from rank i.
-        sent: contiguous; the group's size divides its first dimension.
-        group: registered with PyTorch or not.
-        is_async: whether NCCL may use a stream of its own instead of the current one.
-
-    Returns:
-        The handle; None if the collective is enqueued on the current stream.
+    Both tensors are contiguous. If not ``is_async``, NCCL uses the current stream, and the result may be None.
     """
     options: Any = AllToAllOptions()
     options.asyncOp = is_async
@@ -132,17 +118,7 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_a
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
-    """Launch the concatenation of the tensors of all ranks in rank order.
-
-    Args:
-        gathered: 1-D, contiguous; as many elements as all ranks' ``own`` together.
-        own: 1-D, contiguous, of one size on all ranks.
-        group: registered with PyTorch or not.
-        is_async: whether NCCL may use a stream of its own instead of the current one.
-
-    Returns:
-        The handle; None if the collective is enqueued on the current stream.
-    """
+    """Launch the concatenation of the ranks' 1-D contiguous tensors, of one size, in rank order; see `all_to_all`."""
     options: Any = AllgatherOptions()
     options.asyncOp = is_async
     return group._allgather_base(gathered, own, options)

@@ -127,10 +127,11 @@ class Shot(Collective):
     Args:
         target: [pieces, n, bytes], overwritten.
         source: this rank's contribution, in as many pieces.
+        payload_bytes: this shot's part of the message.
     """
 
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self.target, self.source = target, source
+    def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
+        self.target, self.source, self.payload_bytes = target, source, payload_bytes
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Launch every piece, then wait for each."""
@@ -154,10 +155,6 @@ class Shot(Collective):
 class AllToAll(Shot):
     """The first shot: ``target[p, i]`` = ``source[p, this rank]`` of rank i, where the source is [pieces, n, bytes]."""
 
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        super().__init__(target, source)
-        self.payload_bytes = target.nbytes // 2  # the other half is the second shot's
-
     @staticmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
         return all_to_all(target, source, group, is_async=is_async)
@@ -169,10 +166,6 @@ class AllToAll(Shot):
 
 class AllGather(Shot):
     """The second shot: ``target[p, i]`` = ``source[p]`` of rank i, where the source is [pieces, bytes]."""
-
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        super().__init__(target, source)
-        self.payload_bytes = target.nbytes - target.nbytes // 2
 
     @staticmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
@@ -224,7 +217,7 @@ class Transport:
         """
         _check_pieces("sent", sent, (None, self.world_size, None))
         _check_pieces("received", received, sent.shape)
-        return AllToAll(received, sent)
+        return AllToAll(received, sent, received.nbytes // 2)  # the other half is the second shot's
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
         """Return the collective that sets ``gathered[p, i]`` to ``own[p]`` of rank i; await it.
@@ -238,7 +231,7 @@ class Transport:
         """
         _check_pieces("own", own, (None, None))
         _check_pieces("gathered", gathered, (own.shape[0], self.world_size, own.shape[1]))
-        return AllGather(gathered, own)
+        return AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2)
 
     def pieces(self, nbytes: int) -> int:
         """Number of pieces into which to cut a message; it depends on the size and the world size only.

@@ -1,5 +1,6 @@
 """The exchanges that `gradwire.hooks.auto_hook` chooses from, and how each is measured on copies of the gradients."""
 
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, cast
 
@@ -10,13 +11,13 @@ from torch.futures import Future
 
 from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients
-from gradwire.hooks._reduce_bucket import bucket_device, bucket_work, is_sparse, is_zero_copy_bucket
-from gradwire.hooks._samples import Algorithm, Mark, Recorder, T, Timeline, mark
+from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.telemetry import Algorithm, Mark, Recorder, T, Timeline, mark
 from gradwire.kernels import WIRE_FORMATS, flatten
 
 PLAIN = "plain"
@@ -60,7 +61,7 @@ def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int
 
 
 class Stopwatch:
-    """Measures the buckets of one step of one exchange; see `gradwire.hooks._samples.Recorder`.
+    """Measures the buckets of one step of one exchange; see `gradwire.hooks.telemetry.Recorder`.
 
     Attributes:
         timelines: of the buckets, in order.
@@ -100,9 +101,10 @@ class CopiedBucket:
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
-        if is_zero_copy_bucket(bucket):
-            self.process_group, self.hook_has_groups = bucket.process_group, bucket.hook_has_groups
-            self.model_parameters = bucket.model_parameters
+        if hasattr(bucket, "model_parameters"):
+            of_model = cast("ModelBucket", bucket)
+            self.process_group, self.hook_has_groups = of_model.process_group, of_model.hook_has_groups
+            self.model_parameters = of_model.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -171,3 +173,71 @@ class Trial:
         """Milliseconds from the first complete gradient to each bucket, without the waiting."""
         gaps = [begin.milliseconds_since(end) for end, begin in zip(self._marks[1::2], self._marks[2::2], strict=False)]
         return list(accumulate(gaps, initial=0.0))
+
+
+# A plan may take this much longer than the fastest one, if it rounds less.
+TOLERANCE = 1.02
+
+
+class Cost(NamedTuple):
+    """What the exchange of one bucket takes on its own, in milliseconds.
+
+    Attributes:
+        encode: computing up to the last collective.
+        wire: the collectives.
+        decode: computing behind the last collective.
+    """
+
+    encode: float
+    wire: float
+    decode: float
+
+
+Costs = Sequence[Mapping[str, Cost]]  # of each bucket, by exchange, the most precise one first
+
+
+def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
+    """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
+
+    Args:
+        ready: r of each bucket, in milliseconds, not decreasing.
+        costs: of each bucket.
+    """
+    encoded = sent = done = 0.0
+    for at, cost in zip(ready, costs, strict=True):
+        encoded = max(at, encoded) + cost.encode
+        sent = max(encoded, sent) + cost.wire
+        done = max(sent, done) + cost.decode
+    computing, busy_until = 0.0, done
+    for at, cost in zip(reversed(ready), reversed(costs), strict=True):
+        computing += cost.encode + cost.decode
+        busy_until = max(busy_until, at + computing)
+    return busy_until
+
+
+def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
+    """The exchange of each bucket: the most precise ones that are about as fast as the fastest.
+
+    Args:
+        ready: as in `predicted_ms`.
+        costs: of every exchange for each bucket.
+        min_gain: how many times faster the fastest plan must be than the most precise one to be considered.
+    """
+    plain = [next(iter(of)) for of in costs]
+    fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]
+    limit = TOLERANCE * _of_plan(ready, costs, fastest)
+    if min_gain * limit > TOLERANCE * _of_plan(ready, costs, plain):
+        return plain
+    plan = list(fastest)
+    for i, of in enumerate(costs):
+        for name in of:
+            plan[i] = name
+            if _of_plan(ready, costs, plan) <= limit:
+                break
+        else:
+            plan[i] = fastest[i]
+    return plan
+
+
+def _of_plan(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
+    return predicted_ms(ready, [of[name] for of, name in zip(costs, plan, strict=True)])

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,8 +37,11 @@ from gradwire.comm.store_collectives import (
     format_ranks,
     store_all_gather,
 )
-from gradwire.hooks._samples import Recorder
+from gradwire.comm.torch_internals import default_group, is_initialized_group
+from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_dtype, is_gradwire_hook, is_sparse
+from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks._types import GradBucket
+from gradwire.hooks.telemetry import Recorder
 
 # How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before that times out. In the first
@@ -88,36 +92,44 @@ class HookSettings:
             agreement.settings = None
 
     def agree(
-        self,
-        group: dist.ProcessGroup,
-        bucket: GradBucket,
-        facts_of_bucket: Callable[[], tuple[Sequence[torch.Tensor], Mapping[str, object]]],
-        recorder: Recorder | None = None,
-    ) -> None:
-        """Return if all ranks of ``group`` have the same settings. A collective call, unless they have agreed before.
+        self, bucket: GradBucket, process_group: dist.ProcessGroup | None, recorder: Recorder | None = None
+    ) -> dist.ProcessGroup:
+        """Compare the settings with the other ranks, once per model. Every hook calls it before anything else.
 
         Args:
-            group: the ranks.
             bucket: the current bucket.
-            facts_of_bucket: returns the parameters of its model, and facts about the bucket that must be equal; called
-                only in a handshake.
-            recorder: of the hook's state, whose settings must be equal, too; None if there is none.
+            process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
+                is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is
+                replaced by the model's.
+            recorder: measurements of the hook's state, whose settings must be equal, too; None if there are none.
+
+        Returns:
+            The process group to average over.
 
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
+            ValueError: the DistributedDataParallel has other ranks.
         """
+        group = getattr(bucket, "process_group", None)  # of gradwire's DDP; None if no reducer has launched the bucket
+        if group is None:
+            group = process_group or default_group()
+        elif process_group is not None and process_group is not group:
+            group = _chosen_group(cast("ModelBucket", bucket), process_group)
         settings, generation = self.settings(), connections_of(group).generation
         if recorder is not None:
-            settings = {**settings, **recorder.settings()}
+            settings = settings | recorder.settings()
         agreement = self._agreed.get(group)
         if agreement is None or agreement.generation != generation:
             agreement = self._agreed[group] = _Agreement(generation)
-        (parameter, *_) = bucket.parameters()
-        if agreement.settings == settings and parameter in agreement.parameters:
-            return
-        again = parameter in agreement.parameters
-        parameters, layout = facts_of_bucket()
-        names = self.parameter_names(bucket)
+        again = bucket.parameters()[0] in agreement.parameters
+        if again and agreement.settings == settings:
+            return group
+        layout, names = _layout(bucket), self.parameter_names(bucket)
+        parameters = (
+            bucket.model_parameters
+            if hasattr(bucket, "model_parameters")
+            else _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
+        )
         facts = {
             "gradwire": __version__,
             **settings,
@@ -127,11 +139,17 @@ class HookSettings:
             **layout,
         }
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
-        agreement.settings = settings
+        agreement.settings = copied(settings)
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self._is_loaded_anew = False
         if recorder is not None:
             recorder.agreed()
+        return group
+
+
+def copied(settings: Mapping[str, object]) -> dict[str, object]:
+    """A copy of settings, so that dictionaries among them may be modified in place and compared."""
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
 
 
 class _Agreement:
@@ -186,3 +204,60 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     everybodys = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
     lines = format_differences(everybodys, dist.get_process_group_ranks(group))
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
+
+
+def _layout(bucket: GradBucket) -> dict[str, object]:
+    """The facts about a bucket that must be equal on all ranks, for a handshake."""
+    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
+    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+    return {
+        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
+        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
+        "parameters of the bucket": len(shapes),
+        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
+    }
+
+
+def _chosen_group(bucket: ModelBucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group that a hook on gradwire's DistributedDataParallel uses, if its own is another object."""
+    own = bucket.process_group
+    assert own is not None
+    if not is_initialized_group(chosen):
+        return own
+    if bucket.hook_has_groups:
+        return chosen
+    check_same_ranks(chosen, own, "hook's process group")
+    return own
+
+
+def _parameters_in_pytorchs_ddp(
+    bucket: GradBucket, group: dist.ProcessGroup, is_default: bool
+) -> Sequence[torch.Tensor]:
+    """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
+
+    Raises:
+        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
+    """
+    parameters = bucket.parameters()
+    wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
+    # Those whose hook is gradwire's: another one may have process groups of its own.
+    checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
+    if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
+        check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
+    return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
+
+
+def have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two process groups have the same ranks, in any order."""
+    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
+
+
+def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
+    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
+    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
+    if not have_same_ranks(group, of_wrapper):
+        raise ValueError(
+            f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
+            "other ranks than its parameters. Pass the hook or its state the process group of the model, "
+            "model.process_group."
+        )

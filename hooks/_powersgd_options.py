@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -89,11 +88,6 @@ class PowerSGDOptions:
             "precision": self.precision,
         }
 
-    def replicated(self) -> dict[str, object]:
-        """A copy of the options that must be equal on all ranks: all but the logging frequency and ``cuda_graphs``."""
-        options = dict(zip(_REPLICATED, _replicated(self), strict=True))
-        return {**options, "ranks": dict(self.ranks), "stacks": dict(self.stacks)}
-
     def why_nothing_is_compressed(self, layouts: Mapping[str, torch.Tensor]) -> str:
         """Why none of these parameters is compressed: the largest matrix, its rate, and the option to change."""
         policy = self.policy
@@ -126,11 +120,25 @@ class PowerSGDOptions:
 
 
 OPTION_NAMES = tuple(field.name for field in fields(PowerSGDOptions))
-_REPLICATED = tuple(name for name in OPTION_NAMES if name not in ("compression_stats_logging_frequency", "cuda_graphs"))
-_replicated = attrgetter(*_REPLICATED)
-
 
 _OF_PYTORCHS_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
+
+
+class _Option:
+    """An option as an attribute of a state: reads ``state.options``, and replaces it when assigned."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: Any, kind: type | None = None) -> Any:
+        return self if state is None else getattr(state.options, self._name)
+
+    def __set__(self, state: Any, value: object) -> None:
+        if "options" not in vars(state):
+            raise AttributeError(
+                f"{self._name} is an option: pass it to super().__init__(), or assign it after that call."
+            )
+        state.options = replace(state.options, **{self._name: value})
 
 
 class OptionAttributes:
@@ -140,23 +148,26 @@ class OptionAttributes:
     """
 
     options: PowerSGDOptions
+    matrix_approximation_rank = _Option()
+    start_powerSGD_iter = _Option()
+    min_compression_rate = _Option()
+    use_error_feedback = _Option()
+    warm_start = _Option()
+    orthogonalization_epsilon = _Option()
+    random_seed = _Option()
+    compression_stats_logging_frequency = _Option()
+    batch_tensors_with_same_shape = _Option()
+    ranks = _Option()
+    stacks = _Option()
+    factor_dtype = _Option()
+    alternating = _Option()
+    precision = _Option()
+    cuda_graphs = _Option()
 
     def __getattr__(self, name: str) -> Any:
-        if name in OPTION_NAMES:
-            return getattr(self.options, name)
         if name in _OF_PYTORCHS_STATE:
             raise AttributeError(
                 f"{name} belongs to PyTorch's PowerSGDState and powerSGD_hook. This state is gradwire's: register "
                 "gradwire.hooks.powerSGD_hook.powerSGD_hook with it."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in OPTION_NAMES:
-            if "options" not in vars(self):
-                raise AttributeError(
-                    f"{name} is an option: pass it to super().__init__(), or assign it after that call."
-                )
-            self.options = replace(self.options, **{name: value})
-        else:
-            super().__setattr__(name, value)

@@ -6,8 +6,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.comm.torch_internals import is_initialized_group
-from gradwire.hooks._arguments import is_gradwire_hook
-from gradwire.hooks._reduce_bucket import check_same_ranks
+from gradwire.hooks._bucket import is_gradwire_hook
+from gradwire.hooks._handshake import check_same_ranks
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookState
 

@@ -12,17 +12,4 @@ else:
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
-__all__ = ["CommHook", "GradBucket", "StepBoundary"]
-
-
-class StepBoundary:
-    """Tells where a step begins: its buckets come in the order of their indices, but any may be skipped."""
-
-    def __init__(self) -> None:
-        self._latest: int | None = None
-
-    def is_before(self, bucket: GradBucket) -> bool:
-        """Whether ``bucket`` is the first of its step. Call it once for every bucket."""
-        index, latest = bucket.index(), self._latest
-        self._latest = index
-        return latest is None or index <= latest
+__all__ = ["CommHook", "GradBucket"]

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from gradwire.comm import Transport, executor_for
 from gradwire.compress._options import check_whole_number
-from gradwire.hooks._auto_plan import Cost, choose, predicted_ms
-from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, make_exchange
+from gradwire.hooks._auto_trial import PLAIN, Cost, Exchange, Trial, choose, make_exchange, predicted_ms
+from gradwire.hooks._bucket import bucket_device
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import parameter_names, plain_name
-from gradwire.hooks._reduce_bucket import agree, bucket_device
 from gradwire.hooks._state_validation import check_auto_state
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.hook_state import HookState, hook_for
@@ -135,9 +134,9 @@ class AutoState(HookState):
         """The number of steps, and a digest of the plan."""
         return {"iter": self.iter, "plan": digest(sorted(self.plan.items())) if self.plan else "none"}
 
-    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
-        """Names of the bucket's parameters, which the plan needs."""
-        return self._names.of(bucket, "The choice of an exchange for each parameter")
+    def needs_names(self) -> str | None:
+        """The plan needs names; see `HookState`."""
+        return "The choice of an exchange for each parameter"
 
     def residuals(self) -> list[Tensor]:
         """This rank's error memory, for `metrics`."""
@@ -394,7 +393,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     is_first = state.begins_step(bucket)
     if is_first:
         state._apply_options()
-    agree(state, state.process_group, bucket, state)
+    state.agree(bucket, state.process_group, state._recorder)
     names = state.parameter_names(bucket)
     if is_first:
         state._begin_step(bucket)

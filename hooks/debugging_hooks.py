@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks._arguments import ddp_hook, needs_nothing
-from gradwire.hooks._reduce_bucket import bucket_work, is_sparse, zero_copy
+from gradwire.hooks._bucket import bucket_work, ddp_hook, is_sparse, needs_nothing, zero_copy
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import flatten
 

@@ -10,26 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Transport, Workspace
+from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._arguments import (
-    check_process_group,
-    ddp_hook,
-    needs_nothing,
-    needs_process_group,
-)
-from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._reduce_bucket import (
-    agree,
+from gradwire.hooks._bucket import (
     all_reduce_on_cpu,
     bucket_device,
     bucket_work,
+    check_process_group,
+    ddp_hook,
     is_sparse,
+    needs_nothing,
+    needs_process_group,
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._stateless_quantization import quantized_reduction
+from gradwire.hooks._handshake import HookSettings
 from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks.quantization_hooks import quantized_reduction
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import flatten, unflatten
 
@@ -114,16 +111,17 @@ class _CastSettings(HookSettings):
 
 
 def _needs_cast_state(hook_name: str, state: object) -> None:
-    if not isinstance(state, CastState):
+    if state is not None and not isinstance(state, CastState | dist.ProcessGroup):
         needs_process_group(hook_name, state)
 
 
 def _cast_hook(
     state: dist.ProcessGroup | CastState | None, bucket: GradBucket, dtype: torch.dtype | None, hook: str
 ) -> torch.futures.Future[torch.Tensor]:
-    process_group = state.process_group if isinstance(state, CastState) else state
-    observed = state if isinstance(state, CastState) else None
-    settings = state.settings_of(hook) if isinstance(state, CastState) else _SETTINGS[hook]
+    if isinstance(state, CastState):
+        process_group, settings, recorder = state.process_group, state.settings_of(hook), state._recorder
+    else:
+        process_group, settings, recorder = state, _SETTINGS[hook], None
     if isinstance(state, CastState) and state.accumulate == "fp32":
         if dtype is None:
             raise ValueError(
@@ -131,16 +129,16 @@ def _cast_hook(
                 "fp16_compress_hook or bf16_compress_hook, or accumulate='wire'."
             )
         wire = "fp16" if dtype == torch.float16 else "bf16"
-        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings, observed)
+        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings, recorder)
 
-    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-        await cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+        return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    group = agree(settings, process_group, bucket, observed)
-    is_measured = observed is not None and observed._recorder is not None  # on all ranks, as they have agreed
-    if dtype is None and not is_measured and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
+    group = settings.agree(bucket, process_group, recorder)
+    # All ranks measure, or none: they have agreed.
+    if dtype is None and recorder is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)
-    return reduce_bucket(group, bucket, algorithm, hook, observed=observed)
+    return reduce_bucket(group, bucket, algorithm, hook, recorder=recorder)
 
 
 @zero_copy

@@ -4,10 +4,13 @@ A state has options, memory by parameter name, and a step count. The handshake b
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.
 """
 
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
+from types import NoneType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -15,16 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm import Steps, Transport, Workspace, executor_for
 from gradwire.comm.store_collectives import named_barrier
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._arguments import check_process_group, ddp_hook, needs_state
-from gradwire.hooks._handshake import HookSettings, digest
+from gradwire.hooks._bucket import (
+    bucket_dtype,
+    check_process_group,
+    ddp_hook,
+    is_sparse,
+    needs_state,
+    reduce_bucket,
+    zero_copy,
+)
+from gradwire.hooks._handshake import HookSettings, copied, digest
 from gradwire.hooks._parameter_names import ParameterNames, compressible_parameters, is_number, plain_name
-from gradwire.hooks._reduce_bucket import agree, bucket_dtype, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._state_validation import MAX_COUNT, check_count, check_memory, check_model
-from gradwire.hooks._types import GradBucket, StepBoundary
+from gradwire.hooks._types import GradBucket
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout, layout_in_dtype, memory_order
 
@@ -105,7 +115,7 @@ class Step(NamedTuple):
         return self.target.each(self.memory.layout)
 
 
-Algorithm = Callable[[Step], Awaitable[None]]
+Algorithm = Callable[[Step], Steps[None]]
 
 
 def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
@@ -114,6 +124,15 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     The hook reads and writes gradients in place on gradwire's DDP. It raises TypeError for another state.
     """
     return lambda hook: zero_copy(ddp_hook(needs_state(kind))(hook))
+
+
+@functools.cache
+def _options_of(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """The names of the options that must be equal on all ranks, and a function that reads their values."""
+    names = tuple(each.name for each in fields(kind) if each.name not in local) if kind is not NoneType else ()
+    if len(names) > 1:
+        return names, operator.attrgetter(*names)
+    return names, lambda options: tuple(getattr(options, name) for name in names)
 
 
 class HookState(Observed, HookSettings):
@@ -131,12 +150,14 @@ class HookState(Observed, HookSettings):
 
     Attributes:
         memory: declarations by name of the entry in a checkpoint.
+        local_options: names of the options that may differ between ranks.
         options: as given. May be replaced between two steps, equally on all ranks.
         process_group: the ranks to average over; None for the model's.
         iter: number of steps so far, equal on all ranks, which compare it after an assignment.
     """
 
     memory: ClassVar[Mapping[str, Memory]] = {}
+    local_options: ClassVar[frozenset[str]] = frozenset()
     follows_model = False  # whether the process group is that of the model for which the state was registered
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
@@ -145,7 +166,7 @@ class HookState(Observed, HookSettings):
         self.options = options
         self.process_group = process_group
         self._iter = 0
-        self._boundary = StepBoundary()
+        self._latest_index: int | None = None  # of the latest bucket
         self._is_counted = True  # whether ``iter`` includes the latest step
         self._settings_of_buckets: dict[str, object] | None = None
         self._is_loaded = False  # whether the memory is from a checkpoint
@@ -201,8 +222,18 @@ class HookState(Observed, HookSettings):
         self._check_patterns()
 
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
-        """The names of the bucket's parameters, or numbers if they are not known."""
-        return self._names.of(bucket)
+        """The names of the bucket's parameters, or numbers if they are not known.
+
+        Raises:
+            RuntimeError: `needs_names`, and the names are not known.
+        """
+        if hasattr(bucket, "parameter_names"):  # a bucket of gradwire's DDP
+            return tuple(map(plain_name, bucket.parameter_names()))
+        return self._names.of(bucket, self.needs_names())
+
+    def needs_names(self) -> str | None:
+        """What needs the parameters' names, as the subject of an error message; None if numbers suffice."""
+        return None
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first name pattern in the options that matches none of the names; None if all match."""
@@ -210,7 +241,7 @@ class HookState(Observed, HookSettings):
 
     def _check_patterns(self) -> None:
         """Raise ValueError if a pattern matches no parameter, once all names are known."""
-        if self._patterns_match or not self._names.is_complete:
+        if not self._names.is_complete:
             return
         names = sorted(self._names.known())
         if (unmatched := self.unmatched_pattern(names)) is not None:
@@ -249,7 +280,9 @@ class HookState(Observed, HookSettings):
 
         If the last bucket of the step before was skipped or went to another hook, that step is counted now.
         """
-        if not self._boundary.is_before(bucket):
+        index, latest = bucket.index(), self._latest_index
+        self._latest_index = index
+        if latest is not None and index > latest:  # the buckets of a step come in order, but any may be skipped
             return False
         if not self._is_counted:
             self.count_step()
@@ -263,7 +296,7 @@ class HookState(Observed, HookSettings):
 
     def count_step(self) -> None:
         """Count a step that has ended."""
-        self.continue_at(min(self._iter + 1, MAX_COUNT))
+        self._iter, self._is_counted = min(self._iter + 1, MAX_COUNT), True
         if self.memory:
             self._names.close()
 
@@ -283,23 +316,24 @@ class HookState(Observed, HookSettings):
         """
         self._prepared = None
         self.begins_step(bucket)
-        group = agree(self, self.process_group, bucket, self)
-        self._announce_start()
+        group, iteration = self.agree(bucket, self._process_group, self._recorder), self._iter
+        if not self._has_announced_start:
+            self._announce_start()
         self._apply_options()
-        names, iteration = self.parameter_names(bucket), self.iter
+        names = self.parameter_names(bucket)
         self._names.note(names, bucket)
-        self._check_patterns()
+        if not self._patterns_match:
+            self._check_patterns()
         compresses = iteration >= self.start_iteration and not is_sparse(bucket)
         memory = self.prepare(bucket, names, group) if compresses else None
 
-        async def steps(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+        def steps(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
             if memory is None:
-                await cast_all_reduce(source, target, source.table.dtype, transport, workspace)
-            else:
-                await algorithm(Step(source, target, memory, iteration, transport, workspace))
+                return cast_all_reduce(source, target, source.table.dtype, transport, workspace)
+            return algorithm(Step(source, target, memory, iteration, transport, workspace))
 
         self.maybe_increase_iter(bucket)
-        return reduce_bucket(group, bucket, steps, self.hook_name, observed=self)
+        return reduce_bucket(group, bucket, steps, self.hook_name, recorder=self._recorder)
 
     def _announce_start(self) -> None:
         """Log when compression starts, at the first call and on the first rank, if it has not started yet."""
@@ -318,11 +352,9 @@ class HookState(Observed, HookSettings):
 
     def settings(self) -> dict[str, object]:
         """The hook and its options, which must be equal on all ranks."""
-        options = self._option_values().items()
-        return {
-            "hook": self.hook_name,
-            **{name: dict(value) if isinstance(value, Mapping) else value for name, value in options},
-        }
+        kind: type = type(self.options)
+        names, values = _options_of(kind, self.local_options)
+        return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def _apply_options(self) -> None:
         """Apply options that were assigned or modified since the last step: make buckets anew, which keep the errors.
@@ -333,7 +365,7 @@ class HookState(Observed, HookSettings):
         if self._settings_of_buckets != (settings := self.settings()):
             if self.options is not None:
                 self.options = replace(self.options)  # validates: dictionaries may have been modified in place
-            self._settings_of_buckets, self._patterns_match = settings, False
+            self._settings_of_buckets, self._patterns_match = copied(settings), False
             self.drop_buckets()
 
     # Memory.

@@ -5,19 +5,227 @@ send 8 bits per element, without error feedback. PyTorch's hooks send every rank
 gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
 """
 
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import ClassVar
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
 
-from gradwire.compress import quantized_all_reduce
-from gradwire.hooks._arguments import ddp_hook, needs_process_group
+from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
+from gradwire.compress._options import check_flag, check_whole_number
+from gradwire.hooks._bucket import (
+    bucket_device,
+    bucket_dtype,
+    ddp_hook,
+    is_sparse,
+    needs_process_group,
+    reduce_bucket,
+    zero_copy,
+)
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._quantization_state import QuantizationState, check_block_size
-from gradwire.hooks._reduce_bucket import zero_copy
-from gradwire.hooks._stateless_quantization import quantized_reduction
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import Step, hook_for
+from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for
+from gradwire.hooks.telemetry import Recorder
+from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, gradient_layout, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
+
+DEFAULT_EXEMPT = ("*.bias", "*norm*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """The options of `QuantizationState`, documented there.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
+    """
+
+    wire: str = "int4"
+    block_size: int = 64
+    use_error_feedback: bool = True
+    start_iter: int = 2
+    exempt: tuple[str, ...] = DEFAULT_EXEMPT
+    wires: Mapping[str, str] = field(default_factory=dict)
+    stochastic_rounding: bool = False
+    error_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
+        check_block_size("block_size", self.block_size)
+        for name in ("use_error_feedback", "stochastic_rounding"):
+            check_flag(name, getattr(self, name))
+        if self.error_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
+        check_whole_number("seed", self.seed, "a whole number")
+        _ = self.policy  # validates the other options
+        object.__setattr__(self, "wires", dict(self.wires))
+
+    @cached_property
+    def policy(self) -> WirePolicy:
+        """The wire format of each parameter."""
+        return WirePolicy(wire=self.wire, exempt=self.exempt, wires=self.wires, start_iteration=self.start_iter)
+
+    @property
+    def quantization(self) -> Quantization:
+        """The arithmetic of blocks."""
+        return Quantization(
+            block_size=self.block_size,
+            error_dtype=self.error_dtype if self.use_error_feedback else None,
+            stochastic_rounding=self.stochastic_rounding,
+            seed=self.seed,
+        )
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether numbers in place of parameter names do not suffice."""
+        return bool(self.wires) or self.exempt != DEFAULT_EXEMPT
+
+
+def check_block_size(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a power of two that blocks may have."""
+    expected = f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+    check_whole_number(name, value, expected, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+    if value & (value - 1):  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+class QuantizationState(HookState):
+    """Options and error memory of `quantization_hook`, for one model.
+
+    Args:
+        process_group: the ranks to average over; None for the model's.
+        wire: wire format of the gradients. Start with "int4": 7.5 times fewer bytes than fp32. "int8"
+            affects accuracy least. "int2" and "sign" send about a half and a third of int4's bytes,
+            but take more steps. "fp8_e4m3" has the size of int8; it represents small elements of a
+            block more precisely, and large ones less. "bf16" and "fp16" halve the bytes and sum in
+            fp32.
+        block_size: elements that share a scale, a power of two from 32 to 1024. Smaller blocks are
+            more accurate but send more scales of 2 bytes each: 64 adds 0.25 bits per element. 256 is
+            enough for int8; int2 benefits from 32.
+        use_error_feedback: whether to add the rounding error to the next gradient. Keep it on below
+            8 bits. The residuals take 1 + 1 / world size values of ``error_dtype`` per element.
+        start_iter: steps of plain all-reduce before the first quantized step. The default suffices
+            for most models.
+        exempt: `fnmatch` patterns of parameters to send in 16 bits. Parameters with fewer than two
+            dimensions always are: they are small and sensitive to rounding.
+        wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
+            precedence over ``exempt``. For layers that need more accuracy than others, such as
+            ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
+            uncompressed.
+        stochastic_rounding: whether to round randomly to one of the two nearest codes, so that every
+            element is correct in expectation. Worth trying without error feedback; with it, rounding
+            to nearest is more accurate.
+        error_dtype: torch.float32, or torch.bfloat16, which halves the error memory and is rounded
+            stochastically, without bias.
+        seed: seed of the random numbers, equal on all ranks.
+
+    Attributes:
+        iter: number of steps so far.
+        options: all options.
+
+    Raises:
+        ValueError: an option has the wrong type or is out of range.
+
+    Examples:
+        >>> state = QuantizationState(process_group, wire="int4")
+        >>> model.register_comm_hook(state, quantization_hook)
+    """
+
+    __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+    memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
+    options: QuantizationOptions
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        wire: str = "int4",
+        *,
+        block_size: int = 64,
+        use_error_feedback: bool = True,
+        start_iter: int = 2,
+        exempt: Sequence[str] = DEFAULT_EXEMPT,
+        wires: Mapping[str, str] | None = None,
+        stochastic_rounding: bool = False,
+        error_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(exempt, list):
+            exempt = tuple(exempt)
+        wires = {} if wires is None else wires
+        values = locals()
+        options = QuantizationOptions(**{each.name: values[each.name] for each in fields(QuantizationOptions)})
+        super().__init__("quantization_hook", process_group, options)
+        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}  # the error memory is a view of theirs
+
+    def needs_names(self) -> str | None:
+        """Patterns in the options need names; see `HookState`."""
+        return "A pattern in wires or exempt" if self.options.needs_names else None
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern in ``wires`` or ``exempt`` that matches none of the names; see `HookState`."""
+        return self.options.policy.unmatched_pattern(names)
+
+    def residuals(self) -> list[Tensor]:
+        """This rank's error memory of both shots, for `metrics`."""
+        return [bucket.errors for bucket in list(self._buckets.values()) if bucket.errors is not None]
+
+    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> QuantizedBucket:
+        """The `QuantizedBucket` of a bucket, kept from step to step; see `HookState.prepare`.
+
+        Raises:
+            ValueError: a loaded error has another shape than its gradient.
+        """
+        dtype, transport = bucket_dtype(bucket), executor_for(group, bucket_device(bucket)).transport
+        kept = self._buckets.get(names)
+        if kept is not None and kept.fits(dtype, transport):
+            return kept
+        self._check_loaded(names)
+        parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
+        layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
+        self.drop_buckets(names)
+        errors, loaded = self._tensors[ERRORS], self._loaded[ERRORS]
+        share = {name: self._share(ERRORS, loaded[name], group) for name in names if name in loaded}
+        made = QuantizedBucket(
+            layouts,
+            self.options.policy.wire_formats(parameter_layouts, names),
+            transport,
+            self.options.quantization,
+            names=names,
+            memory=errors | share,
+            iteration=self.iter,
+        )
+        for name in share:
+            del loaded[name]
+        errors.update(made.memory)
+        self._buckets[names] = made
+        return made
+
+    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
+        """Drop the buckets that have one of these parameters, by default all, and keep their errors of both shots."""
+        for key, bucket in list(self._buckets.items()):
+            if names is None or not set(names).isdisjoint(key):
+                self._tensors[ERRORS].update(bucket.folded_errors())
+                del self._buckets[key]
+
+    def _trained(self, entry: str) -> dict[str, Tensor]:
+        """This rank's errors of both shots, by parameter name."""
+        errors = super()._trained(entry)
+        for bucket in self._buckets.values():
+            errors |= bucket.folded_errors()
+        return errors
+
+    def keeps(self, entry: str, name: str, layout: Tensor) -> bool:
+        """Every parameter has errors, unless error feedback is off."""
+        return self.options.use_error_feedback
+
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
 _PER_TENSOR = HookSettings("quantization_pertensor_hook")
@@ -47,8 +255,8 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, _quantized)
 
 
-async def _quantized(step: Step) -> None:
-    await quantized_all_reduce(
+def _quantized(step: Step) -> Steps[None]:
+    return quantized_all_reduce(
         step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace
     )
 
@@ -97,3 +305,49 @@ def quantization_perchannel_hook(
     check_block_size("bucket_size", bucket_size)
     settings = _PER_CHANNEL.setdefault(bucket_size, HookSettings(f"quantization_perchannel_hook, {bucket_size}"))
     return quantized_reduction(process_group, bucket, "int8", bucket_size, settings)
+
+
+# Layouts of buckets, kept from step to step.
+_buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, QuantizedBucket]] = weakref.WeakKeyDictionary()
+
+
+def quantized_reduction(
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    wire: str,
+    block_size: int,
+    settings: HookSettings,
+    recorder: Recorder | None = None,
+) -> Future[torch.Tensor]:
+    """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
+
+    Args:
+        process_group: the ranks to average over; None for the model's.
+        bucket: of either DDP. A sparse gradient is averaged uncompressed.
+        wire: name of the format.
+        block_size: elements that share a scale.
+        settings: of the hook, which must be equal on all ranks.
+        recorder: measurements of the hook's state; None without any.
+    """
+    group = settings.agree(bucket, process_group, recorder)
+    executor = executor_for(group, bucket_device(bucket))
+    quantized = _quantized_bucket(executor, bucket, wire, block_size) if not is_sparse(bucket) else None
+
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+        assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
+        gradients, results = source.each(quantized.layout), target.each(quantized.layout)
+        return quantized_all_reduce(quantized, gradients, results, 0, transport, workspace)
+
+    return reduce_bucket(group, bucket, algorithm, settings.hook_name, recorder=recorder)
+
+
+def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_size: int) -> QuantizedBucket:
+    buckets = _buckets_of.setdefault(executor, {})
+    dtype, parameters = bucket_dtype(bucket), bucket.parameters()
+    key = (wire, block_size, dtype, *((parameter.shape, parameter.stride()) for parameter in parameters))
+    if key not in buckets:
+        layouts = [layout_in_dtype(as_real(gradient_layout(parameter)), dtype) for parameter in parameters]
+        options = Quantization(block_size=block_size, error_dtype=None)
+        formats = [WIRE_FORMATS[wire]] * len(layouts)
+        buckets[key] = QuantizedBucket(layouts, formats, executor.transport, options)
+    return buckets[key]

@@ -19,13 +19,13 @@ class Prediction:
 
     hook: str  # its name
     step_seconds: float  # forward, backward and gradient exchange
-    speed_up: float  # of the step, over a step without a hook
+    speed_up: float  # over a step without a hook
     speed_up_over_bf16: float  # over a step with the bf16 hook
     # bandwidth in bits per second below which the hook makes a step shorter; None if it never does, infinity if
     # it always does
     break_even: float | None
     payload_bytes: int  # per step and rank
-    memory_bytes: int  # of states and wire buffers
+    memory_bytes: int  # states and wire buffers
 
 
 @dataclass(frozen=True, kw_only=True)

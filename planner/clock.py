@@ -13,11 +13,7 @@ SPIN_CYCLES = 1 << 24
 
 
 class Clock:
-    """The clock of a device: the host's clock for a CPU, events on the current stream for a GPU.
-
-    Args:
-        device: whose work is timed.
-    """
+    """The clock of a device: the host's clock for a CPU, events on the current stream for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

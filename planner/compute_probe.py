@@ -17,7 +17,7 @@ from torch.futures import Future
 from gradwire.comm import Executor, Transport, Workspace, connections_of
 from gradwire.comm.executor import Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
-from gradwire.hooks._reduce_bucket import is_zero_copy, zero_copy
+from gradwire.hooks._bucket import is_zero_copy, zero_copy
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook
@@ -114,12 +114,7 @@ def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) ->
 
 
 class EqualRanks(Transport):
-    """Collectives of ``world_size`` ranks that all send the same values, simulated in one process.
-
-    Args:
-        world_size: number of ranks.
-        is_gloo: whether to split messages as on gloo.
-    """
+    """Collectives of ranks that all send the same values, simulated in one process, with gloo's pieces or without."""
 
     def __init__(self, world_size: int, is_gloo: bool) -> None:
         super().__init__(world_size)
@@ -140,24 +135,14 @@ class EqualRanks(Transport):
 
 
 class TimingExecutor(Executor):
-    """Runs each task immediately, in the caller's thread and stream, and times its computation.
-
-    Args:
-        transport: replaces the collectives.
-        clock: of the device.
-        device: of the gradients.
-
-    Attributes:
-        marks: start and end of each computation of the latest task.
-        messages: of the latest task.
-    """
+    """Runs each task at once, in the caller's thread and stream, and times its computation."""
 
     def __init__(self, transport: EqualRanks, clock: Clock, device: torch.device) -> None:
         super().__init__(transport, [Workspace(device) for _ in range(IN_FLIGHT)])
         self._clock, self._device = clock, device
         self._turn = 0
-        self.marks: list[tuple[Any, Any]] = []
-        self.messages: list[Message] = []
+        self.marks: list[tuple[Any, Any]] = []  # start and end of each computation of the latest task
+        self.messages: list[Message] = []  # messages of the latest task
 
     @property
     def has_failed(self) -> bool:  # noqa: D102
@@ -197,15 +182,7 @@ def message_of(collective: Collective) -> Message:
 
 
 class HookProbe:
-    """Runs one hook on the buckets of a model, and times it.
-
-    Args:
-        name: of the hook.
-        buckets: of the model.
-        group: its executor on the device is replaced by a `TimingExecutor`.
-        world_size: number of ranks to assume.
-        device: of the gradients.
-    """
+    """Runs one hook on the buckets of a model and times it; replaces the group's executor by a `TimingExecutor`."""
 
     def __init__(
         self, name: str, buckets: Buckets, group: dist.ProcessGroup, world_size: int, device: torch.device
@@ -218,7 +195,7 @@ class HookProbe:
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]
         self._registration = _registration(name, group, device)
         self._samples: list[list[list[float]]] = [[] for _ in self._buckets]
-        self._messages: list[list[tuple[Message, ...]]] = [[] for _ in self._buckets]  # of each step
+        self._messages: list[list[tuple[Message, ...]]] = [[] for _ in self._buckets]  # by bucket and step
 
     def measure(self, budget: float) -> HookCost:
         """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""

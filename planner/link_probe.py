@@ -22,10 +22,10 @@ from gradwire.planner.model import Link, Message, MessageCost
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
 _LEAST_PER_BYTE = 1e-13  # seconds: 80 Tb/s
 _ENOUGH_SECONDS = 0.5  # messages that would take longer are not measured
-_REPETITIONS = 15, 3  # of the smallest messages, and of all others
+_REPETITIONS = 15, 3  # repetitions of the smallest messages, and of all others
 
 
-class Sample(NamedTuple):
+class MessageTime(NamedTuple):
     """The time of messages of one size."""
 
     nbytes: int  # payload
@@ -50,7 +50,7 @@ def _sharing(world_size: int, ranks_per_node: int) -> int:
 
 def measure_link(
     group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message], ranks_per_node: int = 1
-) -> tuple[Link, dict[str, list[Sample]]]:
+) -> tuple[Link, dict[str, list[MessageTime]]]:
     """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call."""
     probe = _Probe(group, device)
     probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
@@ -65,33 +65,28 @@ def measure_link(
 
 
 class _Probe:
-    """Sends messages over a process group.
-
-    Args:
-        group: the ranks.
-        device: of the messages.
-    """
+    """Sends messages over a process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._executor = executor_for(group, device)
         self._clock = Clock(device)
 
-    def samples(self, kind: str) -> list[Sample]:
+    def samples(self, kind: str) -> list[MessageTime]:
         """Time messages of growing size, until one would take `_ENOUGH_SECONDS`. The result is equal on all ranks."""
-        samples: list[Sample] = []
+        samples: list[MessageTime] = []
         for nbytes in SIZES:
             if len(samples) > 1 and nbytes / samples[-1].nbytes * samples[-1].seconds > _ENOUGH_SECONDS:
                 break
             samples.append(self.measure(kind, nbytes, _REPETITIONS[bool(samples)]))
         return samples
 
-    def measure(self, kind: str, nbytes: int, repetitions: int) -> Sample:
+    def measure(self, kind: str, nbytes: int, repetitions: int) -> MessageTime:
         """Time one message: the median on the slowest rank."""
         task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
         seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
-        return Sample(nbytes, float(seconds))
+        return MessageTime(nbytes, float(seconds))
 
     def _once(self, task: Task) -> float:
         """Time one message on this rank."""
@@ -126,7 +121,7 @@ def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.de
     return lambda: transport.all_to_all(cells, sent)
 
 
-def fit(samples: Sequence[Sample]) -> MessageCost:
+def fit(samples: Sequence[MessageTime]) -> MessageCost:
     """Fit the alpha-beta model: alpha is the time of the smallest message, beta the slope to the largest."""
     first, last = samples[0], samples[-1]
     per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
@@ -153,7 +148,7 @@ def ideal_link(
         overhead: seconds that the software takes per message.
         ranks_per_node: ranks that share a machine and its network interface.
     """
-    hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # of a ring all-reduce
+    hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # hops of a ring all-reduce
     costs = {}
     for kind in sorted({message.kind for message in messages}):
         rounds = hops if kind.startswith("all-reduce") else 1

@@ -40,7 +40,7 @@ class Overlap(Enum):
 class Message(NamedTuple):
     """A collective that a hook awaits."""
 
-    kind: str  # of the collective: a key of `Link.costs`
+    kind: str  # the collective: a key of `Link.costs`
     nbytes: int  # payload, as `Transport.payload_bytes` counts it
 
 
@@ -57,9 +57,9 @@ class BucketCost(NamedTuple):
 class HookCost:
     """Cost of a hook on this device."""
 
-    name: str  # of the hook in the registry
+    name: str  # a name in the registry
     buckets: tuple[BucketCost, ...]  # in the order of launch
-    memory_bytes: int  # of its states and wire buffers, or, without a hook, of DDP's flat buffers
+    memory_bytes: int  # its states and wire buffers, or, without a hook, DDP's flat buffers
 
     @property
     def payload_bytes(self) -> int:
@@ -81,7 +81,7 @@ class ModelCost:
     # for each bucket, in the order of launch, the seconds from the start of the backward pass until all its
     # gradients are ready
     ready: tuple[float, ...]
-    gradient_bytes: int  # of all gradients
+    gradient_bytes: int
     overlap: Overlap  # what overlaps the backward pass on this device
 
 
@@ -99,7 +99,7 @@ class Link:
     world_size: int  # number of ranks
     ranks_per_node: int = 1  # ranks that share a machine and its network interface
     bandwidth: float  # bits per second that each node sends in large messages; if there is only one node, each rank
-    costs: Mapping[str, MessageCost]  # of messages, by kind
+    costs: Mapping[str, MessageCost]  # message costs by kind
 
     @property
     def nodes(self) -> int:

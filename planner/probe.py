@@ -16,12 +16,12 @@ import torch.distributed as dist
 from gradwire.planner import jobs
 from gradwire.planner.compute_probe import HookProbe, measure_model
 from gradwire.planner.jobs import Build, JobError
-from gradwire.planner.link_probe import Sample, ideal_link, measure_link, overhead_per_message
+from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
 from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost, Overlap
 
 T = TypeVar("T")
 
-PLAIN, CAST = "none", "bf16"  # what every hook is compared with
+PLAIN, CAST = "none", "bf16"  # baselines of every hook
 MODEL_BUDGET = 1.5  # seconds for steps of the model
 HOOK_BUDGET = 0.25  # seconds for steps of each hook
 
@@ -45,7 +45,7 @@ class Measurement:
     threads: int  # CPU threads with which this rank computed
     is_link_measured: bool  # whether the link was measured, or else described by the user
     # times of messages by their kind, to which the link's costs were fitted; empty if the link was given
-    samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[MessageTime]] = field(default_factory=dict)
 
 
 def measure(
@@ -87,7 +87,7 @@ def measure(
 
     progress("network")
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
-    samples: Mapping[str, Sequence[Sample]] = {}
+    samples: Mapping[str, Sequence[MessageTime]] = {}
     if given is None:
         link, samples = measure_link(group, device, messages, ranks_per_node)
     else:

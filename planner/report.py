@@ -23,7 +23,7 @@ from gradwire.planner.probe import CAST, PLAIN, Measurement
 _HEADERS = ("hook", "step\n(ms)", "vs. no\nhook", f"vs.\n{CAST}", "pays\nbelow", "sent per\nstep", "extra\nmemory")
 _FAR = 30  # the plot's bandwidths, in units of the measured one: down to 1 / _FAR, up to _FAR
 _POINTS = 61
-_COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b")
+_COLORS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b")
 _STYLES = ("-", "--", ":")
 
 
@@ -138,13 +138,13 @@ def draw(measured: Measurement, advice: Advice, path: Path) -> None:
     axes = figure.subplots()
     here = measured.link.bandwidth
     bandwidths = [here * _FAR ** (2 * i / (_POINTS - 1) - 1) for i in range(_POINTS)]
-    styles = itertools.product(_STYLES, _COLOURS)
+    styles = itertools.product(_STYLES, _COLORS)
     for hook in measured.hooks:
-        style, colour = ("-", "#222222") if hook.name == PLAIN else next(styles)
+        style, color = ("-", "#222222") if hook.name == PLAIN else next(styles)
         width = 2.6 if hook.name in (PLAIN, advice.recommended) else 1.3
         times = [1e3 * step_seconds(measured.model, hook, measured.link.at(bandwidth)) for bandwidth in bandwidths]
         label = display_name(hook.name)
-        axes.plot([b / 1e6 for b in bandwidths], times, style, color=colour, linewidth=width, label=label)
+        axes.plot([b / 1e6 for b in bandwidths], times, style, color=color, linewidth=width, label=label)
     for each in advice.predictions:
         axes.plot([here / 1e6], [1e3 * each.step_seconds], "o", color="#222222", markersize=3)
     word = "measured" if measured.is_link_measured else "given"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_not
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,7 +100,8 @@ class DenseBucket(BucketBase):
     A hook written for PyTorch asks for `buffer` or `gradients`. The gradients are then flattened into one buffer, which
     is kept until a backward does without it, or with ``frees_buffer`` until the end of this one. gradwire's own hooks
     ask for `source` and `target` instead, and no buffer is allocated, or for `source` and `empty_buffer`. With
-    ``as_view`` the buffer always exists, and every ``.grad`` ends up as a view of it.
+    ``as_view`` the buffer always exists, and every ``.grad`` ends up as a view of it. Gradients have the shapes,
+    strides and dtype of the tensors ``like``, by default of the parameters.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
@@ -114,10 +114,12 @@ class DenseBucket(BucketBase):
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
 
-    def __init__(self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False) -> None:
+    def __init__(
+        self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, like: Iterable[Tensor] | None = None
+    ) -> None:
         self._frees_buffer = frees_buffer and not as_view
         super().__init__(spec)
-        layouts = [gradient_layout(tensor) for tensor in self._like_gradients()]
+        layouts = [gradient_layout(tensor) for tensor in like or self._parameters]
         self._table = SegmentTable(layouts)
         self._strides = [layout.stride() for layout in layouts]
         self._buffer: Tensor | None = None
@@ -127,10 +129,6 @@ class DenseBucket(BucketBase):
         self.as_view = as_view
         if as_view:
             self._allocate()
-
-    def _like_gradients(self) -> Iterable[Tensor]:
-        """Tensors in the shapes, strides and dtype of the gradients."""
-        return self._parameters
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor, each in its own memory order; complex ones as real pairs."""
@@ -195,11 +193,7 @@ class DenseBucket(BucketBase):
         return buffer
 
     def collect(
-        self,
-        zero_copy: bool,
-        unused: Sequence[int] = (),
-        shared: Collection[int] = (),
-        incoming: Tensor | None = None,
+        self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
     ) -> None:
         """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
 
@@ -225,7 +219,7 @@ class DenseBucket(BucketBase):
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
             if grad is not None and (grad.dtype != dtype or grad.shape != shapes[i]):
-                self._raise_changed(i, grad)
+                raise ValueError(errors.gradient_misfit(self._names[i], grad, dtype, shapes[i]))
             if grad is None or grad.stride() != stride or grad.is_conj() or grad.is_neg():
                 grad = self._in_layout(i, grad)
                 if i not in unused:
@@ -241,10 +235,6 @@ class DenseBucket(BucketBase):
         self._is_flat = False
         self._replaced = None
         self.zero_copy = zero_copy
-
-    def _raise_changed(self, i: int, grad: Tensor) -> NoReturn:
-        dtype, shape = self._table.source_dtype, self._table.shapes[i]
-        raise ValueError(errors.gradient_misfit(self._names[i], grad, dtype, shape))
 
     def _in_layout(self, i: int, grad: Tensor | None) -> Tensor:
         """A copy of a gradient in its parameter's layout; zeros for an undefined gradient."""
@@ -428,11 +418,7 @@ class SparseBucket(BucketBase):
         self._gradient = buffer
 
     def collect(
-        self,
-        zero_copy: bool,
-        unused: Sequence[int] = (),
-        shared: Collection[int] = (),
-        incoming: Tensor | None = None,
+        self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
     ) -> None:
         """Copy the gradient; an undefined gradient becomes a sparse tensor without entries.
 

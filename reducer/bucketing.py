@@ -18,7 +18,6 @@ __all__ = [
     "Bucket",
     "BucketOptions",
     "assign_first_buckets",
-    "broadcast_buckets",
     "make_buckets",
     "rebuild_buckets",
     "rebuilt_limits",
@@ -87,14 +86,9 @@ def rebuild_buckets(
     """
     tensors = [options.parameters[i] for i in order]
     assignment = torch_internals.assign_buckets(tensors, limits, options.sparse, order)
-    return broadcast_buckets(assignment, transport, options.parameters[0].device)
-
-
-def broadcast_buckets(assignment: Assignment, transport: GroupTransport, device: torch.device) -> Assignment:
-    """Rank 0's assignment, sent as one tensor: the parameters in order, and the bucket of each."""
-    order = [i for bucket in assignment for i in bucket]
-    number = [b for b, bucket in enumerate(assignment) for _ in bucket]
-    message = torch.tensor([order, number], device=device)
+    numbers = [b for b, bucket in enumerate(assignment) for _ in bucket]
+    # One message: the parameters in order, and the number of each one's bucket.
+    message = torch.tensor([[i for bucket in assignment for i in bucket], numbers], device=options.parameters[0].device)
     transport.wait(transport.broadcast(message, 0))
     received: list[list[int]] = [[] for _ in range(int(message[1, -1]) + 1)]
     for i, b in zip(*message.tolist(), strict=True):
@@ -103,13 +97,7 @@ def broadcast_buckets(assignment: Assignment, transport: GroupTransport, device:
 
 
 def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: torch.Stream | None) -> list[Bucket]:
-    """The buckets of an assignment.
-
-    Args:
-        options: the model's options.
-        assignment: the assignment, in the order of launch.
-        upcast_stream: the stream on which PyTorch's hook casts gradients, with mixed precision.
-    """
+    """The buckets of an assignment; with mixed precision, PyTorch's hook casts gradients on ``upcast_stream``."""
     buckets: list[Bucket] = []
     for index, members in enumerate(assignment):
         spec = BucketSpec(
@@ -120,16 +108,13 @@ def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: 
             names=[options.names[i] for i in members],
             model_parameters=options.parameters,
         )
-        buckets.append(_make_bucket(spec, options, upcast_stream))
+        if options.sparse[members[0]]:
+            buckets.append(SparseBucket(spec))
+        elif upcast_stream is not None:
+            buckets.append(LowPrecisionBucket(spec, upcast_stream))
+        else:
+            bucket = DenseBucket(spec, options.gradient_as_bucket_view, options.frees_buffers)
+            if bucket.as_view:
+                bucket.adopt_gradients()
+            buckets.append(bucket)
     return buckets
-
-
-def _make_bucket(spec: BucketSpec, options: BucketOptions, upcast_stream: torch.Stream | None) -> Bucket:
-    if options.sparse[spec.members[0]]:
-        return SparseBucket(spec)
-    if upcast_stream is not None:
-        return LowPrecisionBucket(spec, upcast_stream)
-    bucket = DenseBucket(spec, options.gradient_as_bucket_view, options.frees_buffers)
-    if bucket.as_view:
-        bucket.adopt_gradients()
-    return bucket

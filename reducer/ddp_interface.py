@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm.torch_internals import NO_BACKWARD, current_backward
-from gradwire.hooks._arguments import is_gradwire_hook
-from gradwire.hooks._reduce_bucket import is_zero_copy
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
+from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._registration import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import ForwardResults, Phase
 from gradwire.reducer.bucket import BucketBase
 from gradwire.reducer.bucketing import Bucket, assign_first_buckets, rebuild_buckets, rebuilt_limits
-from gradwire.reducer.parameters import ModelWatch, UsedParameters, find_unused
+from gradwire.reducer.mixed_precision import MixedPrecisionDDP, restore_parameters
+from gradwire.reducer.parameters import (
+    ModelWatch,
+    UsedParameters,
+    find_sharing_wrappers,
+    find_unused,
+    refuse_wrapper_around,
+)
 from gradwire.reducer.reducer import CommHook, Reducer
 
-__all__ = ["DDPReducer", "Logger"]
+__all__ = ["AdaptedDDP", "DDPReducer", "Logger"]
 
 # Environment variables that decide how ranks meet.
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
@@ -62,7 +68,7 @@ class DDPReducer(Reducer):
         if self._hook is not None:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
-        self._hook, self.hook_state = hook, in_group(state, hook, self.process_group)
+        self._hook, self.hook_state = hook, in_group(state, hook, self.exchange.process_group)
         self._hook_is_zero_copy, self._hook_has_groups = is_zero_copy(hook), not is_gradwire_hook(hook)
 
     @property
@@ -171,6 +177,10 @@ class DDPReducer(Reducer):
         self._fail("the backward pass raised an exception after all buckets were launched")
         self.exchange.connections.check()
 
+    def share(self, wrapper: object, parameters: Collection[int]) -> None:
+        """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
+        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
+
     # The end of a backward that the caller finalizes.
 
     def set_finalized_by_caller(self, required: bool) -> None:
@@ -270,8 +280,8 @@ class DDPReducer(Reducer):
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
         for bucket in buckets:
-            bucket.process_group, bucket.hook_has_groups = self.process_group, self._hook_has_groups
-            bucket.divisor = self.process_group.size()
+            bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self._hook_has_groups
+            bucket.divisor = self.exchange.process_group.size()
         return buckets
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
@@ -311,9 +321,9 @@ class DDPReducer(Reducer):
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on, as does a hook's state that had the process group."""
-        if self.hook_state is self.process_group:
+        if self.hook_state is self.exchange.process_group:
             self.hook_state = process_group
-        elif getattr(self.hook_state, "process_group", None) is self.process_group:
+        elif getattr(self.hook_state, "process_group", None) is self.exchange.process_group:
             self.hook_state.process_group = process_group
             if isinstance(self.hook_state, HookState):
                 self.hook_state.follows_model = True
@@ -338,7 +348,7 @@ class Logger:
     ) -> None:
         """Keep facts of the construction, under PyTorch's keys."""
         reducer = self._reducer
-        backend = dist.get_backend(reducer.process_group)
+        backend = dist.get_backend(reducer.exchange.process_group)
         variables = _VARIABLES + _VARIABLES_OF.get(backend, ())
         self._data |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
         if backend == "gloo":
@@ -355,8 +365,8 @@ class Logger:
             "dtypes": ", ".join(sorted({_dtype_name(p.dtype) for p in reducer.parameters})),
             "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "backend_name": backend,
-            "world_size": reducer.process_group.size(),
-            "rank": reducer.process_group.rank(),
+            "world_size": reducer.exchange.process_group.size(),
+            "rank": reducer.exchange.process_group.rank(),
             "gradient_as_bucket_view": int(reducer.options.gradient_as_bucket_view),
             "bucket_sizes": _sizes(reducer.buckets),
         }
@@ -402,3 +412,63 @@ def _sizes(buckets: Sequence[BucketBase]) -> str:
 def _dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name in C++."""
     return {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}.get(dtype, str(dtype))
+
+
+class AdaptedDDP(MixedPrecisionDDP):
+    """The private methods of PyTorch's class that behave differently with gradwire's reducer."""
+
+    reducer: DDPReducer
+    logger: Logger
+
+    def _delay_reduction(self, _: Tensor) -> None:
+        """Reduce at the end of the first backward of a static graph, which begins now."""
+        if not self._static_graph_delay_allreduce_enqueued:
+            self._static_graph_delay_allreduce_enqueued = True
+            queue_callback(self.reducer._delay_all_reduce)
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        try:
+            errors.check_comm_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self.logger._get_ddp_logging_data()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
+        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+            return
+        handles = torch_internals.optimizer_hooks()
+        for parameter in self._module_parameters:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        self.reducer._set_optimizer_in_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """In `join`: take part in the exchange of used parameters, with none."""
+        self.reducer.match_used_map()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        refuse_wrapper_around(self)
+        find_sharing_wrappers(self)
+        result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.begin_forward()
+        return result
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.mixed_precision is not None and not torch.is_grad_enabled():
+            restore_parameters(self.module.parameters())
+        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
+        if self.static_graph and not self.reducer.has_counted_calls:
+            self._static_graph_delay_allreduce_enqueued = False
+            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._delay_reduction)
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,19 +13,16 @@ from torch import Tensor, nn
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
-from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Exchange
 from gradwire.reducer.bucketing import BucketOptions
-from gradwire.reducer.ddp_interface import DDPReducer, Logger
-from gradwire.reducer.mixed_precision import MixedPrecisionDDP, check_config, restore_parameters
+from gradwire.reducer.ddp_interface import AdaptedDDP, DDPReducer, Logger
+from gradwire.reducer.mixed_precision import check_config
 from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, resynchronize, verify_model
 from gradwire.reducer.parameters import (
     ModelWatch,
-    find_sharing_wrappers,
-    refuse_wrapper_around,
     refuse_wrappers_inside,
 )
 
@@ -34,7 +31,7 @@ __all__ = ["DistributedDataParallel"]
 TorchDDP = nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(MixedPrecisionDDP):
+class DistributedDataParallel(AdaptedDDP):
     """Data-parallel training: averages gradients over ranks during the backward pass.
 
     A drop-in subclass of ``torch.nn.parallel.DistributedDataParallel``, with the same arguments. Without a
@@ -86,9 +83,6 @@ class DistributedDataParallel(MixedPrecisionDDP):
             PyTorch's class.
         RuntimeError: as in PyTorch's class.
     """
-
-    reducer: DDPReducer
-    logger: Logger
 
     def __init__(
         self,
@@ -172,7 +166,6 @@ class DistributedDataParallel(MixedPrecisionDDP):
         static_graph: bool,
     ) -> None:
         """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
         if self._syncs_at_init:
             self._syncs_at_init = False
             _verify_model(self, parameters)
@@ -183,25 +176,7 @@ class DistributedDataParallel(MixedPrecisionDDP):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`
-        limits, rebuilt_limits = _bucket_limits(self, static_graph)
-        options = BucketOptions(
-            parameters=parameters,
-            names=[names[parameter] for parameter in parameters],
-            sparse=expect_sparse_gradient,
-            first_limits=limits,
-            rebuilt_limits=rebuilt_limits,
-            hook_may_choose=self._has_default_bucket_size,
-            gradient_as_bucket_view=self.gradient_as_bucket_view and self.mixed_precision is None,
-            frees_buffers=self.lazy_bucket_allocation,
-        )
-        self.reducer = DDPReducer(
-            Exchange(self.process_group, parameters[0].device),
-            options,
-            self.find_unused_parameters,
-            self.skip_all_reduce_unused_params,
-        )
-        self.reducer.watch = ModelWatch(self.module, parameters, self.parameters_to_ignore)
-        self.reducer.is_finalized_by_caller = vars(self).get("_require_manual_backward_finalization", False)
+        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
         self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
         self.logger.set_construction_data_and_log(
@@ -240,12 +215,6 @@ class DistributedDataParallel(MixedPrecisionDDP):
         # PyTorch's class drops the hook when unpickling; a copy must keep it to train as the original does.
         for hook, hook_state in self._comm_hooks:
             self._install_comm_hook(hook_state, hook)
-
-    def _delay_reduction(self, _: Tensor) -> None:
-        """Reduce at the end of the first backward of a static graph, which begins now."""
-        if not self._static_graph_delay_allreduce_enqueued:
-            self._static_graph_delay_allreduce_enqueued = True
-            queue_callback(self.reducer._delay_all_reduce)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -311,12 +280,6 @@ class DistributedDataParallel(MixedPrecisionDDP):
             state.bind(self.module)
         self.reducer.register_comm_hook(state, hook)
 
-    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        try:
-            errors.check_comm_hook(hook)
-        except (TypeError, ValueError) as error:
-            self._log_and_throw(type(error), str(error))
-
     def _register_builtin_comm_hook(self, comm_hook_type: torch_internals.BuiltinCommHookType) -> None:
         hooks = {
             torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -326,36 +289,6 @@ class DistributedDataParallel(MixedPrecisionDDP):
             self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        if self.logger is not None:
-            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
-        raise err_type(err_msg)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return self.logger._get_ddp_logging_data()
-
-    def _setup_in_backward_optimizers(self) -> None:
-        """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
-        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
-            return
-        handles = torch_internals.optimizer_hooks()
-        for parameter in self._module_parameters:
-            for handle in handles.get(parameter, []):
-                handle.remove()
-        self.reducer._set_optimizer_in_backward()
-
-    def _match_unused_params_allreduce(self) -> None:
-        """In `join`: take part in the exchange of used parameters, with none."""
-        self.reducer.match_used_map()
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        refuse_wrapper_around(self)
-        find_sharing_wrappers(self)
-        result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.begin_forward()
-        return result
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -391,17 +324,6 @@ class DistributedDataParallel(MixedPrecisionDDP):
         buffers = [*self._buffers_in_use().values()]
         resynchronize(self.reducer, self._parameters_in_use(), buffers, from_rank, self.broadcast_bucket_size)
 
-    def _post_forward(self, output: Any) -> Any:
-        if self.mixed_precision is not None and not torch.is_grad_enabled():
-            restore_parameters(self.module.parameters())
-        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
-        if self.static_graph and not self.reducer.has_counted_calls:
-            self._static_graph_delay_allreduce_enqueued = False
-            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._delay_reduction)
-        return super()._post_forward(output)  # type: ignore[no-untyped-call]
-
 
 def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[list[int], list[int]]:
     """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
@@ -411,6 +333,28 @@ def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[li
     # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
     is_rebuilt = static_graph or not ddp.find_unused_parameters
     return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
+
+
+def _make_reducer(
+    ddp: DistributedDataParallel, parameters: list[Tensor], sparse: list[bool], static_graph: bool
+) -> DDPReducer:
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    first_limits, rebuilt_limits = _bucket_limits(ddp, static_graph)
+    options = BucketOptions(
+        parameters=parameters,
+        names=[names[parameter] for parameter in parameters],
+        sparse=sparse,
+        first_limits=first_limits,
+        rebuilt_limits=rebuilt_limits,
+        hook_may_choose=ddp._has_default_bucket_size,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view and ddp.mixed_precision is None,
+        frees_buffers=ddp.lazy_bucket_allocation,
+    )
+    exchange = Exchange(ddp.process_group, parameters[0].device)
+    reducer = DDPReducer(exchange, options, ddp.find_unused_parameters, ddp.skip_all_reduce_unused_params)
+    reducer.watch = ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore)
+    reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
+    return reducer
 
 
 def _verify_model(

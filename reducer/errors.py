@@ -15,42 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks._arguments import check_process_group
+from gradwire.hooks._bucket import check_process_group
 from gradwire.hooks._types import GradBucket
 from gradwire.reducer import torch_internals
-
-__all__ = [
-    "BUILTIN_HOOK_REGISTERED_TWICE",
-    "COPY_WITH_MIXED_PRECISION",
-    "CREATE_GRAPH",
-    "FINALIZATION_WITHOUT_REDUCER",
-    "HOOK_REGISTERED_TWICE",
-    "HOOK_WITH_MIXED_PRECISION",
-    "JOIN_WITH_MIXED_PRECISION",
-    "NOTHING_UNUSED",
-    "NOT_FINALIZED",
-    "SHARED_VIEWS",
-    "backward_skipped",
-    "cannot_finalize",
-    "check_bucket_size",
-    "check_bucket_sizes",
-    "check_comm_hook",
-    "check_ranks",
-    "dense_gradient",
-    "gradient_misfit",
-    "gradient_strides",
-    "graph_changed",
-    "marked_twice",
-    "no_future",
-    "parameter_cast",
-    "parameter_unknown",
-    "result_misfit",
-    "sharded",
-    "static_graph_too_late",
-    "unfinished",
-    "wrapped_by_another",
-    "wrapped_twice",
-]
 
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
 BUILTIN_HOOK_REGISTERED_TWICE = "register_builtin_comm_hook or register_comm_hook can only be called once."

@@ -56,18 +56,11 @@ class LowPrecisionBucket(DenseBucket):
     _absent: list[int]  # positions of the stand-ins that have no gradient at all
 
     def __init__(self, spec: BucketSpec, stream: torch.Stream) -> None:
-        super().__init__(spec, as_view=False)
+        super().__init__(spec, as_view=False, like=[p._mp_param for p in spec.parameters])  # type: ignore[attr-defined]
         self._stream = stream
 
-    def _like_gradients(self) -> Iterable[Tensor]:
-        return [parameter._mp_param for parameter in self._parameters]  # type: ignore[attr-defined]
-
     def collect(
-        self,
-        zero_copy: bool,
-        unused: Sequence[int] = (),
-        shared: Collection[int] = (),
-        incoming: Tensor | None = None,
+        self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
     ) -> None:
         """Take the parameters' gradients; see `DenseBucket.collect`."""
         super().collect(zero_copy, unused, shared, incoming)

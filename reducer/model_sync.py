@@ -166,7 +166,7 @@ def resynchronize(
         from_rank: see `DistributedDataParallel.resynchronize`.
         limit: approximate size of a message in bytes.
     """
-    group = reducer.process_group
+    group = reducer.exchange.process_group
     reducer.leave(f"{CALL} was called")
     mine = {
         "generation": reducer.connections.generation,

@@ -17,18 +17,9 @@ from torch.nn.modules import module as modules
 from torch.profiler import record_function
 
 from gradwire.comm import GroupTransport
-from gradwire.hooks._wrappers import live_wrappers
+from gradwire.hooks._parameter_names import live_wrappers
 from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
-
-__all__ = [
-    "ModelWatch",
-    "UsedParameters",
-    "find_sharing_wrappers",
-    "find_unused",
-    "refuse_wrapper_around",
-    "refuse_wrappers_inside",
-]
 
 LOOK_EVERY = 64  # forwards: also after changes that bypass `nn.Module.register_parameter`
 
@@ -177,7 +168,7 @@ class ModelWatch:
 def find_sharing_wrappers(wrapper: Any) -> None:
     """Before its first forward, tell ``wrapper`` and other live wrappers which parameters they share.
 
-    See `Reducer.share`. PyTorch's wrappers are found by the garbage collector, which takes 50 ms for a million objects.
+    See `DDPReducer.share`. The garbage collector finds PyTorch's wrappers, in 50 ms for a million objects.
     """
     if wrapper not in _used:
         _used.add(wrapper)

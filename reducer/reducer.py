@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NoReturn, cast
@@ -20,7 +20,7 @@ from gradwire.comm.connections import ADVICE, Connections
 from gradwire.comm.torch_internals import profiler_range, queue_callback
 from gradwire.comm.transport import let_go_of_locals, take_values, wait_for
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.hooks._bucket import reduce_bucket
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.autograd_hooks import AutogradHooks
@@ -78,11 +78,7 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        options: BucketOptions,
-        find_unused_parameters: bool,
-        skip_unused: bool,
+        self, exchange: Exchange, options: BucketOptions, find_unused_parameters: bool, skip_unused: bool
     ) -> None:
         self.exchange = exchange
         self.options = options
@@ -117,19 +113,9 @@ class Reducer:
         self._set_buckets(assign_first_buckets(options))
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
-        return self.exchange.process_group
-
-    @property
     def connections(self) -> Connections:
         """gradwire's connections on the process group; raises RuntimeError if it was destroyed."""
         return self.exchange.connect()
-
-    @property
-    def transport(self) -> Transport:
-        """The collectives of the reducer itself, and of the default reduction on CPUs."""
-        return self.exchange.transport
 
     def _set_buckets(self, assignment: Assignment) -> None:
         self.buckets = make_buckets(self.options, assignment, self._upcast_stream)
@@ -171,22 +157,17 @@ class Reducer:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
         elsewhere = self.exchange.fail(self, self.times.iterations, cause)
-        if isinstance(self.hook_state, HookState):
-            self._return_results(self.hook_state)
+        results = take_values(self._backward.futures) if isinstance(self.hook_state, HookState) else []
+        for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
+            if result is not None and isinstance(bucket, DenseBucket):
+                with suppress(Exception), torch.no_grad():  # nobody will apply it: back to the hook's error memory
+                    bucket.give_back(_tensor(result), self.hook_state.take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)
         self._forward_results = ForwardResults()
         self._forward_is_running = False
         self._begin(Phase.DONE)
         return elsewhere
-
-    def _return_results(self, state: HookState) -> None:
-        """Add results that nobody will apply to the hook's error memory."""
-        results = take_values(self._backward.futures)
-        for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
-            if result is not None and isinstance(bucket, DenseBucket):
-                with suppress(Exception), torch.no_grad():
-                    bucket.give_back(_tensor(result), state.take_back)
 
     def _raise(self, message: str) -> NoReturn:
         self.error = message
@@ -199,11 +180,7 @@ class Reducer:
     # Phase 2: gradients become ready.
 
     def _on_gradients(self, incoming: Tensor | None) -> None:
-        """Autograd has accumulated gradients; at least one of them may complete a bucket.
-
-        Args:
-            incoming: the gradient whose autograd hook calls.
-        """
+        """Autograd has accumulated gradients, ``incoming`` the latest of them; one may complete a bucket."""
         with self._lock:
             self._incoming = incoming
             tracks_usage = self._may_leave_out and self._static_calls is None
@@ -277,7 +254,7 @@ class Reducer:
 
     def _unfinished(self) -> str:
         return errors.unfinished(
-            dist.get_rank(self.process_group),
+            dist.get_rank(self.exchange.process_group),
             self.options.names,
             self._backward.missing,
             static_graph=self.static_graph,
@@ -306,15 +283,6 @@ class Reducer:
             if not isinstance(future, torch_internals.AnyFuture):
                 self._raise(errors.no_future(future))
             self._backward.futures[index] = future
-
-    def share(self, wrapper: object, parameters: Collection[int]) -> None:
-        """Copy the gradients of parameters that another wrapper reads and writes in the same backward, too.
-
-        Args:
-            wrapper: the other wrapper, as long as it lives.
-            parameters: their ids.
-        """
-        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
 
     def _shared(self, bucket: Bucket) -> list[int]:
         """The positions in a bucket of the parameters that are shared with other wrappers."""

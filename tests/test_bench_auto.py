@@ -33,15 +33,6 @@ def test_tables_show_choice_and_speed_up_and_step_times(facts, printed):
     assert "median of 20 steps" in printed(times)
 
 
-def test_tables_of_a_mixed_choice_fit_80_columns(facts, printed):
-    times = [record(name, STEP_MS, 12_345.0, "unlimited") for name in (auto.AUTO, auto.NO_HOOK, *auto.CANDIDATES)]
-    shares = [record(name, auto.PARAMETERS, 10, "unlimited") for name in ("powersgd-r4", "bf16", "plain")]
-    for table in auto.tables(Measured({"rounds": 4, "hosts": 2}, times + shares).with_provenance(facts)):
-        lines = printed(table).splitlines()
-        assert all(len(line) <= 80 for line in lines)
-        assert not any("\u2026" in line for line in lines), "nothing is cut"
-
-
 @pytest.mark.slow
 def test_bench_times_choice_and_candidates_on_loopback():
     outcome = auto.measure(["tiny-layers"], [auto.LOOPBACK], rounds=1)

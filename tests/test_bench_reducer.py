@@ -45,14 +45,6 @@ def test_memory_is_beyond_no_reducer(world_of_one, facts):
     assert memory.rows == [["no hook", "10 MB", "5 MB"], ["noop", "8 MB", "2 MB"], ["fp16", "20 MB", "5 MB"]]
 
 
-@pytest.mark.parametrize("with_memory", [False, True])
-def test_tables_fit_80_columns_with_notes_once(world_of_one, facts, printed, with_memory):
-    text = printed(*tables(made_up(facts, with_memory)))
-    assert max(map(len, text.splitlines())) <= 80
-    for phrase in ("us per parameter: median beyond", "median of 3 steps", "mlp: 2 of 8e-06 M elements"):
-        assert " ".join(text.split()).count(phrase) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "millions"), [("tiny-layers", 200, 0.0), ("transformer", 200, 3.2), ("mlp", 10, 50.0)]
 )
@@ -90,10 +82,3 @@ def test_command_with_two_ranks_writes_the_results_it_prints(tmp_path):
     assert [(record["hook"], record.implementation) for record in records] == list(REDUCERS)
     assert {(record.ranks, record.metric) for record in records} == {(2, BACKWARD_MS)}, "memory is the mlp's"
     assert "tiny-layers: 200 of 0.027 M" in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize("option", [["--models", "resnet"], ["--ranks", "0"], ["--ranks", "two"]])
-def test_unknown_model_or_world_size_is_refused(option):
-    done = CliRunner().invoke(app, ["bench", "reducer", *option])
-    assert done.exit_code == 2
-    assert "unknown" in done.output and option[0] in done.output

@@ -99,7 +99,7 @@ def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
         assert names[0] == "two dtypes on the wire"
         for hook in HOOKS:
             assert f"{hook}: equal bits on both DDPs" in names
-            assert f"{hook}: no host synchronisation" in names
+            assert f"{hook}: no host synchronization" in names
 
 
 def test_cast_hooks_keep_their_names_beside_quantized_ones():
@@ -120,7 +120,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "two dtypes on the wire",
         "low-rank passes, float16, rank 4,",
         "scaled fp16: equal bits",
-        "quantise float32 to int4, errors in float32",
+        "quantize float32 to int4, errors in float32",
         "cast hooks match the mean",
         "powersgd: replays",
     ]

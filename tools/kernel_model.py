@@ -46,12 +46,12 @@ WARP = 32
 # An assumption: what a kernel adds to the device's time, by starting and draining, when the host runs ahead.
 LAUNCH_S = 2e-6
 
-MODELLED_US = "modelled time (us)"
-BYTES_US = "modelled for bytes (us)"
-INSTRUCTIONS_US = "modelled for instructions (us)"
-WHOLE_WAVES_US = "modelled time in whole waves (us)"
-WAVES = "waves, modelled"
-LAUNCHES_US = "modelled for launches (us)"
+MODELED_US = "modeled time (us)"
+BYTES_US = "modeled for bytes (us)"
+INSTRUCTIONS_US = "modeled for instructions (us)"
+WHOLE_WAVES_US = "modeled time in whole waves (us)"
+WAVES = "waves, modeled"
+LAUNCHES_US = "modeled for launches (us)"
 UNCOUNTED = "launches without a count of instructions"
 
 
@@ -98,7 +98,7 @@ GPUS = {
 
 
 def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measured:
-    """Modelled times of gradwire's kernels, for the cases of `kernels.measure`.
+    """Modeled times of gradwire's kernels, for the cases of `kernels.measure`.
 
     Args:
         models: names in `SHAPES`.
@@ -118,10 +118,10 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], gpu: str) -> Measur
                     Record(
                         bench="kernel_model", case=of, implementation=f"model of {gpu}", ranks=1, metric=metric, p50=p50
                     )
-                    for metric, p50 in modelled([case.nbytes for case in cases], launches, GPUS[gpu], counter).items()
+                    for metric, p50 in modeled([case.nbytes for case in cases], launches, GPUS[gpu], counter).items()
                 ]
                 progress.advance(todo)
-    return Measured({"modelled_gpu": gpu, "launch_us": 1e6 * LAUNCH_S}, records)
+    return Measured({"modeled_gpu": gpu, "launch_us": 1e6 * LAUNCH_S}, records)
 
 
 def recorded_cases(
@@ -174,17 +174,17 @@ class ProgramCounter:
         return Programs(None if of_program is None else number * of_program, number, resident)
 
 
-def modelled(
+def modeled(
     nbytes: Sequence[float], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: ProgramCounter
 ) -> dict[str, float]:
-    """The modelled times of a case and what they are made of, as means over its buckets."""
+    """The modeled times of a case and what they are made of, as means over its buckets."""
     of_buckets = [[counter(launch) for launch in of_bucket] for of_bucket in launches]
-    each = [_modelled_bucket(size, programs, gpu) for size, programs in zip(nbytes, of_buckets, strict=True)]
+    each = [_modeled_bucket(size, programs, gpu) for size, programs in zip(nbytes, of_buckets, strict=True)]
     return {metric: round(sum(numbers[metric] for numbers in each) / len(each), 3) for metric in each[0]}
 
 
-def _modelled_bucket(nbytes: float, launches: Sequence[Programs], gpu: Gpu) -> dict[str, float]:
-    """`modelled` for one bucket."""
+def _modeled_bucket(nbytes: float, launches: Sequence[Programs], gpu: Gpu) -> dict[str, float]:
+    """`modeled` for one bucket."""
     known = [each.instructions for each in launches if each.instructions is not None]
     for_launches = 1e6 * len(launches) * LAUNCH_S
     for_bytes, for_instructions = 1e6 * nbytes / gpu.bandwidth, 1e6 * sum(known) / gpu.issue_rate
@@ -194,7 +194,7 @@ def _modelled_bucket(nbytes: float, launches: Sequence[Programs], gpu: Gpu) -> d
         LAUNCHES_US: for_launches,
         BYTES_US: for_bytes,
         INSTRUCTIONS_US: for_instructions,
-        MODELLED_US: for_launches + busy,
+        MODELED_US: for_launches + busy,
         WHOLE_WAVES_US: for_launches + busy * sum(map(math.ceil, waves)) / sum(waves),
         WAVES: sum(waves),
         LAUNCHES: len(launches),
@@ -203,15 +203,15 @@ def _modelled_bucket(nbytes: float, launches: Sequence[Programs], gpu: Gpu) -> d
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A table per kernel: the modelled time and its parts."""
-    gpu = GPUS[records[0].provenance["settings"]["modelled_gpu"]]
+    """A table per kernel: the modeled time and its parts."""
+    gpu = GPUS[records[0].provenance["settings"]["modeled_gpu"]]
     names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}
-    metrics = (LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELLED_US, WAVES, WHOLE_WAVES_US)
+    metrics = (LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELED_US, WAVES, WHOLE_WAVES_US)
     columns = [(_column(metric), value(metric)) for metric in metrics]
     groups = groups_of(records, "kernel")
     return [
         pivot(
-            f"{kernel}: {gpu.name}, modelled, not measured",
+            f"{kernel}: {gpu.name}, modeled, not measured",
             group,
             names,
             columns,
@@ -222,12 +222,12 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _column(metric: str) -> str:
-    return metric.replace("modelled for", "for").replace("modelled time in", "in").replace(", modelled", "")
+    return metric.replace("modeled for", "for").replace("modeled time in", "in").replace(", modeled", "")
 
 
 def _notes(gpu: Gpu) -> list[str]:
     return [
-        "modelled, not measured: time for launches plus the larger of the times for bytes and for instructions",
+        "modeled, not measured: time for launches plus the larger of the times for bytes and for instructions",
         f"launches: {format_number(1e6 * LAUNCH_S)} us each, an assumption",
         f"bytes: those that the kernels must read and write, at {format_number(1e-12 * gpu.bandwidth)} TB/s, "
         f"{gpu.source}",

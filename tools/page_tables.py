@@ -116,7 +116,7 @@ def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list
         f"steps, time and bytes until {target_of(trained)}: {trained['parameters']:,} parameters, "
         f"{count(trained['hosts'], 'host')} at {format_rate(trained['rate'])}, medians over the seeds",
         f"error: of the mean gradient of {ranks}, relative to its norm; normally distributed gradients",
-        f"error, {measured['steps']} steps: of the mean over as many steps, with error feedback if quantised",
+        f"error, {measured['steps']} steps: of the mean over as many steps, with error feedback if quantized",
     ]
     return [Table(title="Wire formats", headers=headers, rows=rows, notes=notes)]
 

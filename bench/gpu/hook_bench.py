@@ -30,6 +30,7 @@ from gradwire.bench.implementations import (
     error_memory,
     make_batch,
     needs_one_bucket,
+    prepare,
 )
 from gradwire.bench.kernel_cases import BLOCK_SIZE
 from gradwire.bench.namespaces import Rate
@@ -61,7 +62,7 @@ BENCHED = ("fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r32", "int8",
 CAPTURED = ("fp16", "scaled-fp16", "powersgd-r4", "int8", "int4")
 LINKED = ("fp16", "int4", "powersgd-r4")
 RATES, HOSTS = ("10gbit", "100gbit"), 2
-BUCKET_MIB = 25  # of hooks whose state prefers no other size
+BUCKET_MIB = 25  # bucket size of hooks whose state prefers no other
 ROUNDS = 10
 GRAPHS = "gradwire, cuda_graphs=True"
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
@@ -96,24 +97,13 @@ class FlatBucket:
 
 
 class HookStep:
-    """A hook on all buckets of a model; a call is a step.
-
-    Args:
-        registration: state and hook.
-        shapes: of the gradients of each bucket.
-        device: where they are.
-        is_flat: whether buckets are flat, as in PyTorch's DDP.
-
-    Attributes:
-        state: of the hook.
-        gradients: by parameter name, in the order of the buckets. Every step replaces them.
-    """
+    """A hook on all buckets of a model, flat ones as in PyTorch's DDP or lists of gradients; a call is a step."""
 
     def __init__(
         self, registration: Registration, shapes: Sequence[Sequence[Shape]], device: torch.device, is_flat: bool
     ) -> None:
         self.state, self._hook = registration
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # by parameter name; every step replaces their values
         self._buckets: list[FlatBucket | DenseBucket] = []
         generator = torch.Generator(device).manual_seed(0)
         for index, of_bucket in enumerate(shapes):
@@ -198,7 +188,7 @@ def _quantized_bytes(numel: int, format: WireFormat) -> float:
         quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
         + reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
         + dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
-        + commit_errors_bytes(2 * numel, fp32)  # of both shots
+        + commit_errors_bytes(2 * numel, fp32)  # errors of both shots
     )
 
 
@@ -275,10 +265,7 @@ def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     """Training steps of a small model on an emulated link between `HOSTS` hosts, behind both DDPs, in turns."""
     names = [PYTORCH, GRADWIRE] if _pytorch_runs(hook) else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
-    for implementation in made:
-        for step in range(WARM_UP):
-            implementation.step(make_batch(step, 0, device))
-        implementation.check(make_batch(WARM_UP, 0, device))
+    prepare(made, device)
     first = WARM_UP + 1
     with emulated_link(Rate.parse(rate), HOSTS, device):
         for step in range(first, first + (ROUNDS if device.type == "cuda" else 1)):

@@ -33,7 +33,7 @@ from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
-from gradwire.hooks._reduce_bucket import reduce_bucket, zero_copy
+from gradwire.hooks._bucket import reduce_bucket, zero_copy
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
@@ -45,7 +45,7 @@ def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options
 
 
 def _quantized(wire: str, **options: Any) -> Callable[[], StateAndHook]:
-    """A quantised hook from the third step on."""
+    """A quantized hook from the third step on."""
     return lambda: (quantization_hooks.QuantizationState(None, wire, **options), quantization_hooks.quantization_hook)
 
 
@@ -120,7 +120,7 @@ def hook_gives_equal_bits(name: str, device: torch.device) -> None:
 
 
 def hook_does_not_wait_on_the_host(name: str, device: torch.device) -> None:
-    """A step in the steady state does not synchronise the host with the GPU."""
+    """A step in the steady state does not synchronize the host with the GPU."""
     model, _ = train(OurDDP, device, HOOKS[name]())
     batch = Net.batch(torch.Generator().manual_seed(0)).to(device)
     for _ in range(6):  # the buckets are rebuilt and every table is uploaded
@@ -323,7 +323,7 @@ def powersgd_launches_a_dozen_kernels_for_each_bucket(device: torch.device) -> N
     assert isinstance(model, OurDDP)
     launches = [event.name for event in profile.events() if event.name.lstrip("_").endswith("_kernel")]
     print(len(model.reducer.buckets), "buckets:", launches)
-    # project and its sum, orthogonalise (1 to 6), backproject and its sum, norms, reconstruct
+    # project and its sum, orthogonalize (1 to 6), backproject and its sum, norms, reconstruct
     require(0 < len(launches) <= 12 * len(model.reducer.buckets), f"{len(launches)} launches: {launches}")
 
 
@@ -367,7 +367,7 @@ HOOK_CASES: dict[str, LaneCase] = {
     "two dtypes on the wire": mixed_dtypes,
     "no hook: PyTorch's gradients": no_hook_matches_pytorch,
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},
-    **{f"{name}: no host synchronisation": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
+    **{f"{name}: no host synchronization": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
     **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
     **{
         f"{name}: graphs give the bits of eager steps": partial(graphs_give_the_bits_of_eager_steps, name)

@@ -52,7 +52,7 @@ from gradwire.kernels.lowrank_triton import dot_precision
 
 SOURCES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
 RANKS = (1, 4, 7, 16, 32, 64)
-# Neighbours of a program's chunk of 4096 elements, odd sizes, a scalar and an empty tensor.
+# Neighbors of a program's chunk of 4096 elements, odd sizes, a scalar and an empty tensor.
 SIZES = {
     "aligned": ((4096,), (64, 128), (3, 4096)),
     "off by one": ((4096,), (4097,), (61, 67)),
@@ -212,7 +212,7 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
         for i in range(len(table)):
             e = errors[i].double() if has_error else torch.zeros((), dtype=torch.float64, device=device)
             m = gradients[i].double() + e
-            rounded = _unit(compute) * m.abs()  # of the sum G + E
+            rounded = _unit(compute) * m.abs()  # rounding of the sum G + E
             p_i, q_i, sent = (views_of[i] for views_of in inputs)
             expected = scale * (q_i @ m.t())
             bound = scale * (_product_bound(q_i, m.t(), compute, is_tf32=is_tf32) + q_i.abs() @ rounded.t())

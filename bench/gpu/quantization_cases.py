@@ -1,4 +1,4 @@
-"""Cases of the GPU lane for quantisation: every wire format against the references, twice, with equal bits."""
+"""Cases of the GPU lane for quantization: every wire format against the references, twice, with equal bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def both_shots(
     bad: bool,
     device: torch.device,
 ) -> None:
-    """Quantise the gradients of three ranks, reduce a shard of each, decode, and commit the errors."""
+    """Quantize the gradients of three ranks, reduce a shard of each, decode, and commit the errors."""
     ranks = [_gradients(dtype, device, offset, seed, bad) for seed in range(WORLD_SIZE)]
     keys = [random_key(0, str(k)) for k in range(len(SHAPES))]
     table = BlockTable(ranks[0], 64, keys)
@@ -137,7 +137,7 @@ def beyond_int32(device: torch.device) -> None:
 def _label(wire: str, dtype: torch.dtype, error_dtype: torch.dtype | None, stochastic: bool, offset: int) -> str:
     errors = "no errors" if error_dtype is None else f"errors in {name_of(error_dtype)}"
     rounding = ", stochastic" if stochastic else ""
-    return f"quantise {name_of(dtype)} to {wire}, {errors}{rounding}{', unaligned' if offset else ''}"
+    return f"quantize {name_of(dtype)} to {wire}, {errors}{rounding}{', unaligned' if offset else ''}"
 
 
 _VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, bool, int], ...] = (
@@ -154,7 +154,7 @@ QUANTIZATION_CASES: dict[str, LaneCase] = {
         for variant in _VARIANTS
     },
     **{
-        f"quantise NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
+        f"quantize NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
         for wire in WIRE_FORMATS
     },
     "int4 of more than 2^31 elements": beyond_int32,

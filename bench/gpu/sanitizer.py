@@ -35,9 +35,9 @@ SANITIZED = (
     "low-rank passes, float16, rank 4, unaligned",
     "orthogonalize, rank 4",
     "warm start, rank 4",
-    "quantise float32 to int8, errors in float32",
-    "quantise float32 to int4, errors in float32, unaligned",
-    "quantise NaN to int4",
+    "quantize float32 to int8, errors in float32",
+    "quantize float32 to int4, errors in float32, unaligned",
+    "quantize NaN to int4",
 )
 LIMIT = 240.0  # seconds of a process
 ERROR_STATUS = 86

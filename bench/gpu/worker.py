@@ -55,9 +55,9 @@ class Outcome(NamedTuple):
     """The outcome of a case."""
 
     status: str  # "passed", "failed" or "skipped"
-    seconds: float  # until the slowest rank answered, without the start of the processes
+    seconds: float  # time of the slowest rank, without the start of the processes
     text: str  # the reason for a skip; for a failure, tracebacks, stacks and output of every rank
-    measured: Sequence[dict[str, Any]] = ()  # what rank 0 has measured, if the case passed
+    measured: Sequence[dict[str, Any]] = ()  # rank 0's rows, if the case passed
 
 
 class Answer(NamedTuple):
@@ -69,12 +69,7 @@ class Answer(NamedTuple):
 
 
 class Crew:
-    """The processes of a process group, started by the first case and again after a failure.
-
-    Args:
-        size: world size.
-        rehearse: to run on the CPU; it must be picklable.
-    """
+    """The processes of a group, started by the first case and again after a failure; ``rehearse`` must be picklable."""
 
     def __init__(self, size: int, rehearse: Rehearse | None = None) -> None:
         self._size = size

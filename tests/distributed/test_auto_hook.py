@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire.hooks import auto_hook as auto_module
-from gradwire.hooks._auto_plan import TOLERANCE, Cost, choose, predicted_ms
-from gradwire.hooks._auto_trial import Trial
+from gradwire.hooks._auto_trial import TOLERANCE, Cost, Trial, choose, predicted_ms
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradwire.bench.shapes import SHAPES
-from gradwire.hooks import _powersgd_state, powerSGD_hook
+from gradwire.hooks import powerSGD_hook
 from gradwire.reducer.torch_internals import assign_buckets
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import flat_hook
@@ -139,7 +139,7 @@ def train_with_changing_sizes(caps):
     generator = torch.Generator().manual_seed(dist.get_rank())
     seen, counts = [], []
     for cap in caps:
-        with mock.patch.object(_powersgd_state, "LOW_RANK_BUCKET_CAP_MB", cap):
+        with mock.patch.object(powerSGD_hook, "LOW_RANK_BUCKET_CAP_MB", cap):
             for _ in range(3):
                 ddp.zero_grad()
                 ddp(*ddp.module.batch(generator)).backward()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
-from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.hooks._bucket import reduce_bucket
 from gradwire.reducer.model_sync import broadcast_coalesced
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.training import (

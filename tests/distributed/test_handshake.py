@@ -318,7 +318,10 @@ def test_several_states_on_one_group_agree_separately(world):
 def agree(settings, group):
     """A handshake at a bucket of one parameter."""
     parameter = torch.zeros(1)
-    settings.agree(group, SimpleNamespace(parameters=lambda: [parameter]), lambda: ([parameter], {}))
+    bucket = SimpleNamespace(
+        index=lambda: 0, is_last=lambda: True, parameters=lambda: [parameter], buffer=lambda: parameter
+    )
+    settings.agree(bucket, group)
 
 
 def agreements_after_the_end():

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import gradwire
 from gradwire.comm.connections import connections_of, executor_for
-from gradwire.hooks import _reduce_bucket, default_hooks
+from gradwire.hooks import _bucket, default_hooks
 from tests.support.bits import assert_same_bits
 from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register, sent_bytes, train
 
@@ -402,7 +402,7 @@ def buffers_of_buckets(uses):
         return run(group, bucket)
 
     ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    ddp.register_comm_hook(None, _reduce_bucket.zero_copy(hook))
+    ddp.register_comm_hook(None, _bucket.zero_copy(hook))
     generator, seen = torch.Generator().manual_seed(0), []
     for step in range(len(uses)):  # noqa: B007 - the hook reads it
         ddp(*ddp.module.batch(generator)).backward()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradwire
 from gradwire.comm import GroupTransport, executor_for
-from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.hooks._bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.training import HOOKS, SMALLEST, register

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from gradwire.hooks import _parameter_names, _wrappers
+from gradwire.hooks import _parameter_names
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -420,7 +420,7 @@ def test_error_of_unused_parameter_is_kept_in_compiled_model(worlds):
 
 def hidden_models():
     """Lets no search find a model, as after ``gc.freeze()``."""
-    return mock.patch.object(_wrappers, "live_wrappers", lambda: [])
+    return mock.patch.object(_parameter_names, "live_wrappers", lambda: [])
 
 
 def message_of(call):

@@ -16,7 +16,7 @@ import gradwire
 from gradwire.comm import connections_of, store_collectives
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, gradwire_store, store_all_gather
-from gradwire.hooks._reduce_bucket import reduce_bucket
+from gradwire.hooks._bucket import reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, Fault, build, error_of, gradients, register

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 import gradwire
-from gradwire.hooks import _wrappers, default_hooks, powerSGD_hook, quantization_hooks
-from gradwire.hooks._reduce_bucket import zero_copy
+from gradwire.hooks import _parameter_names, default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.reducer import parameters
@@ -138,7 +138,7 @@ def shared_layer_in_a_frozen_heap():
     gc.collect()
     theirs = train_with_shared_layer("pytorch", "pytorch", "fp16")
     with (
-        mock.patch.object(_wrappers, "live_wrappers", lambda: []),
+        mock.patch.object(_parameter_names, "live_wrappers", lambda: []),
         mock.patch.object(parameters, "live_wrappers", list),
     ):
         return train_with_shared_layer("gradwire", "gradwire", "fp16"), theirs

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.bench import launch, namespaces
+from gradwire.bench import namespaces
 from gradwire.bench.record import Record
 from gradwire.hooks.default_hooks import CastState
 from gradwire.planner.hook_registry import HOOKS
@@ -37,7 +37,3 @@ def main(settings, device):
         }
         records += [Record(**of_hook, metric=metric, p50=count) for metric, count in counts.items()]
     return records
-
-
-if __name__ == "__main__":
-    launch.work(main)

@@ -5,23 +5,20 @@ A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a li
 the flat buffer and returns it, as PyTorch's hooks do.
 """
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
-from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress import Gradients, sparse_all_reduce
-from gradwire.hooks._arguments import is_gradwire_hook
-from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._samples import Algorithm
 from gradwire.hooks._types import GradBucket
-from gradwire.hooks._wrappers import registered_wrappers
-from gradwire.hooks.telemetry import Observed
+from gradwire.hooks.telemetry import Algorithm, Recorder
 from gradwire.kernels import SegmentTable, flatten, is_capturing
 
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
@@ -59,10 +56,6 @@ class ModelBucket(Protocol):
     model_parameters: Sequence[torch.Tensor]
 
 
-def _is_in_model(bucket: GradBucket | ModelBucket) -> TypeGuard[ModelBucket]:
-    return hasattr(bucket, "model_parameters")
-
-
 class ZeroCopyBucket(ModelBucket, Protocol):
     """The interface of gradwire's buckets in addition to PyTorch's.
 
@@ -91,8 +84,8 @@ class ZeroCopyBucket(ModelBucket, Protocol):
 
 
 def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCopyBucket]:
-    """Whether ``bucket`` is gradwire's own."""
-    return hasattr(bucket, "zero_copy")
+    """Whether `ZeroCopyBucket.source` and `ZeroCopyBucket.target` of ``bucket`` may be used."""
+    return getattr(bucket, "zero_copy", False)
 
 
 class BucketWork(NamedTuple):
@@ -111,29 +104,29 @@ class BucketWork(NamedTuple):
 
 def is_sparse(bucket: GradBucket) -> bool:
     """Whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed."""
-    return not is_zero_copy_bucket(bucket) and bucket.buffer().is_sparse
+    return not hasattr(bucket, "zero_copy") and bucket.buffer().is_sparse
 
 
 def bucket_device(bucket: GradBucket) -> torch.device:
     """The device of the bucket's gradients."""
-    return bucket.device if is_zero_copy_bucket(bucket) else bucket.buffer().device
+    return cast("ZeroCopyBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
     """The real dtype of the bucket's gradients, or of the buffer that a wrapper has set instead."""
-    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
+    if getattr(bucket, "zero_copy", False):
         return bucket.parameters()[0].dtype.to_real()
     return bucket.buffer().dtype
 
 
 def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
-    """The tensors of ``bucket``: its gradients if it is zero-copy, else its flat buffer.
+    """The tensors of ``bucket``, whose gradients are dense: the gradients if it is zero-copy, else the flat buffer.
 
     Args:
-        bucket: of either DDP.
+        bucket: a bucket of either DDP.
         tables: layouts of flat buckets; a missing one is added.
     """
-    if is_zero_copy_bucket(bucket) and bucket.zero_copy:
+    if is_zero_copy_bucket(bucket):
         target = bucket.target()
         return BucketWork(bucket.source(), target, target.tensors[0])
     buffer = bucket.buffer()
@@ -144,99 +137,6 @@ def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
     return BucketWork(flat, flat, buffer)
 
 
-def _layout(bucket: GradBucket) -> dict[str, object]:
-    """The facts about a bucket that must be equal on all ranks, for a handshake."""
-    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
-    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
-    return {
-        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
-        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
-        "parameters of the bucket": len(shapes),
-        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
-    }
-
-
-def agree(
-    settings: HookSettings,
-    process_group: dist.ProcessGroup | None,
-    bucket: GradBucket,
-    observed: Observed | None = None,
-) -> dist.ProcessGroup:
-    """Compare ``settings`` with the other ranks, once per model. Every hook calls it before anything else.
-
-    Args:
-        settings: of the hook.
-        process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
-            is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced
-            by the model's.
-        bucket: the current bucket.
-        observed: the hook's state, whose telemetry must be equal on all ranks too; None without a state.
-
-    Returns:
-        The process group to average over.
-
-    Raises:
-        RuntimeError: the ranks run different hooks, or one with different options; see `gradwire.hooks._handshake`.
-        ValueError: the DistributedDataParallel has other ranks.
-    """
-    group = _group_of(bucket, process_group) if _is_in_model(bucket) else process_group or default_group()
-
-    def facts() -> tuple[Sequence[torch.Tensor], dict[str, object]]:
-        layout = _layout(bucket)
-        if _is_in_model(bucket):
-            return bucket.model_parameters, layout
-        return _parameters_in_pytorchs_ddp(bucket, group, process_group is None), layout
-
-    settings.agree(group, bucket, facts, observed._recorder if observed is not None else None)
-    return group
-
-
-def _group_of(bucket: ModelBucket, chosen: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group that a hook on gradwire's DistributedDataParallel uses."""
-    own = bucket.process_group
-    if own is None:  # no reducer has launched it
-        return chosen or default_group()
-    if chosen is None or chosen is own or not is_initialized_group(chosen):
-        return own
-    if bucket.hook_has_groups:
-        return chosen
-    check_same_ranks(chosen, own, "hook's process group")
-    return own
-
-
-def _parameters_in_pytorchs_ddp(
-    bucket: GradBucket, group: dist.ProcessGroup, is_default: bool
-) -> Sequence[torch.Tensor]:
-    """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
-
-    Raises:
-        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
-    """
-    parameters = bucket.parameters()
-    wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    # Those whose hook is gradwire's: another one may have process groups of its own.
-    checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
-    if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
-        check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
-    return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
-
-
-def have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two process groups have the same ranks, in any order."""
-    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
-
-
-def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
-    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
-    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
-    if not have_same_ranks(group, of_wrapper):
-        raise ValueError(
-            f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
-            "other ranks than its parameters. Pass the hook or its state the process group of the model, "
-            "model.process_group."
-        )
-
-
 def reduce_bucket(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
@@ -244,42 +144,41 @@ def reduce_bucket(
     name: str,
     *,
     divisor: int | None = None,
-    observed: Observed | None = None,
+    recorder: Recorder | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: of either DDP. A sparse gradient is averaged without the algorithm.
+        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm.
         algorithm: an ``async`` function that awaits its collectives.
-        name: of the hook, for profiler ranges.
-        divisor: of a sparse gradient, by default the world size.
-        observed: the hook's state, which may measure this step.
+        name: name of the hook, for profiler ranges.
+        divisor: divisor of a sparse gradient, by default the world size.
+        recorder: measurements of the hook's state; None without any.
     """
-    executor = executor_for(process_group, bucket_device(bucket))
+    device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
+    executor = executor_for(process_group, device)
     transport, workspaces = executor.transport, executor.workspaces
     work = bucket_work(bucket, _tables_of.setdefault(transport, {})) if not is_sparse(bucket) else None
     gradient = bucket.buffer() if work is None else work.result
-    is_first, is_last = bucket.index() == 0, bucket.is_last()
-    recorder = observed._recorder if observed is not None and not is_capturing(gradient.device) else None
-    measured = recorder.recorder(bucket) if recorder is not None else None
+    measured = recorder.recorder(bucket) if recorder is not None and not is_capturing(device) else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
-        if is_first:
+        if index == 0:
             for each in workspaces:
                 each.start_step()
         if work is None:
             steps = sparse_all_reduce(gradient, transport, divisor or transport.world_size)
-            result = await (steps if measured is None else measured.uncompressed(steps, gradient.device))
+            result = await (steps if measured is None else measured.uncompressed(steps, device))
         else:
             run = algorithm if measured is None else measured.observed(algorithm)
             await run(work.source, work.target, transport, workspace)
             result = work.result
         if is_last and measured is not None:
-            measured.finish(gradient.device)
+            measured.finish(device)
         return result
 
-    ranges = f"gradwire::{name}, bucket {bucket.index()}"
+    ranges = f"gradwire::{name}, bucket {index}"
     future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges))
     if is_last:
         executor.finish()
@@ -290,7 +189,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
 
     Everything but the flattening happens in gloo's threads. A task in the executor, whose thread competes with the
-    backward for the interpreter lock, would gain nothing: there is nothing to compute behind the collective.
+    backward for the interpreter lock, would gain nothing: nothing is computed after the collective.
 
     Args:
         process_group: the ranks to average over; None for the model's.
@@ -301,7 +200,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     if bucket.index() == 0:
         connections.start_step()
     source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
-    if is_zero_copy_bucket(bucket) and bucket.zero_copy and target.flat is None:
+    if is_zero_copy_bucket(bucket) and target.flat is None:
         result = bucket.empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
     flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
@@ -311,3 +210,75 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
         return result
 
     return transport.start_all_reduce(wire).then(finished)
+
+
+_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+StateCheck = Callable[[str, object], None]  # of the hook's name and its state
+
+
+def described(value: object) -> str:
+    """A value for an error message: short values in full, others by type."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    return f"an object of type {type(value).__qualname__}"
+
+
+def check_process_group(value: object, argument: str = "process_group") -> None:
+    """Raise TypeError unless ``value`` is a process group, or None for the default one."""
+    if value is not None and not isinstance(value, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
+            "it, or None for the model's process group."
+        )
+
+
+def needs_process_group(hook_name: str, state: object) -> None:
+    """Raise TypeError unless the state of a hook is a process group or None."""
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        check_process_group(state, f"The state of {hook_name}")
+
+
+def needs_state(kind: type) -> StateCheck:
+    """A check for `ddp_hook`: the state must be a ``kind``."""
+
+    def check(hook_name: str, state: object) -> None:
+        if not isinstance(state, kind):
+            raise TypeError(
+                f"The state of {hook_name} is {described(state)}; expected a gradwire {kind.__name__}: "
+                f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
+            )
+
+    return check
+
+
+def needs_nothing(_: str, __: object) -> None:
+    """A check for `ddp_hook`: any state is accepted."""
+
+
+def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
+    """Decorate a hook to raise TypeError for a wrong state or bucket before it does anything."""
+
+    def decorate(hook: Hook) -> Hook:
+        names = list(inspect.signature(hook).parameters)
+
+        @functools.wraps(hook)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
+            if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
+                raise TypeError(
+                    f"{checked.__name__} was called with {described(bucket)} in place of a bucket of gradients. It is "
+                    "a communication hook for DistributedDataParallel, of PyTorch or of gradwire; neither "
+                    "FullyShardedDataParallel nor compiled autograd's Python reducer can call it."
+                )
+            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
+            return hook(*arguments, **named)
+
+        _hooks.add(checked)
+        return cast("Hook", checked)
+
+    return decorate
+
+
+def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
+    return any(each is hook for each in _hooks)  # a hook need not be hashable
