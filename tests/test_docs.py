@@ -243,6 +243,14 @@ def test_picture_of_the_packages_is_the_import_rule():
     assert set(re.findall(r"^\s*(\w+) --> (\w+)$", picture, re.MULTILINE)) == expected
 
 
+def test_names_in_the_glossary_exist_in_the_source():
+    _, _, glossary = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Glossary\n")
+    names = set(re.findall(r"`(\w+)`", glossary))
+    source = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).glob("*.py"))
+    assert len(names) > 8
+    assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
+
+
 def test_code_on_the_trainers_page_is_that_of_the_examples():
     """Every line of a Python block, and every command, stands in a program of examples/ that the tests run."""
     page = (ROOT / "docs" / "trainers.md").read_text()
