@@ -19,7 +19,7 @@ Gram-Schmidt where it fails; elsewhere `orthogonalize_reference`.
 A factor with an inf or NaN becomes NaN throughout, and its flag is cleared.
 
 Traffic: at least r n elements per factor, read and written; a few times that for a factor that does not fit into the
-registers of one program. It is small beside the matrices.
+registers of one program. It is small compared with the matrices.
 """
 
 from __future__ import annotations
@@ -45,14 +45,6 @@ def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
     return numel * (wire.itemsize + out.itemsize)
 
 
-def _of_one_size(layout: FactorLayout) -> list[list[int]]:
-    """The indices of the factors of each size."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, size in enumerate(zip(layout.ranks, layout.lengths, strict=True)):
-        groups.setdefault(size, []).append(i)
-    return list(groups.values())
-
-
 def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """`orthogonalize` in plain PyTorch: Gram-Schmidt in fp64.
 
@@ -60,8 +52,9 @@ def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, fin
     depend on its neighbors.
     """
     sources, targets = layout.views(wire), layout.views(out)
-    for members in _of_one_size(layout):
-        length = layout.lengths[members[0]]
+    sizes = list(zip(layout.ranks, layout.lengths, strict=True))
+    for size in dict.fromkeys(sizes):
+        members, (_, length) = [i for i, each in enumerate(sizes) if each == size], size
         rows = torch.stack([pad(sources[i], (0, -length % ALIGN_NUMEL)) for i in members]).double()
         is_finite = rows.isfinite().all(2).all(1)
         basis = torch.where(is_finite[:, None, None], gram_schmidt(rows, tolerance(out.dtype)), torch.nan)
