@@ -18,6 +18,7 @@ from gradwire.compress._validation import check_number, check_patterns, check_wh
 from gradwire.kernels import WIRE_FORMATS, WireFormat
 
 Value = TypeVar("Value")
+DEFAULT_EXEMPT = ("*.bias", "*norm*")
 
 
 class MatrixShape(NamedTuple):
@@ -158,7 +159,7 @@ class WirePolicy:
     """
 
     wire: str = "int4"
-    exempt: tuple[str, ...] = ("*.bias", "*norm*")
+    exempt: tuple[str, ...] = DEFAULT_EXEMPT
     wires: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

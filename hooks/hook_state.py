@@ -189,8 +189,8 @@ class HookState(Checkpointed):
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first name pattern in the options that matches none of the names; None if all match."""
-        policy = getattr(self.options, "policy", None)
-        return policy.unmatched_pattern(names) if policy is not None else None
+        find = getattr(self.options, "unmatched_pattern", None)
+        return find(names) if find is not None else None
 
     def _check_patterns(self) -> None:
         """Raise ValueError if a pattern matches no parameter, once all names are known."""

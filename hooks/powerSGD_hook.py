@@ -7,7 +7,7 @@ name instead of bucket index, so a checkpoint resumes on any world size.
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from operator import is_
@@ -108,6 +108,10 @@ class PowerSGDOptions:
             ranks=self.ranks,
             stacks=self.stacks,
         )
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern in ``ranks`` or ``stacks`` that matches none of the names."""
+        return self.policy.unmatched_pattern(names)
 
     def of_buckets(self, iteration: int) -> dict[str, Any]:
         """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""

@@ -7,8 +7,7 @@ gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and 
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from torch.futures import Future
 from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
 from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
 from gradwire.compress._validation import check_flag, check_whole_number
+from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
     GradBucket,
     bucket_device,
@@ -36,28 +36,24 @@ from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_re
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
-DEFAULT_EXEMPT = ("*.bias", "*norm*")
-
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationOptions:
+class QuantizationOptions(WirePolicy):
     """The options of `QuantizationState`, documented there.
 
     Raises:
         ValueError: an option is of another type or out of range.
     """
 
-    wire: str = "int4"
     block_size: int = 64
     use_error_feedback: bool = True
     start_iter: int = 2
-    exempt: tuple[str, ...] = DEFAULT_EXEMPT
-    wires: Mapping[str, str] = field(default_factory=dict)
     stochastic_rounding: bool = False
     error_dtype: torch.dtype = torch.float32
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
         check_block_size("block_size", self.block_size)
         for name in ("use_error_feedback", "stochastic_rounding"):
@@ -65,12 +61,6 @@ class QuantizationOptions:
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
         check_whole_number("seed", self.seed, "a whole number")
-        object.__setattr__(self, "wires", self.policy.wires)  # validates the other options
-
-    @cached_property
-    def policy(self) -> WirePolicy:
-        """The wire format of each parameter."""
-        return WirePolicy(wire=self.wire, exempt=self.exempt, wires=self.wires)
 
     @property
     def quantization(self) -> Quantization:
@@ -81,11 +71,6 @@ class QuantizationOptions:
             stochastic_rounding=self.stochastic_rounding,
             seed=self.seed,
         )
-
-    @property
-    def needs_names(self) -> bool:
-        """Whether numbers in place of parameter names do not suffice."""
-        return bool(self.wires) or self.exempt != DEFAULT_EXEMPT
 
 
 def check_block_size(name: str, value: object) -> None:
@@ -165,7 +150,8 @@ class QuantizationState(HookState):
 
     def needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
-        return "A pattern in wires or exempt" if self.options.needs_names else None
+        has_patterns = bool(self.options.wires) or self.options.exempt != DEFAULT_EXEMPT
+        return "A pattern in wires or exempt" if has_patterns else None
 
     def residuals(self) -> list[Tensor]:
         """This rank's error memory of both shots, for `metrics`."""
@@ -177,7 +163,7 @@ class QuantizationState(HookState):
         """A new `QuantizedBucket`; see `HookState.make_bucket`."""
         return QuantizedBucket(
             [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters],
-            self.options.policy.wire_formats(parameters, names),
+            self.options.wire_formats(parameters, names),
             transport,
             self.options.quantization,
             names=names,
