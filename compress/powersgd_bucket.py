@@ -69,22 +69,18 @@ class Step(NamedTuple):
     P or Q, of all matrices of the bucket.
 
     Attributes:
-        matrices: gradients, results and errors of the compressed parameters, zero-copy.
-        messages: the payload of the first all-reduce: ``sent`` and ``uncompressed``, one tensor if their dtypes agree.
-        sent: the factors among ``messages``.
-        uncompressed: the other gradients, with their part of ``messages``; None if there are none.
+        matrices: gradients, results and errors of the compressed parameters, zero-copy. The kernels that work on them
+            also move the other gradients and renew the factors of the last all-reduce, for the next step.
+        messages: the payload of the first all-reduce: the first of ``wires`` and the other gradients, in one tensor if
+            their dtypes agree.
+        wires: the factors of each all-reduce.
         basis: factors with orthonormal columns, in the dtype of the arithmetic.
-        answer: the factors of the second all-reduce; empty in a step that has only one.
-        renewal: how the factors of the last all-reduce become those that the next step starts from.
     """
 
     matrices: Operands
     messages: list[Tensor]
-    sent: Tensor
-    uncompressed: Uncompressed | None
+    wires: list[Tensor]
     basis: Tensor
-    answer: Tensor
-    renewal: Renewal
 
 
 class LowRankBucket:
@@ -174,9 +170,8 @@ class LowRankBucket:
         iteration: int,
         workspace: Workspace,
         *,
-        sent: FactorLayout,
+        sends: Sequence[FactorLayout],
         basis: FactorLayout,
-        answer: FactorLayout | None = None,
     ) -> Step:
         """Lay out the tensors of a step.
 
@@ -185,40 +180,36 @@ class LowRankBucket:
             target: where the result goes; may be ``source``.
             iteration: the number of the step.
             workspace: provides the buffers.
-            sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
+            sends: layout of the factors of each all-reduce, ``table.p`` or ``table.q``: one or two.
             basis: layout of the factors to orthogonalize.
-            answer: layout of the factors of the second all-reduce; None in a step that has only one.
         """
         is_in_place = _is_in_place(source, target)
         gradients = self._matrices([source[i] for i, _ in self._compressed])
         results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
-        reads_twice = answer is not None  # the step reads M twice: `project` may leave it in the target
-        keep = reads_twice and self._errors is not None and can_keep(self.table)
-        matrices = Operands(self.table, gradients, results, self._errors, keep)
+        # A step that reads M twice may leave it in the target.
+        keep = len(sends) == 2 and self._errors is not None and can_keep(self.table)
 
-        dtype, compute, on_wire = self.table.dtype, self.table.compute, self._factor_dtype
-        sizes = [(basis.numel, compute), (answer.numel if answer is not None else 0, on_wire)]
+        dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
+        sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
         if on_wire == dtype:  # then one tensor holds both parts
-            message, of_basis, of_answer = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
-            first, others = message.split([sent.numel, self._others_numel])
+            message, of_basis, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
+            first, others = message.split([sent, self._others_numel])
             messages = [message]
         else:
-            first, others, of_basis, of_answer = workspace.wires(
-                (sent.numel, on_wire), (self._others_numel, dtype), *sizes
-            )
+            first, others, of_basis, *later = workspace.wires((sent, on_wire), (self._others_numel, dtype), *sizes)
             messages = [first, others] if self._others else [first]
         uncompressed = None
         if self._others_table is not None:
             others_source = [source[i] for i in self._others]
             others_target = others_source if is_in_place else [target[i] for i in self._others]
-            uncompressed = Uncompressed(self._others_table, others_source, others_target, others)
+            uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
         advance_to = None if is_capturing(self.counter.device) else iteration + 1
-        last, wire = (sent, first) if answer is None else (answer, of_answer)
-        kept = self.q if last is self.table.q else self.p
+        kept = self.q if sends[-1] is self.table.q else self.p
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
-        renewal = Renewal(wire, last, self.table.keys, self.counter, kept, advance_to)
-        return Step(matrices, messages, first, uncompressed, of_basis, of_answer, renewal)
+        renewal = Renewal(sends[-1], kept, self.counter, advance_to)
+        matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
+        return Step(matrices, messages, [first, *later], of_basis)
 
     def counter_at(self, iteration: int) -> Tensor:
         """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
