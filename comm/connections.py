@@ -41,7 +41,7 @@ DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
 )
-NOTICE = "failure"  # where a rank announces that it leaves, and why
+NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
     "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."

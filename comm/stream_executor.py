@@ -13,7 +13,7 @@ from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import GroupTransport, Steps
 
-HIGH_PRIORITY = -1  # so that the few kernels of a hook do not queue after the kernels of the backward
+HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
 MAX_TASKS_IN_FLIGHT = 2  # the one that waits at its first collective, and the one after it
 
 

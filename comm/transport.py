@@ -304,7 +304,7 @@ class GroupTransport(Transport):
         A sparse all-reduce is launched only once the previous one is done.
 
         Args:
-            collective: to launch; its tensors are on the CPU.
+            collective: the collective, with tensors on the CPU.
             group: the process group to use, of the same ranks; by default the transport's own.
         """
         self.payload_bytes += collective.payload_bytes

@@ -43,10 +43,10 @@ def is_zero_copy(hook: Callable[..., object]) -> bool:
 
 
 class ModelBucket(Protocol):
-    """What gradwire's buckets, and copies of them, know of their DistributedDataParallel.
+    """Attributes of gradwire's buckets, and of copies of them, that describe their DistributedDataParallel.
 
     Attributes:
-        process_group: its ranks; None before the reducer launches the bucket.
+        process_group: process group of the DDP; None before the reducer launches the bucket.
         hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
         model_parameters: all parameters that it averages.
     """
@@ -60,7 +60,7 @@ class ZeroCopyBucket(ModelBucket, Protocol):
     """The interface of gradwire's buckets in addition to PyTorch's.
 
     Attributes:
-        device: of the gradients.
+        device: device of the gradients.
         zero_copy: whether `source` and `target` may be used; else the bucket is a flat buffer.
     """
 
@@ -193,7 +193,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: of either DDP.
+        bucket: a bucket of either DDP.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)
     transport = connections.transport("backward", device)

@@ -153,12 +153,12 @@ def copied(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 class _Agreement:
-    """What all ranks of a process group have agreed on.
+    """The settings that all ranks of a process group have agreed on.
 
     Attributes:
-        generation: of the connections in which they did: a handshake that one rank finished may have failed on another.
+        generation: generation of the connections. A handshake that one rank finished may have failed on another.
         settings: those of the hook; None before the first handshake, and after a load.
-        parameters: of the models whose handshake is over.
+        parameters: parameters of the models whose handshake is over.
     """
 
     def __init__(self, generation: int) -> None:
@@ -240,7 +240,7 @@ def _parameters_in_pytorchs_ddp(
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    # Those whose hook is gradwire's: another one may have process groups of its own.
+    # Only DDPs with a hook of gradwire's: other hooks may have their own process groups.
     checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
     if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")

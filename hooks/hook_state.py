@@ -40,7 +40,7 @@ from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layo
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
 
-# How long a rank waits for the others. Short for `state_dict`: a rank that waits is probably the only one to call it.
+# How long a rank waits for the others. `state_dict` times out early: a waiting rank is usually the only caller.
 STATE_DICT_TIMEOUT = timedelta(seconds=10)
 PREPARE_TIMEOUT = timedelta(minutes=2)
 ERRORS = "errors"  # the entry with error memory
@@ -54,8 +54,8 @@ class Memory(NamedTuple):
     Attributes:
         merge: how the tensors of all ranks become one in a checkpoint. "sum": a resumed rank gets its share, the sum
             divided by the world size. "mean": each rank gets the mean. "same": all ranks have equal tensors.
-        dtype: of the tensor; None: fp32, or fp64 for fp64 gradients.
-        shape: of the tensor, from the gradient as a real tensor; by default the gradient's own shape.
+        dtype: dtype of the tensor; None for fp32, or fp64 for fp64 gradients.
+        shape: function from the real gradient to the shape of the tensor; by default the gradient's shape.
     """
 
     merge: Literal["sum", "mean", "same"] = "sum"
@@ -67,7 +67,7 @@ class BucketMemory:
     """The declared memory of a bucket's parameters: ``memory["errors"]`` is a list of tensors, one per parameter.
 
     Attributes:
-        layout: of the gradients.
+        layout: layout of the gradients.
     """
 
     def __init__(self, layout: SegmentTable, tensors: Mapping[str, list[Tensor]]) -> None:
@@ -151,7 +151,7 @@ class HookState(Observed, HookSettings):
     Attributes:
         memory: declarations by name of the entry in a checkpoint.
         local_options: names of the options that may differ between ranks.
-        options: as given. May be replaced between two steps, equally on all ranks.
+        options: the options. May be replaced between two steps, equally on all ranks.
         process_group: the ranks to average over; None for the model's.
         iter: number of steps so far, equal on all ranks, which compare it after an assignment.
     """
@@ -172,7 +172,7 @@ class HookState(Observed, HookSettings):
         self._is_loaded = False  # whether the memory is from a checkpoint
         self._fits_model = True  # whether the loaded memory was compared with the model's names
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
-        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+        self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
         self._has_announced_start = False
         self._tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # by parameter name
         self._loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # merged, not used yet
@@ -232,7 +232,7 @@ class HookState(Observed, HookSettings):
         return self._names.of(bucket, self.needs_names())
 
     def needs_names(self) -> str | None:
-        """What needs the parameters' names, as the subject of an error message; None if numbers suffice."""
+        """The option or call that needs names, as the subject of an error message; None if numbers suffice."""
         return None
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
@@ -449,7 +449,7 @@ class HookState(Observed, HookSettings):
         gradient.
 
         Args:
-            name: of the parameter.
+            name: parameter name.
             gradient: the reduced gradient minus this rank's contribution.
         """
         error = self._tensors.get(ERRORS, {}).get(plain_name(name))
@@ -615,9 +615,9 @@ def sum_over_ranks(
     """The sums over the ranks of ``tensor / divisor``, as new tensors on the CPU. A collective call.
 
     Args:
-        tensors: of this rank, by parameter name; the same names and shapes on all ranks.
+        tensors: this rank's tensors by parameter name; the same names and shapes on all ranks.
         process_group: the ranks; None for the model's.
-        parameters: of the model, if it is known. The collectives run on their device.
+        parameters: parameters of the model, if it is known. The collectives run on their device.
         divisor: 1 for the sum, the world size for the mean.
     """
     if not tensors:

@@ -111,7 +111,7 @@ class PowerSGDState(OptionAttributes, HookState):
         >>> model.register_comm_hook(state, powerSGD_hook)
     """
 
-    __module__ = "gradwire.hooks.powerSGD_hook"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {
         ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
         "q": Memory(merge="same"),

@@ -139,7 +139,7 @@ class QuantizationState(HookState):
         >>> model.register_comm_hook(state, quantization_hook)
     """
 
-    __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     options: QuantizationOptions
 
@@ -323,10 +323,10 @@ def quantized_reduction(
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: of either DDP. A sparse gradient is averaged uncompressed.
+        bucket: a bucket of either DDP. A sparse gradient is averaged uncompressed.
         wire: name of the format.
         block_size: elements that share a scale.
-        settings: of the hook, which must be equal on all ranks.
+        settings: settings of the hook, which must be equal on all ranks.
         recorder: measurements of the hook's state; None without any.
     """
     group = settings.agree(bucket, process_group, recorder)

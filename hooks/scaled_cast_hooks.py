@@ -117,7 +117,7 @@ class ScaledCastState(HookState):
         return begins
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
-        """What the algorithm knows of a bucket; its scale is made on the stream or thread where it is used."""
+        """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
         return _Bucket(names, bucket.is_last(), self._is_left_open)
 
     def bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:

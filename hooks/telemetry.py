@@ -48,14 +48,14 @@ Report = Callable[[Mapping[str, float]], None]
 
 
 class ScalarWriter(Protocol):
-    """What `to_tensorboard` needs of ``torch.utils.tensorboard.SummaryWriter``."""
+    """The interface of ``torch.utils.tensorboard.SummaryWriter`` that `to_tensorboard` uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
 
 
 class Run(Protocol):
-    """What `to_wandb` needs of a run of Weights & Biases, or of the module ``wandb``."""
+    """The interface of a Weights & Biases run, or of the module ``wandb``, that `to_wandb` uses."""
 
     def log(self, data: dict[str, float]) -> Any:
         """Write numbers of one step."""
@@ -65,7 +65,7 @@ def to_jsonl(path: str | Path) -> Report:
     """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
 
     Args:
-        path: of the file; created if it does not exist.
+        path: path of the file; created if it does not exist.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -81,7 +81,7 @@ def to_tensorboard(writer: ScalarWriter, prefix: str = "gradwire/") -> Report:
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``.
-        prefix: of the tags.
+        prefix: prefix of the tags.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -97,8 +97,8 @@ def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
     """A report that logs to Weights & Biases, including ``gradwire/step``.
 
     Args:
-        run: as returned by ``wandb.init()``, or the module ``wandb``.
-        prefix: of the metric names.
+        run: the run that ``wandb.init()`` returns, or the module ``wandb``.
+        prefix: prefix of the metric names.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -181,13 +181,13 @@ class Telemetry:
         self._exact_every = exact_every
         self._report = report
         self._latest_index: int | None = None  # of the latest bucket
-        self._n_steps = 0  # that have begun
+        self._n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
         self._sample: Sample | None = None  # of the current step
         self._pending: deque[Sample] = deque()
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks: comparisons with the exact mean are collectives."""
+        """The settings that must be equal on all ranks: comparisons with the exact mean are collectives."""
         return {"exact_every of observe()": self._exact_every}
 
     def agreed(self) -> None:
@@ -262,13 +262,13 @@ def mark(device: torch.device) -> Mark:
 
 
 class Timeline:
-    """What one bucket sends in one step, and when.
+    """Bytes and times of one bucket in one step.
 
     Args:
-        device: of its gradients.
+        device: device of the gradients.
 
     Attributes:
-        sent_bytes: payload of its collectives.
+        sent_bytes: payload of the bucket's collectives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -295,7 +295,7 @@ class Timeline:
             steps.close()
 
     def milliseconds(self) -> tuple[float, float, float]:
-        """Time of encoding, up to the last collective, of waiting for collectives, and of decoding, behind it."""
+        """Encode, wire and decode time (ms): before, in and after the collectives."""
         *encoding, decoding = _durations(self._marks)
         return sum(encoding), sum(_durations(self._marks[1:-1])), decoding
 
@@ -305,7 +305,7 @@ def _durations(marks: Sequence[Mark]) -> list[float]:
 
 
 class Measurable(Protocol):
-    """What a sample reads of a hook state at the end of a step."""
+    """The part of a hook state that a sample reads at the end of a step."""
 
     def residuals(self) -> Sequence[Tensor]:
         """This rank's error memory."""
@@ -324,14 +324,14 @@ class BucketRecorder(Protocol):
         """The all-reduce of a bucket that is never compressed, measured."""
 
     def finish(self, device: torch.device) -> None:
-        """Called behind the algorithm of the last bucket of the step."""
+        """Called after the algorithm of the last bucket of the step."""
 
 
 class Recorder(Protocol):
     """Measures the buckets of a hook state."""
 
     def recorder(self, bucket: GradBucket) -> BucketRecorder | None:
-        """What measures ``bucket`` in this step; None if nothing does."""
+        """The recorder of ``bucket`` in this step; None if it is not measured."""
 
     def settings(self) -> dict[str, object]:
         """Options that must be equal on all ranks, as plain values."""
@@ -344,9 +344,9 @@ class Sample:
     """The measurements of one step: a hook's buckets add to it in turn, in their order.
 
     Args:
-        step: its number.
+        step: number of the step.
         is_exact: whether to exchange the exact mean too, and compare.
-        state: of the hook.
+        state: state of the hook.
 
     Attributes:
         is_complete: whether the last bucket has added its measurements.

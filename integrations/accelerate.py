@@ -27,8 +27,8 @@ def register_comm_hook(
 
     Args:
         accelerator: the accelerator that prepared the model. Modified.
-        model: as returned by ``accelerator.prepare`` or `prepare_model`.
-        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
+        model: the model that ``accelerator.prepare`` or `prepare_model` returns.
+        state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
             registered for checkpointing.
         hook: gradwire's, PyTorch's or your own.
 
@@ -80,6 +80,6 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
     accelerator._models.remove(model)
     device_ids = None if accelerator.device.type == "cpu" else [accelerator.local_process_index]
     wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
-    wrapped._is_accelerate_prepared = True  # type: ignore[assignment]  # so that `prepare_model` notes it and does not wrap it a second time
+    wrapped._is_accelerate_prepared = True  # type: ignore[assignment]  # `prepare_model` must not wrap it a second time
     prepared: nn.Module = accelerator.prepare_model(wrapped)
     return prepared

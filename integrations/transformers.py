@@ -28,8 +28,8 @@ class GradwireCallback(TrainerCallback):
 
     Args:
         trainer: a Trainer, or a subclass of it. Modified.
-        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is saved as
-            ``gradwire_comm_hook.pt`` in every checkpoint that has the optimizer's state.
+        state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
+            saved as ``gradwire_comm_hook.pt`` in every checkpoint that has the optimizer's state.
         hook: gradwire's, PyTorch's or your own.
 
     Examples:

@@ -46,7 +46,7 @@ class Exchange:
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
-        self._thread = 0  # that called the latest forward
+        self._thread = 0  # the thread that called the latest forward
         self.update_process_group(process_group)
         self.restart()
 
@@ -57,7 +57,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Count forwards and backwards anew: the ranks have agreed to."""
-        self._n_forwards = self._n_backwards = 0  # that were synchronized
+        self._n_forwards = self._n_backwards = 0  # synchronized ones
 
     def connect(self) -> Connections:
         """Find gradwire's connections on the process group.

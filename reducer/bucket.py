@@ -163,7 +163,7 @@ class DenseBucket(BucketBase):
         return Gradients(self._grads, self._table)
 
     def target(self) -> Gradients:
-        """Where the result goes: the gradients themselves, or the buffer that they will be views of."""
+        """The destination of the result: the gradients themselves, or the buffer that they will be views of."""
         return self._flat() if self.as_view else Gradients(self._grads, self._table)
 
     def empty_buffer(self) -> Tensor:
@@ -315,7 +315,7 @@ class DenseBucket(BucketBase):
         """Call ``take_back`` with every finite gradient of a result: the step will not be applied.
 
         Args:
-            result: as in `finish`, which may have written it.
+            result: the hook's result, which `finish` may have written already.
             take_back: called with a parameter's name and its reduced gradient.
         """
         is_in_target = self._is_in_target(result)

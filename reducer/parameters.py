@@ -193,7 +193,7 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
     Raises:
-        ValueError: that wrapper has a communication hook, or it is one of FSDP2.
+        ValueError: the inner wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without the import of FSDP

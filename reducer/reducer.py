@@ -326,7 +326,7 @@ class Reducer:
         backward.futures.clear()
         self.times.record("backward_comm_time_end")
         self._forward_results = ForwardResults()
-        if self._may_leave_out and not self.static_graph:  # whose first backward has found the used parameters
+        if self._may_leave_out and not self.static_graph:  # found once with a static graph
             self._used.clear()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
