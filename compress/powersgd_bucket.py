@@ -215,7 +215,7 @@ class LowRankBucket:
 
         dtype, compute, on_wire = self.table.dtype, self.table.compute, self._factor_dtype
         sizes = [(basis.numel, compute), (answer.numel if answer is not None else 0, on_wire)]
-        if on_wire == dtype:  # then one tensor holds both parts
+        if on_wire == dtype:  # one tensor holds both parts
             message, of_basis, of_answer = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
             first, others = message.split([sent.numel, self._others_numel])
             messages = [message]

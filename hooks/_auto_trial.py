@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
     def run(self, bucket: GradBucket, iteration: int, recorder: Recorder | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, HookState):
-            self.state.continue_at(iteration)  # it gets some of the buckets only
+            self.state.continue_at(iteration)  # it gets only some of the buckets
         self.state._recorder = recorder
         return self.hook(self.state, bucket)
 

@@ -206,14 +206,14 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
 
     def finished(future: Future[object]) -> torch.Tensor:
-        future.value()  # raises what gloo has raised
+        future.value()  # raises gloo's error
         return result
 
     return transport.start_all_reduce(wire).then(finished)
 
 
 _hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-StateCheck = Callable[[str, object], None]  # of the hook's name and its state
+StateCheck = Callable[[str, object], None]  # arguments: hook name and state
 
 
 def described(value: object) -> str:

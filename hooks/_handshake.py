@@ -43,9 +43,9 @@ from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.telemetry import Recorder
 
-# How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
-# rank that does not join already waits in a collective, and must get the reason before that times out. In the first
-# handshake ranks may still be loading data, and have the whole timeout.
+# Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
+# rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
+# handshake, ranks may still be loading data, and have the whole timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
 _PURPOSE = "The handshake of communication hooks"

@@ -327,7 +327,7 @@ class AutoState(HookState):
         counted = [
             [trial for trial in self._trials if trial.candidate == candidate][WARM_UP:] for candidate in self.candidates
         ]
-        # The least of the plain exchange's times and the median of the others': load on the machine favours plain.
+        # The minimum time of the plain exchange, the median of all others: background load must not favor compression.
         costs = torch.stack(
             [
                 _samples([trial.costs() for trial in trials]).quantile(0.0 if candidate == PLAIN else 0.5, 0)

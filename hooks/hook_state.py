@@ -166,7 +166,7 @@ class HookState(Observed, HookSettings):
         self.options = options
         self.process_group = process_group
         self._iter = 0
-        self._latest_index: int | None = None  # of the latest bucket
+        self._latest_index: int | None = None  # index of the latest bucket
         self._is_counted = True  # whether ``iter`` includes the latest step
         self._settings_of_buckets: dict[str, object] | None = None
         self._is_loaded = False  # whether the memory is from a checkpoint
@@ -175,7 +175,9 @@ class HookState(Observed, HookSettings):
         self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
         self._has_announced_start = False
         self._tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # by parameter name
-        self._loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # merged, not used yet
+        self._loaded: dict[str, dict[str, Tensor]] = {
+            entry: {} for entry in self.memory
+        }  # merged values of a checkpoint that no step has used yet
         self._memory_of: dict[tuple[str, ...], BucketMemory] = {}  # by parameter names
 
     def __repr__(self) -> str:

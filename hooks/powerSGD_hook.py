@@ -43,8 +43,8 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
-# Four times PyTorch's default. The payload is so small that a bucket costs mostly its two collectives, its kernel
-# launches and its thread switches. Larger buckets than 100 MiB gain little and overlap less with the backward.
+# Four times PyTorch's default. The payload is so small that two collectives, kernel launches and thread switches
+# dominate the cost of a bucket. Buckets beyond 100 MiB gain little and overlap less with the backward.
 LOW_RANK_BUCKET_CAP_MB = 100
 
 
@@ -149,7 +149,7 @@ class PowerSGDState(OptionAttributes, HookState):
         self.next_stats_report = 0
         # By parameter names, kept until the settings change; None where nothing is worth compressing.
         self._buckets: dict[tuple[str, ...], LowRankBucket | None] = {}
-        self._has_compressed = False  # whether a compressed step is over
+        self._has_compressed = False  # whether a compressed step has ended
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTION_NAMES)

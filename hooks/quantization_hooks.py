@@ -163,7 +163,7 @@ class QuantizationState(HookState):
         values = locals()
         options = QuantizationOptions(**{each.name: values[each.name] for each in fields(QuantizationOptions)})
         super().__init__("quantization_hook", process_group, options)
-        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}  # the error memory is a view of theirs
+        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}  # error memory is a view of their buffers
 
     def needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""

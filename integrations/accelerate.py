@@ -43,7 +43,7 @@ def register_comm_hook(
     if ddp is not None and isinstance(state, Stateful):
         accelerator.register_for_checkpointing(state)
         if (prepare := getattr(state, "prepare_checkpoint", None)) is not None:
-            # Before the main process writes the model, which may take longer than `state_dict` waits for it.
+            # Before the main process writes the model: writing may take longer than the timeout of `state_dict`.
             accelerator.register_save_state_pre_hook(lambda *_: prepare())
     return ddp
 
@@ -74,7 +74,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
             f"Accelerate trains with {kind}; expected MULTI_CPU or MULTI_GPU, which use DistributedDataParallel. "
             "Deselect FSDP, DeepSpeed and others with `accelerate config`."
         )
-    model = accelerator.prepare_model(model, evaluation_mode=True)  # everything but DistributedDataParallel
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # other modes do not use DistributedDataParallel
     if kind == "NO":
         return model
     accelerator._models.remove(model)

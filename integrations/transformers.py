@@ -59,7 +59,7 @@ class GradwireCallback(TrainerCallback):
     def _save(self, folder: str) -> None:
         if self._ddp is None:
             return
-        self._trainer.accelerator.wait_for_everyone()  # one rank has written model and optimizer meanwhile
+        self._trainer.accelerator.wait_for_everyone()  # rank 0 has written model and optimizer meanwhile
         saved = collect_state(self._state)
         if saved and self._trainer.args.should_save:
             torch.save(saved, Path(folder) / CHECKPOINT_NAME)

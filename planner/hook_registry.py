@@ -25,10 +25,10 @@ class PyTorchHook:
     """PyTorch's hook for the same purpose."""
 
     make: Make  # as in `HookEntry`
-    is_same: bool = True  # True if PyTorch has the same hook with the same options; False if this is only the closest
+    is_same: bool = True  # whether PyTorch has the same hook with the same options; False for a similar hook
     wire: torch.dtype | None = None  # the wire dtype if the hook only casts and gradwire's does not
-    # whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks, whose
-    # order over several buckets differs from rank to rank
+    # whether it needs the whole model in one bucket on gloo: callbacks chain its collectives, in an order that
+    # differs between ranks if there are several buckets
     one_bucket: bool = False
 
 
@@ -42,7 +42,7 @@ class HookEntry:
     make: Make
     code: str = ""  # the lines of a program that register the hook on ``model``; empty to register no hook
     wire: torch.dtype | None = None  # the wire dtype of hooks that only cast
-    # whether the hook remembers what it did not send, and sends the first steps uncompressed
+    # whether the hook has error memory, and sends the first steps uncompressed
     error_feedback: bool = False
     pytorch: PyTorchHook | None = None  # PyTorch's hook, for comparison in the benchmarks
 

@@ -53,7 +53,7 @@ def bank_conflicts(ptx: str, threads: int, arguments: Sequence[object], program:
         threads: threads of a program.
         arguments: arguments of the launch, in the order of the kernel's parameters, without constants and None.
             Tensors in host memory; integer tensors that are read must be contiguous.
-        program: its number.
+        program: number of the program.
 
     Returns:
         None if the program does not access shared memory.
