@@ -91,7 +91,7 @@ def _store_gram(
     largest,  # [RANK]
     RANK: tl.constexpr,
 ):
-    """Store a Gram matrix, followed by the magnitudes by which its rows were divided."""
+    """Store a Gram matrix, and behind it the magnitudes by which its rows were divided."""
     offs_r = tl.arange(0, RANK)
     tl.store(gram_ptr + offs_r[:, None] * RANK + offs_r[None, :], gram)
     tl.store(gram_ptr + RANK * RANK + offs_r, largest)
@@ -266,15 +266,15 @@ def cholesky_qr_triton(
 
     Args:
         wire: the packed factors.
-        layout: layout of the factors.
+        layout: of the factors.
         large: the indices of the factors to orthogonalise.
         out: the packed result, fp32. Overwritten.
-        finite: the flags of all factors. The flags of ``large`` are overwritten.
+        finite: the flags of all factors. Those of ``large`` are overwritten.
         tile_length: columns of the r x n block that one program handles.
         max_tiles: the most tiles of a factor; those of longer factors are longer.
         block_numel: elements of a tile that are handled at a time.
         grams_numel: elements of Gram matrices that are added up at a time.
-        grams_num_warps: warps of a program that adds up Gram matrices.
+        grams_num_warps: of a program that adds them up.
         pivot_per_rank: times the rank, the pivot at or below which a row is dropped.
         growth: the largest |L^-1|^2, which bounds the rows that are kept.
     """

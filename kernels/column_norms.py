@@ -9,7 +9,7 @@ step's factor unchanged and clears the flag of its matrix.
 
 Factors are stored transposed (`matrix_table`): column c is row c of an r x m block of memory.
 
-Traffic: r m elements per factor, read twice and written once: little compared with the matrices.
+Traffic: r m elements per factor, read twice and written once. It is small beside the matrices.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _norms_row(
         n_bad += tl.where(x < float("inf"), 0, 1)
         start += BLOCK
     top = tl.max(largest, axis=0)
-    divisor = tl.where(top > 0, top, 1.0)  # without it, squares would overflow or underflow
+    divisor = tl.where(top > 0, top, 1.0)  # else squares would overflow or underflow
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     start = 0
     while start < length:
@@ -243,7 +243,7 @@ def norms_triton(
     Args:
         wire, layout, keys, step, following, finite: as in `renew`.
         advances: whether ``step`` changes.
-        advance_to: see `Renewal`.
+        advance_to: as in `Renewal`.
         unpack: gradients to copy from the wire into their targets.
 
     Returns:
@@ -318,8 +318,8 @@ def renew(
 
     Args:
         wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.
-        layout: layout of the factors.
-        keys: key of each matrix's random columns.
+        layout: of the factors.
+        keys: of the matrices' random columns.
         step: int64, one element, on the device of the factors: the number of the step, equal on all ranks. Kernels
             read it on the device, where a CUDA graph must advance it.
         following: the packed factors of the next step, fp32 or fp64. Overwritten where the flag is not 0.

@@ -1,4 +1,4 @@
-"""Dispatch: Triton kernels on a GPU or in Triton's interpreter; plain PyTorch elsewhere.
+"""Dispatch: Triton kernels on a GPU or in Triton's interpreter, plain PyTorch elsewhere.
 
 The environment variable ``GRADWIRE_KERNELS`` overrides the choice: ``auto`` (the default), ``triton``, or ``torch``.
 """

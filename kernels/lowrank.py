@@ -11,8 +11,8 @@ E is the error memory. The update conserves G + E = out + E (new) to the roundin
 16-bit result is part of the new E. Only the last pass overwrites E, when every rank knows whether all factors are
 finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was, without a host synchronisation.
 
-Traffic for N elements of s bytes, with e bytes per element of the error memory (the factors, r (n + m) elements, are
-negligible):
+Traffic for N elements of s bytes, with e bytes per element of the error memory (factors, r (n + m) elements, are small
+beside it):
 M kept in the target between the passes (fp32):    (2s + e) + s + (2s + e)  N   = 28 N in fp32
 M added up again (16 bit):                         (s + e) + (s + e) + (2s + 2e) N = 24 N with 16-bit gradients
 
@@ -112,7 +112,7 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float, pack: Unc
         q: the packed factors Q, fp32 or fp64 as ``table.compute``.
         p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
             of P is not finite if that row of M is not.
-        scale: multiplier of the product, for example 1 / world size.
+        scale: for example 1 / world size.
         pack: gradients that `flatten` writes onto the wire, times ``scale``, in the same launches.
 
     Raises:
@@ -138,7 +138,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float, pack:
         operands: the matrices, after `project` if it keeps M. Not modified.
         p: the packed factors P, fp32 or fp64 as ``table.compute``.
         q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
-        scale: multiplier of the product, for example 1 / world size.
+        scale: for example 1 / world size.
         pack: gradients that `flatten` writes onto the wire, times ``scale``, in the same launches.
 
     Raises:
@@ -207,7 +207,9 @@ def reconstruct_and_renew(
     """`renew` a factor for the next step, and `reconstruct`: in two launches for both.
 
     Args:
-        operands, p, q: see `reconstruct`.
+        operands: as in `reconstruct`.
+        p: as in `reconstruct`.
+        q: as in `reconstruct`.
         finite: int32, one element per matrix: 0 for a matrix that is not finite. Set to 0 where the factor to renew is
             not finite, before it is used.
         renewal: the factor to renew, P or Q, and the number of the step, which advances.

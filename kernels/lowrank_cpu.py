@@ -83,5 +83,5 @@ def _parts(tensor: Tensor, step: int, dim: int = 0) -> Sequence[Tensor]:
 
 
 def _products(layout: FactorLayout, wire: Tensor, compute: torch.dtype) -> list[Tensor]:
-    """The buffer in which factors are computed: the wire itself if it has the dtype of the arithmetic."""
+    """Where factors are computed: in the wire itself if it has the dtype of the arithmetic, else in a buffer."""
     return layout.views(wire if wire.dtype == compute else torch.empty_like(wire, dtype=compute))

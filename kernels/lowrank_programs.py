@@ -19,8 +19,8 @@ class Tiling(NamedTuple):
     """How the kernels cut matrices.
 
     Attributes:
-        rows: rows of a tile of M.
-        columns: columns of a tile of M.
+        rows: of a tile of M.
+        columns: of a tile of M.
         strip_rows: the number of rows that a program for Q sums over, about.
         strip_columns: the number of columns that a program for P, or for the result, works through, about.
     """
@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
 
 # A tile of 8 elements a thread: with 16, the registers of `project` leave room for 12 warps on a multiprocessor, not
 # 20. Its rows are shorter than a program has threads: Triton then loads a factor's elements in every thread that needs
-# them, from the L1 cache. For longer rows it would load them once and distribute them through shared memory.
+# them, from the L1 cache. Those of longer rows it would load once and distribute through shared memory.
 ELEMENTWISE = Tiling(rows=16, columns=64, strip_rows=128, strip_columns=512)
 # Two tiles in fp32 and one of a factor are in flight three times over, within 64 KiB of shared memory.
 DOT = Tiling(rows=32, columns=32, strip_rows=512, strip_columns=512)

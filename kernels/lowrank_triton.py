@@ -45,7 +45,7 @@ from gradwire.kernels.matrix_table import (
 )
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
-# Pipeline stages of products by `tl.dot`. For M' P they depend on element size and precision: more would spill.
+# Pipeline stages of products by `tl.dot`. Those of M' P depend on element size and precision: more stages would spill.
 STAGES = 3
 STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
 # Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
@@ -364,7 +364,7 @@ def dot_precision(table: MatrixTable) -> str | None:
 
 
 class _Plan(NamedTuple):
-    """The arguments that the launches of a product share from step to step.
+    """What the launches of a product have in common from step to step.
 
     Attributes:
         n_strips: programs of `_multiply_kernel`.

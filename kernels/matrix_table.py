@@ -114,7 +114,7 @@ class Matrix(NamedTuple):
 
 
 class FactorLayout:
-    """The layout of the factors of one side of a bucket: every P, or every Q, packed in one flat buffer.
+    """Where the factors of one side of a bucket lie: every P, or every Q, packed in one flat buffer.
 
     Each factor begins at a multiple of `ALIGN_NUMEL` elements. BLAS may round by the alignment of
     its operands, so without this alignment the bits of a matrix's result would depend on the
@@ -169,16 +169,16 @@ class MatrixTable:
 
     Args:
         matrices: sizes, ranks and keys.
-        dtype: dtype of the gradients: fp32, fp16, bf16 or fp64.
-        device: device of the gradients.
-        precision: precision of M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
+        dtype: of the gradients: fp32, fp16, bf16 or fp64.
+        device: of the gradients.
+        precision: of the products M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
 
     Attributes:
         compute: the dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for
             fp64 gradients.
         p: the layout of the P factors.
         q: the layout of the Q factors.
-        keys: key of each matrix's random columns.
+        keys: of the matrices' random columns.
         block_rows: the number of rows of each matrix that the CPU paths handle at once: as many as stay in cache.
         plans: what launchers derive from the table, once.
 
@@ -284,7 +284,7 @@ class Operands:
         return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
 
     def check(self) -> None:
-        """Raise ValueError unless the matrices fit the table. Checked once per object."""
+        """Raise ValueError unless the matrices fit the table. Those that fit once are not looked at again."""
         _ = self._fits
 
     @cached_property
@@ -327,7 +327,7 @@ class Uncompressed:
     wire: Tensor
 
     def check(self) -> None:
-        """Raise ValueError unless the tensors fit the table. Checked once per object."""
+        """Raise ValueError unless the tensors fit the table. Those that fit once are not looked at again."""
         _ = self._fits
 
     @property

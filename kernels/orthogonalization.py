@@ -18,7 +18,7 @@ Cholesky QR in fp64; elsewhere `orthogonalize_reference`.
 A factor with an inf or NaN becomes NaN throughout, and its flag is cleared.
 
 Traffic: at least r n elements per factor, read and written; a few times that for a factor that does not fit into the
-registers of one program: little compared with the matrices.
+registers of one program. It is small beside the matrices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gradwire.kernels.orthogonalization_triton import gram_schmidt_triton
 # Columns to drop
 TOLERANCE_EPS = 64  # remainder / norm, in eps. Gram-Schmidt and CPUs: above the rounding errors of 64 columns
 PIVOT_EPS = 4  # pivot, in rank eps. Cholesky QR on GPUs: pivots are squares of remainders, rounded in fp32
-GROWTH_EPS = 0.1  # |L^-1|^2, in 1 / eps. Cholesky QR on GPUs: a second round corrects errors of eps |L^-1|^2 below 0.1
+GROWTH_EPS = 0.1  # |L^-1|^2, in 1 / eps. Cholesky QR on GPUs: a second round can mend errors of eps |L^-1|^2 below 0.1
 #
 # Small factors on GPUs: one program holds one in registers. Numbers of elements, padded to powers of two
 SMALL_NUMEL = 1 << 14  # the most that spill on no target with 16 warps
@@ -53,10 +53,10 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 #
 # Large factors on GPUs: cut into tiles
 TILE_LENGTH = 512  # rows of P that one program handles
-MAX_TILES = 128  # tiles of a factor
+MAX_TILES = 128  # of a factor
 GRAMS_NUMEL = 1 << 13  # elements of Gram matrices that one program adds up at a time; with twice as many it spills
 GRAMS_NUM_WARPS = 16
-BLOCK_NUMEL = 1024  # elements at a time; with two r x r matrices in registers, more would spill at rank 64
+BLOCK_NUMEL = 1024  # elements it handles at a time: beside two r x r matrices, more would spill at rank 64
 #
 # Rounds of Cholesky QR on CPUs, by the bound r eps |L^-1|^2 on the error of a round in fp64
 ONE_ROUND_ERROR = 1e-10  # no second round up to here: below fp32's eps, and far below the promised 1e-5
@@ -158,7 +158,7 @@ def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tenso
 
     Args:
         wire: the packed factors, summed over the ranks: fp32, bf16 or fp64, of any finite magnitude.
-        layout: layout of the factors, each r x n with r <= n.
+        layout: of the factors, each r x n with r <= n.
         out: the packed result, fp32 or fp64. Overwritten; NaN throughout for a factor that is not finite.
         finite: int32, one element per factor. Overwritten: 1, or 0 for a factor that is not finite.
 

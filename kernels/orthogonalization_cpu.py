@@ -34,7 +34,7 @@ def orthogonalize_cpu(
 
     Args:
         wire: the packed factors.
-        layout: layout of the factors.
+        layout: of the factors.
         out: the packed result. Overwritten.
         finite: int32, one element per factor. Overwritten.
         tolerance: the relative norm at or below which the remainder of a row is dropped.

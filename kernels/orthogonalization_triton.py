@@ -61,7 +61,7 @@ def _gram_schmidt_kernel(
     p = load_rows(wire_ptr + offset, offs_r, offs_n, rank, length)  # [RANK, LENGTH]
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(p) < float("inf"), 0, 1), axis=1), axis=0)
     tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
-    p = p / or_one(tl.max(tl.abs(p), axis=1))[:, None]  # without it, squares would overflow or underflow
+    p = p / or_one(tl.max(tl.abs(p), axis=1))[:, None]  # else squares would overflow or underflow
     for c in range(0, RANK):
         is_c = offs_r == c
         column = tl.sum(tl.where(is_c[:, None], p, 0.0), axis=0)  # [LENGTH]
@@ -92,13 +92,13 @@ def gram_schmidt_triton(
 
     Args:
         wire: the packed factors.
-        layout: layout of the factors.
+        layout: of the factors.
         small: the indices of the factors to orthogonalise.
         out: the packed result, fp32. Overwritten.
-        finite: the flags of all factors. The flags of ``small`` are overwritten.
+        finite: the flags of all factors. Those of ``small`` are overwritten.
         padded_length: a power of two, at least as large as the length of each factor.
         tolerance: the relative norm at or below which the remainder of a row is dropped.
-        num_warps: warps of a program.
+        num_warps: of a program.
     """
     _gram_schmidt_kernel[(len(small),)](
         wire_ptr=wire,

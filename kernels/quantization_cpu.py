@@ -70,7 +70,7 @@ class RunCodec:
         rounding: the random numbers.
 
     Attributes:
-        n_blocks: blocks of the largest run.
+        n_blocks: of the largest run.
         values: a buffer for the callers, [n_blocks, block_size], fp32.
     """
 

@@ -35,7 +35,7 @@ FLAGS_NUMEL = 128
 
 @jit
 def _locate(message, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit):
-    """Addresses of the scales and the payloads of the blocks' cells, and the slots of the blocks; [N].
+    """Where blocks lie: the addresses of the scales and the payloads of their cells, and their slots there; [N].
 
     Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
     """

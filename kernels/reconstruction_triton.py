@@ -97,8 +97,8 @@ def _reconstruct_strip(
             target_ptr = tl.multiple_of(target_ptr, 16)
             error_ptr = tl.multiple_of(error_ptr, 16)
         if HAS_ERROR:
-            # M may lie in the target. In unaligned rows, one thread loads an element of M and another overwrites it.
-            # The result does not depend on M, so no data dependency orders load and store: hence the barrier.
+            # M may lie in the target. Where rows are not aligned, the thread that loads an element of M is not the one
+            # that overwrites it with the result, and nothing else orders the two: the result does not depend on M.
             tl.debug_barrier()
             tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
         tl.store(target_ptr + offs, out, mask=mask)

@@ -104,7 +104,7 @@ class Fitting(tuple[Tensor, ...]):
     """Tensors that are known to fit a table, whose `SegmentTable.check` then skips them.
 
     Args:
-        tensors: tensors with the shapes, strides, dtype and device of the table. Not checked.
+        tensors: in the shapes, strides and dtype of the table, on its device. Not checked.
         table: the table that they fit.
     """
 

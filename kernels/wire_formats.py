@@ -47,10 +47,10 @@ class WireFormat:
     """One encoding of blocks.
 
     Attributes:
-        name: the name that users write.
-        bits: payload bits per element.
+        name: as users write it.
+        bits: of the payload, for each element.
         levels: the magnitude that the largest element of a block is scaled to; 0: there are no scales.
-        dtype: dtype of the payload, if the codes are floating-point numbers.
+        dtype: of the payload, if the codes are floating-point numbers.
     """
 
     name: str
