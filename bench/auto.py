@@ -1,4 +1,4 @@
-"""`auto_hook` beside each of its candidates, on hosts joined by a link of a chosen rate: does it choose well?
+"""`auto_hook` compared with each of its candidates, on hosts joined by a link of a chosen rate.
 
 One rank on each host, one thread each. At each rate, a new `AutoState` measures and chooses; then the choice, no hook
 and every candidate train in turns, each for a few steps in a row, as in a training with one hook, which finds its

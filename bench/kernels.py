@@ -1,4 +1,4 @@
-"""Kernels on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
+"""Kernels on parameter lists of real models, compared with plain PyTorch and the bandwidth of a copy.
 
 A model's parameters are split into buckets as DDP splits them. Every implementation goes through several buckets, so
 that no cache holds one from the last time, and all implementations of a case take turns. A case is checked before it is

@@ -86,7 +86,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
 
 @contextmanager
 def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
-    """Where the ranks run: in a namespace per host, or all of them on this machine."""
+    """The network of the ranks: a namespace per host, or loopback."""
     if is_local:
         yield [HERE] * hosts
     else:

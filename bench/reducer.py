@@ -1,4 +1,4 @@
-"""The own cost of a reducer: a backward with it, beside a backward without, on models of few and of many parameters.
+"""The own cost of a reducer: backwards with and without it, on models of few and of many parameters.
 
 gradwire's and PyTorch's reducer live in the same processes and take turns step by step, so that background load falls
 on both. With one rank, every autograd hook, copy and collective runs, while communication takes next to no time: the

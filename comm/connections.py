@@ -41,7 +41,7 @@ DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
 )
-NOTICE = "failure"  # where a rank announces that it leaves, and why
+NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
     "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."
@@ -68,7 +68,7 @@ class Connections:
         self.generation = self._store.add(self._counter, 1)
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
-        # Who exchanges at present, in which thread and which backward.
+        # Users that exchange at present, with their thread and backward.
         self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
         self._is_connecting = threading.Lock()
@@ -251,7 +251,7 @@ def _check_notice(store: Store, generation: int) -> None:
 def _why_it_ends(rank: int) -> str:
     if threading.main_thread().is_alive():
         return f"The process group was destroyed on rank {rank}."
-    error = getattr(sys, "last_value", None)  # set by an exception that nobody caught
+    error = getattr(sys, "last_value", None)  # set by an uncaught exception
     return f"Rank {rank} has exited" + ("." if error is None else f" after {type(error).__name__}: {error}")
 
 

@@ -47,7 +47,7 @@ class OwnGroup(dist.ProcessGroupGloo):
         before = _epolls()
         options._devices = _devices()
         # gloo registers the sockets of a device with an epoll instance of its own. If another thread has created one
-        # meanwhile, nobody can tell which is whose.
+        # meanwhile, the new instances cannot be told apart.
         found = _epolls() - before
         self._epolls = found if len(found) == len(options._devices) else set()
         options._threads = THREADS_PER_DEVICE * len(options._devices)

@@ -13,8 +13,8 @@ from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import GroupTransport, Steps
 
-HIGH_PRIORITY = -1  # so that the few kernels of a hook do not queue after the kernels of the backward
-MAX_TASKS_IN_FLIGHT = 2  # the one that waits at its first collective, and the one after it
+HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
+MAX_TASKS_IN_FLIGHT = 2  # the task that waits at its first collective, and the next one
 
 
 class StreamExecutor(Executor):
@@ -40,8 +40,8 @@ class StreamExecutor(Executor):
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._latest: _Run | None = None  # the latest task, unless it was enqueued to its end
-        self._n_submitted = 0  # since all tasks were enqueued to their ends
-        self._backward = NO_BACKWARD  # at whose end `finish` will be called
+        self._n_submitted = 0  # tasks since all were enqueued to their ends
+        self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
         self._error: Exception | None = None
 
     @property

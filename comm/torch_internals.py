@@ -44,7 +44,7 @@ with private_names():
     )
 
     _engine: Any = torch.autograd.Variable._execution_engine
-    # The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant one has its own.
+    # The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant backward has its own.
     current_backward: Callable[[], int] = torch._C._current_graph_task_id
     # Calls a function at the end of the running backward, after the functions queued before.
     queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback

@@ -29,7 +29,7 @@ T = TypeVar("T")
 # gloo announces that a rank can receive a message only after the data that this rank sends in it. So a single message
 # uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
-MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, smaller cells wait longer for gloo's announcements than for the wire
+MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements of smaller cells take longer than their data
 
 
 class Collective(ABC):
@@ -304,7 +304,7 @@ class GroupTransport(Transport):
         A sparse all-reduce is launched only once the previous one is done.
 
         Args:
-            collective: to launch; its tensors are on the CPU.
+            collective: the collective, with tensors on the CPU.
             group: the process group to use, of the same ranks; by default the transport's own.
         """
         self.payload_bytes += collective.payload_bytes

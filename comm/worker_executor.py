@@ -58,7 +58,7 @@ class WorkerExecutor(Executor):
             raise RuntimeError(CLOSED)
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
-            task = _refuse  # and so fail on all ranks
+            task = _refuse  # fails on all ranks
         run = _Run(task)
         self._latest = weakref.ref(run)
         self._worker.events.put(run)
@@ -273,7 +273,7 @@ def _wake(events: _Events, _: object) -> None:
 
 
 def _with_traceback_as_text(error: Exception) -> Exception:
-    """The same error with its traceback as a note.
+    """The error, with its traceback as a note.
 
     Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
     """

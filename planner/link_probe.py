@@ -143,7 +143,7 @@ def ideal_link(
         world_size: number of ranks, a multiple of ``ranks_per_node``.
         bandwidth: bits per second that each node sends; if there is only one node, each rank.
         latency: seconds from one node to another.
-        messages: of all hooks.
+        messages: messages of all hooks.
         overhead: seconds that the software takes per message.
         ranks_per_node: ranks that share a machine and its network interface.
     """

@@ -35,7 +35,7 @@ class AutogradHooks:
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self._recorded: list[int] = []
         self._deferred = bytearray(len(parameters))
-        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer must be freed.
+        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
         method = weakref.WeakMethod(notify)
         self._hooks = [_make_hook(index, self._recorded, self._deferred, method) for index in range(len(self.nodes))]
         self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
@@ -93,7 +93,7 @@ def _make_hook(
     record = recorded.append
 
     def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
-        record(index)  # first, so that a thread that stops deferring it meanwhile finds it
+        record(index)  # first: a thread that stops deferring it meanwhile must find it
         if deferred[index]:
             deferred[index] = 0
         elif (method := notify()) is not None:

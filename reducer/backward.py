@@ -46,7 +46,7 @@ class Exchange:
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
-        self._thread = 0  # that called the latest forward
+        self._thread = 0  # the thread that called the latest forward
         self.update_process_group(process_group)
         self.restart()
 
@@ -57,7 +57,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Count forwards and backwards anew: the ranks have agreed to."""
-        self._n_forwards = self._n_backwards = 0  # that were synchronized
+        self._n_forwards = self._n_backwards = 0  # synchronized ones
 
     def connect(self) -> Connections:
         """Find gradwire's connections on the process group.
@@ -171,7 +171,9 @@ class Backward:
         self.calls = [0] * len(bucket_of)
         self.n_launched = 0
         self.futures: list[Future[Any] | None] = [None] * len(buckets)
-        self._n_pending = [len(bucket.members) for bucket in buckets]  # gradients that a bucket still waits for
+        self._n_pending = [
+            len(bucket.members) for bucket in buckets
+        ]  # number of gradients that a bucket still waits for
 
     def mark_ready(self, index: int) -> bool:
         """Count a gradient as ready. Call it once per gradient. Returns whether its bucket is complete."""
@@ -227,7 +229,7 @@ class Backward:
         return [i for i in self._buckets[self._bucket_of[index]].members if not self.ready[i]]
 
 
-TIMED_ITERATIONS = 10  # so many first iterations are all timed
+TIMED_ITERATIONS = 10  # number of first iterations that are all timed
 _DURATIONS = {
     "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
     "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),

@@ -18,7 +18,7 @@ from gradwire.reducer import errors, torch_internals
 
 __all__ = ["BucketBase", "BucketSpec", "DenseBucket", "SparseBucket", "TakeBack"]
 
-# Called with a parameter's name and the part of its reduced gradient that was sent but is not applied.
+# Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], None]
 
 _grad_of = attrgetter("grad")
@@ -110,7 +110,7 @@ class DenseBucket(BucketBase):
 
     zero_copy: bool
     _grads: Sequence[Tensor]  # read by the reduction and, without `as_view`, written
-    _scale: float  # of the result that `finish` has written
+    _scale: float  # multiplier of the result that `finish` has written
     _kept: dict[int, Tensor]  # with `as_view`, by position: copies of the gradients of `stand_ins`
     _replaced: Tensor | None  # the tensor that a hook passed to `set_buffer`
 
@@ -123,7 +123,7 @@ class DenseBucket(BucketBase):
         self._table = SegmentTable(layouts)
         self._strides = [layout.stride() for layout in layouts]
         self._buffer: Tensor | None = None
-        self._flat_table: SegmentTable | None = None  # of the buffer as one tensor
+        self._flat_table: SegmentTable | None = None  # layout of the buffer as one tensor
         self._is_flat = False  # whether the buffer holds this backward's gradients
         self._needs_buffer = False  # whether anything has asked for the buffer since `collect`
         self.as_view = as_view
@@ -163,7 +163,7 @@ class DenseBucket(BucketBase):
         return Gradients(self._grads, self._table)
 
     def target(self) -> Gradients:
-        """Where the result goes: the gradients themselves, or the buffer that they will be views of."""
+        """The destination of the result: the gradients themselves, or the buffer that they will be views of."""
         return self._flat() if self.as_view else Gradients(self._grads, self._table)
 
     def empty_buffer(self) -> Tensor:
@@ -315,7 +315,7 @@ class DenseBucket(BucketBase):
         """Call ``take_back`` with every finite gradient of a result: the step will not be applied.
 
         Args:
-            result: as in `finish`, which may have written it.
+            result: the hook's result, which `finish` may have written already.
             take_back: called with a parameter's name and its reduced gradient.
         """
         is_in_target = self._is_in_target(result)

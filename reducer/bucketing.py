@@ -87,7 +87,7 @@ def rebuild_buckets(
     tensors = [options.parameters[i] for i in order]
     assignment = torch_internals.assign_buckets(tensors, limits, options.sparse, order)
     numbers = [b for b, bucket in enumerate(assignment) for _ in bucket]
-    # One message: the parameters in order, and the number of each one's bucket.
+    # One message: parameter indices in order, and the bucket index of each.
     message = torch.tensor([[i for bucket in assignment for i in bucket], numbers], device=options.parameters[0].device)
     transport.wait(transport.broadcast(message, 0))
     received: list[list[int]] = [[] for _ in range(int(message[1, -1]) + 1)]

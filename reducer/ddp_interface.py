@@ -155,7 +155,7 @@ class DDPReducer(Reducer):
         self._forward_is_running = False
         if self.find_unused_parameters and not self.static_graph:
             nodes = self._autograd_hooks.nodes
-            if self._upcast_stream is not None:  # with mixed precision, each forward has others
+            if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
                 nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
             unused = find_unused(outputs, nodes)
             self._check_not_cast(unused)
@@ -168,7 +168,7 @@ class DDPReducer(Reducer):
         """Raise RuntimeError if the last backward left buckets incomplete."""
         if self._backward.phase is not Phase.REDUCING:
             return
-        for index in self._autograd_hooks.recorded():  # in buckets that never became complete
+        for index in self._autograd_hooks.recorded():  # parameters of buckets that never became complete
             self._backward.ready[index] = 1
         if self._backward.missing:
             self._fail_and_raise(self._unfinished())
@@ -224,7 +224,7 @@ class DDPReducer(Reducer):
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets: the first backward of a static graph has ended, and its hooks' calls are counted."""
-        if self._backward.phase is Phase.DONE:  # in no_sync, which counts nothing
+        if self._backward.phase is Phase.DONE:  # no_sync counts nothing
             return
         self._static_calls = self._backward.calls
         self._unused = [index for index, calls in enumerate(self._static_calls) if calls == 0]

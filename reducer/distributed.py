@@ -81,7 +81,7 @@ class DistributedDataParallel(AdaptedDDP):
         NotImplementedError: an argument or setting is not supported.
         ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or as in
             PyTorch's class.
-        RuntimeError: as in PyTorch's class.
+        RuntimeError: PyTorch's class raises, too.
     """
 
     def __init__(

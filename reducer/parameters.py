@@ -72,7 +72,7 @@ class UsedParameters:
         self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
         self._device = device
         self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
-        self._counts_on_host: list[int] | None = None  # `counts`, once the exchange is done
+        self._counts_on_host: list[int] | None = None  # `counts` after the exchange
 
     def exchange(self, transport: GroupTransport) -> None:
         """Start to sum `local` over the ranks. A collective call; `used_anywhere` waits for it."""
@@ -131,7 +131,7 @@ class ModelWatch:
     def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
         _count_registrations()
         self._module = module
-        self._known = set(known)  # alive, so that no other parameter gets the identity of one
+        self._known = set(known)  # kept alive: no other parameter may get the same id()
         # Wrappers of submodules, such as checkpointing's, change names.
         self._known.update(parameter for name, parameter in module.named_parameters() if name in ignored)
         self._ignored = ignored
@@ -152,7 +152,7 @@ class ModelWatch:
         if self._seen == _latest and self._forwards < LOOK_EVERY and not any(map(_requires_grad, self._frozen)):
             return None
         for name, parameter in self._module.named_parameters():
-            # `torch.func.functional_call` puts plain tensors in the place of parameters.
+            # `torch.func.functional_call` replaces parameters by plain tensors.
             is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
             if is_trained and name not in self._ignored and parameter not in self._known:
                 return name
@@ -193,10 +193,10 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
     Raises:
-        ValueError: that wrapper has a communication hook, or it is one of FSDP2.
+        ValueError: the inner wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without the import of FSDP
+        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without importing FSDP
             raise ValueError(errors.sharded(name))
     wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, TorchDDP)]
     if not wrappers:

@@ -160,7 +160,7 @@ class Reducer:
         results = take_values(self._backward.futures) if isinstance(self.hook_state, HookState) else []
         for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
             if result is not None and isinstance(bucket, DenseBucket):
-                with suppress(Exception), torch.no_grad():  # nobody will apply it: back to the hook's error memory
+                with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
                     bucket.give_back(_tensor(result), self.hook_state.take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)
@@ -326,7 +326,7 @@ class Reducer:
         backward.futures.clear()
         self.times.record("backward_comm_time_end")
         self._forward_results = ForwardResults()
-        if self._may_leave_out and not self.static_graph:  # whose first backward has found the used parameters
+        if self._may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
@@ -337,7 +337,7 @@ class Reducer:
         take_back = self.hook_state.take_back if isinstance(self.hook_state, HookState) else None
         bucket.finish(result, scale, used, take_back)
         if self._runs_optimizers:
-            futures[index] = None  # applied: not to be returned if a later bucket fails
+            futures[index] = None  # applied: must not return to the error memory if a later bucket fails
             _run_optimizers(bucket.parameters())
 
 

@@ -88,11 +88,11 @@ def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
             have returned, and with it the tensor that it is a view of.
     """
     storage = gradient.untyped_storage()
-    others = torch._C._storage_Use_Count(storage._cdata) - 2  # but for ``gradient`` and ``storage``
+    others = torch._C._storage_Use_Count(storage._cdata) - 2  # without ``gradient`` and ``storage``
     if others == 0 or incoming is None or incoming.untyped_storage()._cdata != storage._cdata:
         return bool(others == 0)
     base = incoming._base
-    # The base is held by ``incoming`` and by its Python object, which nobody else holds.
+    # Only ``incoming`` and its Python object hold the base, and nothing else holds that object.
     is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _OWN_BASE  # type: ignore[attr-defined]
     return bool(others == 1 + is_base_theirs)
 

@@ -66,7 +66,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def _layer_bucket() -> list[Tensor]:
-    """Gradients of one 25 MiB bucket of GPT-2: of a layer. Nobody reads them."""
+    """Gradients of one 25 MiB bucket of GPT-2: of a layer. Their values are not read."""
     return [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[0]]
 
 
