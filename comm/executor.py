@@ -126,13 +126,14 @@ class Executor:
     @property
     def has_failed(self) -> bool:
         """Whether a task has raised; every later task fails."""
-        raise NotImplementedError
+        return False
 
-    def submit(self, task: Task) -> Future[Any]:
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
         """Queue ``task``; its future gets the result or the exception. Futures complete in order.
 
         Args:
             task: makes the algorithm's coroutine, for a workspace.
+            name: of its profiler ranges; see `Driver`.
         """
         raise NotImplementedError
 
@@ -140,11 +141,7 @@ class Executor:
         """Enqueue the rest of all tasks, so that their futures complete although nobody asks for them."""
 
     def close(self, timeout: float) -> None:
-        """Accept no more tasks, and wait until all submitted ones are done.
-
-        Args:
-            timeout: longest wait in seconds; the executor ends later if it is not enough.
-        """
+        """Accept no more tasks, and wait until all submitted ones are done, or for ``timeout`` seconds."""
 
     def abandon(self) -> None:
         """Accept no more tasks, and fail all unfinished ones, which may wait for a rank that has left."""

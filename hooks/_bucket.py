@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
+from gradwire.comm import Transport, Workspace, connections_of, executor_for
 from gradwire.compress import Gradients, sparse_all_reduce
 from gradwire.hooks._types import GradBucket
 from gradwire.hooks.telemetry import Algorithm, Recorder
@@ -178,8 +178,7 @@ def reduce_bucket(
             measured.finish(device)
         return result
 
-    ranges = f"gradwire::{name}, bucket {index}"
-    future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges))
+    future = executor.submit(task, f"gradwire::{name}, bucket {index}")
     if is_last:
         executor.finish()
     return cast("Future[torch.Tensor]", future)

@@ -37,7 +37,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm import Collective, Steps, Transport, Workspace
+from gradwire.comm import Collective, Driver, Steps, Transport, Workspace
 from gradwire.compress import Gradients
 from gradwire.hooks._types import GradBucket
 from gradwire.kernels import compute_dtype, flatten
@@ -279,16 +279,14 @@ class Timeline:
     @coroutine
     def of(self, steps: Steps[T]) -> Generator[Collective, None, T]:
         """Run an algorithm, measured; await the result."""
+        driver = Driver(steps)
         try:
             while True:
                 self._marks.append(mark(self._device))
-                try:
-                    collective = steps.send(None)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-                finally:
-                    self._marks.append(mark(self._device))
+                collective = driver.advance()
+                self._marks.append(mark(self._device))
+                if collective is None:
+                    return driver.result
                 self.sent_bytes += collective.payload_bytes
                 yield collective
         finally:

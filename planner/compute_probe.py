@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from gradwire.comm import Executor, Transport, Workspace, connections_of
+from gradwire.comm import Driver, Executor, Transport, Workspace, connections_of
 from gradwire.comm.executor import Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
 from gradwire.hooks._bucket import is_zero_copy, zero_copy
@@ -144,31 +144,22 @@ class TimingExecutor(Executor):
         self.marks: list[tuple[Any, Any]] = []  # start and end of each computation of the latest task
         self.messages: list[Message] = []  # messages of the latest task
 
-    @property
-    def has_failed(self) -> bool:  # noqa: D102
-        return False
-
-    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:  # noqa: D102
         self.marks, self.messages = [], []
-        steps = task(self.workspaces[self._turn % IN_FLIGHT])
+        driver = Driver(task(self.workspaces[self._turn % IN_FLIGHT]), name)
         self._turn += 1
         while True:
             begin = self._clock.mark()
-            try:
-                collective = steps.send(None)
-            except StopIteration as end:
-                self.marks.append((begin, self._clock.mark()))
-                return _done(end.value, self._device)
+            collective = driver.advance()
             self.marks.append((begin, self._clock.mark()))
+            if collective is None:
+                return _done(driver.result, self._device)
             self.messages.append(message_of(collective))
             self.transport.run(collective)
 
     def finish(self) -> None:
         """Begin a step: each bucket gets the same workspace in all of them."""
         self._turn = 0
-
-    def abandon(self) -> None:  # noqa: D102
-        pass
 
 
 def message_of(collective: Collective) -> Message:
