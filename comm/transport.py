@@ -101,8 +101,8 @@ class Driver(Generic[T]):
 class AllReduce(Collective):
     """An in-place all-reduce of tensors that may differ in dtype, one message per tensor.
 
-    Two sparse all-reduces in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log.md), so each waits for
-    the one before it.
+    Two sparse all-reduces in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log/communication.md), so
+    each waits for the one before it.
 
     Args:
         tensors: modified in place. A sparse one counts with its values and indices.

@@ -107,7 +107,7 @@ class DenseBucket(BucketBase):
         self.as_view = as_view
         if as_view:
             buffer = self.empty_buffer()
-            self._flat = Gradients([buffer], SegmentTable([buffer]))
+            self._flat = Gradients([buffer], SegmentTable([buffer]), self._table)
             self._buffer_views = self._views(buffer)
         self.release()
 

@@ -35,8 +35,9 @@ def test_link_to_a_page_leads_to_the_page_of_the_site(site_links, link, expected
     assert site_links(link, "docs", "", URL) == expected
 
 
-def test_link_of_contributing_leads_to_the_page_of_the_site(site_links):
+def test_links_and_images_of_readme_lead_to_the_site(site_links):
     assert site_links("[laws](docs/laws.md)", "", "", None) == "[laws](laws.md)"
+    assert site_links("![plot](docs/plots/demo.png)", "", "", None) == "![plot](plots/demo.png)"
 
 
 def test_link_to_an_example_leads_to_its_place_on_the_page_of_examples(site_links):

@@ -19,6 +19,7 @@ from gradwire.bench.gpu import lane, worker
 from gradwire.bench.gpu.hook_cases import CAPTURED, HOOKS
 from gradwire.hooks import default_hooks
 from gradwire.kernels import WIRE_FORMATS
+from tests import gpu_lane_cases
 from tests.support.rehearsal import enter
 
 TESTS = Path(__file__).parent
@@ -109,10 +110,20 @@ def test_cast_hooks_keep_their_names_beside_quantized_ones():
     assert set(CAPTURED) <= set(HOOKS)
 
 
+@pytest.fixture
+def spawned_ranks_import_tests(tmp_path, monkeypatch):
+    """Spawned processes get this process's ``sys.path``, which need not contain the checkout."""
+    package = tmp_path / "path" / "tests"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__path__ = [{str(TESTS)!r}]")
+    monkeypatch.syspath_prepend(package.parent)
+
+
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("spawned_ranks_import_tests")
 def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(lane, "_source", lambda _: "this code")
     output = tmp_path / "records.jsonl"
@@ -196,11 +207,9 @@ def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypa
     assert lane.main(arguments, enter) == 0  # the failed one alone
 
 
+@pytest.mark.usefixtures("spawned_ranks_import_tests")
 def test_stuck_rank_shows_its_stack_and_the_next_case_has_new_processes(monkeypatch):
     monkeypatch.setattr(worker, "GRACE", 0.5)
-    monkeypatch.syspath_prepend(str(TESTS))  # processes that are spawned get this path
-    from tests import gpu_lane_cases
-
     with worker.Crew(2, enter) as crew:
         outcome = crew.run(gpu_lane_cases.one_rank_raises)
         assert outcome.status == "failed"
