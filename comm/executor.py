@@ -91,8 +91,8 @@ class Workspace:
             self._buffer = self._buffer.new_empty(nbytes)
         if self._device.type == "cuda":
             self._buffer.record_stream(torch.cuda.current_stream(self._device))
-        if self._is_capturing() and not self._is_captured():
-            self._captured.append(self._buffer)
+            if self._is_capturing() and not self._is_captured():
+                self._captured.append(self._buffer)
         wires = []
         for start, (numel, dtype) in zip(starts, sizes, strict=True):
             wires.append(self._buffer[start : start + numel * dtype.itemsize].view(dtype))

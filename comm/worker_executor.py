@@ -116,9 +116,7 @@ class WorkerExecutor(Executor):
                     self._take(self._events.get(timeout=POLL_SECONDS if self._in_flight else None))
                 except queue.Empty:
                     self._check_peers()
-                while self._advance():
-                    while not self._events.empty():
-                        self._take(self._events.get())
+                self._advance()
                 if self._error is not None and not self._in_flight:
                     self._leave()
             self._leave()
@@ -164,30 +162,32 @@ class WorkerExecutor(Executor):
             task.works = []
             task.complete = task.complete or partial(task.future.set_exception, error)
 
-    def _advance(self) -> bool:
-        """Start a task, or advance the oldest one. Returns whether there was anything to do."""
-        if self._waiting and self._free:
-            task = self._waiting.popleft()
-            task.place = min(self._free)  # a bucket usually gets the same workspace in each step, so cached views fit
-            self._free.remove(task.place)
-            self._in_flight.append(task)
-            self._step(task)
-            return True
-        if not self._in_flight:
-            return False
-        task = self._in_flight[0]
-        if task.complete is None and task.messages.done():
-            self._step(task)
-            if task.complete is None:
-                return True
-        if task.complete is None:
-            return False
-        self._in_flight.popleft()
-        self._free.add(task.place)
-        complete = task.complete
-        del task  # it holds gradients, and must not outlive its step
-        complete()
-        return True
+    def _advance(self) -> None:
+        """Start tasks, and advance the oldest one, until all wait for collectives or there are none."""
+        while True:
+            while not self._events.empty():
+                self._take(self._events.get())
+            if self._waiting and self._free:
+                task = self._waiting.popleft()
+                task.place = min(self._free)  # a bucket usually gets the same workspace in each step: cached views fit
+                self._free.remove(task.place)
+                self._in_flight.append(task)
+                self._step(task)
+                continue
+            if not self._in_flight:
+                return
+            task = self._in_flight[0]
+            if task.complete is not None:
+                self._in_flight.popleft()
+                self._free.add(task.place)
+                complete = task.complete
+                del task  # it holds gradients, and must not outlive its step
+                complete()
+                del complete
+            elif task.messages.done():
+                self._step(task)
+            else:
+                return
 
     def _step(self, task: WorkerTask) -> None:
         """Run a task up to its next collective, and launch that."""

@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm import GroupTransport, connections
+from gradwire.hooks.telemetry import Mark
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.bucket import Bucket
@@ -178,12 +179,12 @@ class AutogradHooks:
 
     Args:
         parameters: the parameters, by index. None of their hooks is deferred.
-        notify: called with the gradient that has come in; takes indices with `take` while there are `recorded` ones.
-            May be called from any of autograd's threads, and may find that another call has taken them.
+        notify: called with the gradient that has come in; takes the `recorded` indices. May be called from any of
+            autograd's threads, and may find that another call has taken them.
 
     Attributes:
         nodes: the autograd node of each parameter that accumulates its gradient.
-        recorded: indices that `take` has not returned yet.
+        recorded: indices of completed gradients that ``notify`` has not taken yet, in order. Other threads append.
     """
 
     def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
@@ -209,12 +210,6 @@ class AutogradHooks:
     def defer(self, mask: bytes | bytearray) -> None:
         """Defer the hooks of the parameters that have a 1 in ``mask``, once each; no others."""
         self._deferred[:] = mask
-
-    def take(self) -> list[int]:
-        """Take the recorded indices, in order. Others may be recorded meanwhile."""
-        taken = self.recorded[:]
-        del self.recorded[: len(taken)]  # other threads may append meanwhile
-        return taken
 
     def expect_one(self, members: Iterable[int], ready: bytearray) -> int | None:
         """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred.
@@ -292,10 +287,9 @@ class StepTimes:
         self.reported = 0
         self.unused_bytes = 0
         self.n_reduced = 0
-        self._device = device
-        self._on_host = device.type == "cpu"
+        self._device, self._is_gpu = device, device.type == "cuda"
         self._is_timed = False
-        self._events: dict[str, Any] = {}  # times in ns, or CUDA events
+        self._marks: dict[str, Mark] = {}
         self._unix_times: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._sums: dict[str, int] = {}
@@ -305,11 +299,10 @@ class StepTimes:
         """Count a synchronized forward; add the previous step's times to the averages."""
         self._settle()
         is_due = self.iterations <= TIMED_ITERATIONS or self.iterations % self.sample_rate == 0
-        self._is_timed = is_due and (self._on_host or not is_capturing(self._device))
+        self._is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
         if self._is_timed:
             self.reported = self.iterations
-            self._events = {}
-            self._unix_times = {}
+            self._marks, self._unix_times = {}, {}
         self.iterations += 1
         self.record("forward_compute_time_start")
 
@@ -319,34 +312,26 @@ class StepTimes:
         The events are ``forward_compute_time_start``, and ``_start`` and ``_end`` of ``backward_compute_time`` and
         ``backward_comm_time``.
         """
-        if not self._is_timed or event in self._events:
+        if not self._is_timed or event in self._marks:
             return
-        if self._on_host:
-            self._events[event] = time.perf_counter_ns()
-        elif is_capturing(self._device):
+        if self._is_gpu and is_capturing(self._device):
             self._is_timed = False
-            self._events = {}
-            self._unix_times = {}
+            self._marks, self._unix_times = {}, {}
             return
-        else:
-            self._events[event] = torch.cuda.Event(enable_timing=True)
-            self._events[event].record(torch.cuda.current_stream(self._device))
+        self._marks[event] = Mark(self._device)
         self._unix_times[event] = time.time_ns()
 
     def _settle(self) -> None:
         """Compute the durations of a timed iteration once it has ended."""
-        end = self._events.get("backward_comm_time_end")
-        if end is None or not (self._on_host or (not is_capturing(self._device) and end.query())):
+        end = self._marks.get("backward_comm_time_end")
+        if end is None or (self._is_gpu and is_capturing(self._device)) or not end.is_past():
             return
-        self._last = {name: self._between(*events) for name, events in _DURATIONS.items()}
-        self._sums = {name: self._sums.get(name, 0) + duration for name, duration in self._last.items()}
+        for name, (first, last) in _DURATIONS.items():
+            self._last[name] = max(0, int(1e6 * self._marks[last].milliseconds_since(self._marks[first])))
+            self._sums[name] = self._sums.get(name, 0) + self._last[name]
         self._n_timed += 1
         self._is_timed = False
-        self._events = {}
-
-    def _between(self, start: str, end: str) -> int:
-        first, last = self._events[start], self._events[end]
-        return max(0, last - first if self._on_host else int(first.elapsed_time(last) * 1e6))
+        self._marks = {}
 
     def summary(self) -> dict[str, int]:
         """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""

@@ -273,7 +273,8 @@ class DenseBucket(BucketBase):
             ValueError: the result has another number of elements than the bucket.
         """
         target = self.target()
-        if not _is_in(target, result):
+        first = target.tensors[0]
+        if result.data_ptr() != first.data_ptr() or result.numel() != first.numel():
             if result.numel() != self._table.numel:
                 raise ValueError(
                     errors.RESULT_MISFIT.format(index=self._index, numel=result.numel(), expected=self._table.numel)
@@ -313,7 +314,8 @@ class DenseBucket(BucketBase):
 
     def give_back(self, result: Tensor, take_back: TakeBack) -> None:
         """Call ``take_back`` with the finite gradients of a discarded result, which `finish` may have written."""
-        is_in_target = _is_in(self.target(), result)
+        first = self.target().tensors[0]
+        is_in_target = result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
         scale = self._scale if is_in_target else 1.0
         results = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
         for i, (name, result) in enumerate(zip(self._names, results, strict=True)):
@@ -338,12 +340,6 @@ class DenseBucket(BucketBase):
         """Views of a flat buffer in the shapes, strides and dtype of the gradients."""
         views = self._table.views(buffer)
         return [torch.view_as_complex(view) for view in views] if self._table.is_complex else list(views)
-
-
-def _is_in(target: Gradients, result: Tensor) -> bool:
-    """Whether a hook has returned the first tensor of its target."""
-    first = target.tensors[0]
-    return result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
 
 
 class SparseBucket(BucketBase):

@@ -163,7 +163,7 @@ class Reducer:
         for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
             if result is not None and take_back is not None and isinstance(bucket, DenseBucket):
                 with suppress(Exception), torch.no_grad():  # nobody will apply it: back to the hook's error memory
-                    bucket.give_back(_tensor(result), take_back)
+                    bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)
         self._forget_forward()
@@ -184,7 +184,9 @@ class Reducer:
         with self._lock:
             self._incoming = incoming
             while hooks.recorded:
-                for index in hooks.take():
+                taken = hooks.recorded[:]
+                del hooks.recorded[: len(taken)]  # other threads may append meanwhile
+                for index in taken:
                     if tracks_usage and self.parameters[index].grad is not None:
                         self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
                     backward = self._backward
@@ -325,14 +327,16 @@ class Reducer:
             bucket.release()
         backward.futures.clear()
         self.times.record("backward_comm_time_end")
-        self._forget_forward()
+        if self._live_ranks is not None or self._post_backward_futures:
+            self._forget_forward()
         if self._may_leave_out and not self.static_graph:  # whose first backward has found the used parameters
             self._used.clear()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
         """Wait for a bucket's result, and write it into its gradients."""
         futures = self._backward.futures
-        result = _tensor(wait_for(cast("Future[Any]", futures[index]), self.exchange.check_in_step))
+        value = wait_for(cast("Future[Any]", futures[index]), self.exchange.check_in_step)
+        result = value if isinstance(value, Tensor) else value[0]  # the future of a collective has a list
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)
         if self._runs_optimizers:
@@ -357,11 +361,6 @@ def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
             await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
     return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)
-
-
-def _tensor(value: Any) -> Tensor:
-    """The tensor in the value of a future. A hook's value is the tensor; a collective's is a list of one tensor."""
-    return value if isinstance(value, Tensor) else value[0]
 
 
 def _run_optimizers(parameters: Sequence[Tensor]) -> None:

@@ -168,7 +168,9 @@ class Watcher:
         with self.lock:
             self.calls += 1
             while self.hooks.recorded:
-                for index in self.hooks.take():
+                taken = self.hooks.recorded[:]
+                del self.hooks.recorded[: len(taken)]
+                for index in taken:
                     self.taken.append(index)
                     self.ready[index] = 1
                     if self.expects_others and index == self.expected_last:
