@@ -21,7 +21,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.executor import TWO_THREADS, Executor
+from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
@@ -33,7 +33,6 @@ from gradwire.comm.torch_internals import (
     world,
 )
 from gradwire.comm.transport import GroupTransport
-from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.comm import connections
 from gradwire.comm.connections import Connections, executor_for
-from gradwire.comm.worker_executor import MAX_TASKS_IN_FLIGHT
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.training import error_of
 
