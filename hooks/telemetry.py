@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm import Collective, Steps, Transport, Workspace
+from gradwire.comm import Collective, Driver, Steps, Transport, Workspace
 from gradwire.compress import Gradients
 from gradwire.compress._validation import check_whole_number
 from gradwire.kernels import compute_dtype
@@ -185,16 +185,14 @@ class Timeline:
     @coroutine
     def measured(self, steps: Steps[T]) -> Generator[Collective, None, T]:
         """Run an algorithm, measured; await the result."""
+        driver = Driver(steps)
         try:
             while True:
                 self._marks.append(Mark(self._device))
-                try:
-                    collective = steps.send(None)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-                finally:
-                    self._marks.append(Mark(self._device))
+                collective = driver.advance()
+                self._marks.append(Mark(self._device))
+                if collective is None:
+                    return driver.result
                 self.sent_bytes += collective.payload_bytes
                 yield collective
         finally:

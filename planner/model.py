@@ -7,7 +7,7 @@ only if it saves more time on the link than it takes. How much overlaps depends 
 Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
 Systems", MLSys 2022 (arXiv:2103.00543).
 
-Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.worker_executor`:
+Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.executor`:
 
     launch                  on the thread of the backward pass
     encode, first message   encode on the worker, up to two buckets in flight

@@ -58,10 +58,6 @@ def _warn_once_that_all_are_used() -> None:
 class UsedParameters:
     """Which parameters have got a gradient since the last reduction, on this rank and on any rank.
 
-    Args:
-        n_parameters: number of parameters.
-        device: device of the exchange.
-
     Attributes:
         local: 1 for each parameter that has got a gradient on this rank.
         counts: number of ranks that have a gradient for each parameter, as last exchanged: int32.
@@ -121,11 +117,6 @@ class ModelWatch:
     Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Only
     after such a registration in this process, and every `LOOK_EVERY` forwards, are the names looked at: the watch costs
     less than 1 us in other forwards, and 0.03 us for each frozen parameter.
-
-    Args:
-        module: the model.
-        known: the parameters that are averaged.
-        ignored: names of parameters that are not.
     """
 
     def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
@@ -196,8 +187,9 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
         ValueError: the inner wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without importing FSDP
-            raise ValueError(errors.sharded(name))
+        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without the import of FSDP
+            where = f"its submodule {name} is" if name else "it is"
+            raise ValueError(errors.SHARDED.format(where=where))
     wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, TorchDDP)]
     if not wrappers:
         return
@@ -205,7 +197,10 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     for name, wrapper in wrappers:
         both = ours.keys() & _reduced_by(wrapper).keys()
         if both:
-            text = errors.wrapped_twice(name, type(wrapper), sorted(ours[parameter] for parameter in both))
+            kind = f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+            where = f"contains a {kind} ({name})" if name else "is a DistributedDataParallel"
+            names = errors.some(sorted(ours[parameter] for parameter in both))
+            text = errors.WRAPPED_TWICE.format(where=where, names=names)
             if wrapper._comm_hooks:
                 raise ValueError(text)
             warnings.warn(text, stacklevel=3)
@@ -223,7 +218,8 @@ def refuse_wrapper_around(inner: TorchDDP) -> None:
     theirs = _reduced_by(outer)
     both = theirs.keys() & _reduced_by(inner).keys()
     if both:
-        text = errors.wrapped_by_another(type(outer), sorted(theirs[parameter] for parameter in both))
+        names = errors.some(sorted(theirs[parameter] for parameter in both))
+        text = errors.WRAPPED_BY_ANOTHER.format(kind=type(outer), names=names)
         if inner._comm_hooks:
             raise RuntimeError(text)
         warnings.warn(text, stacklevel=3)
