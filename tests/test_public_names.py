@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
+import gradwire.testing
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -77,3 +78,4 @@ def test_hooks_list_the_public_modules():
     assert gradwire.hooks.__all__ == MODULES
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "hooks"]
+    assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]
