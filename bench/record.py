@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -77,6 +77,23 @@ class Record:
         optional = {"p20": self.p20, "p80": self.p80, "series": self.series or None}
         data = {name: self[name] for name in ("bench", "case", "implementation", "ranks", "metric", "p50")}
         return json.dumps(data | {name: value for name, value in optional.items() if value is not None})
+
+
+def records_of(
+    bench: str, case: dict[str, Any], implementation: str, ranks: int, metrics: Mapping[str, Any]
+) -> list[Record]:
+    """A record per metric, given its median or a dictionary of its numbers."""
+    return [
+        Record(
+            bench=bench,
+            case=case,
+            implementation=implementation,
+            ranks=ranks,
+            metric=metric,
+            **(numbers if isinstance(numbers, dict) else {"p50": numbers}),
+        )
+        for metric, numbers in metrics.items()
+    ]
 
 
 class Measured(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import (
@@ -23,9 +22,10 @@ from gradwire.bench.implementations import (
     make_batch,
     prepare,
 )
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
+from gradwire.bench.models import turns
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
-from gradwire.bench.timing import bench_device, in_turn, slowest
+from gradwire.bench.timing import bench_device, slowest
 from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
@@ -49,24 +49,16 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     kinds[COMPARED].state.observe(every=1, exact_every=1)
     everything = list(kinds.values())
     prepare(everything, device)
-    for step in track(range(steps), description=f"{hook:<24}", disable=rank != 0):
-        batch = make_batch(WARM_UP + 1 + step, rank, device)
-        for implementation in in_turn(everything, step):
-            kinds[PLAIN].step(batch)  # untimed: what comes before a step, such as its caches, is equal for all kinds
-            dist.barrier()
-            implementation.seconds.append(implementation.step(batch))
-    ranks = dist.get_world_size()
-    return [
-        Record(
-            bench="telemetry",
-            case={"hook": hook},
-            implementation=kind,
-            ranks=ranks,
-            metric=STEP_MS,
-            **percentiles_ms(slowest(implementation.seconds)),
-        )
-        for kind, implementation in kinds.items()
-    ]
+    for step, implementation in turns(range(WARM_UP + 1, WARM_UP + 1 + steps), everything, hook):
+        batch = make_batch(step, rank, device)
+        kinds[PLAIN].step(batch)  # untimed: what comes before a step, such as its caches, is equal for all kinds
+        dist.barrier()
+        implementation.seconds.append(implementation.step(batch))
+    case, ranks, records = {"hook": hook}, dist.get_world_size(), []
+    for kind, implementation in kinds.items():
+        metrics = {STEP_MS: percentiles_ms(slowest(implementation.seconds))}
+        records += records_of("telemetry", case, kind, ranks, metrics)
+    return records
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

@@ -30,12 +30,6 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until all work queued on ``device`` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Timing(NamedTuple):
     """The duration of a piece of work."""
 
