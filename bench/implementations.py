@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
-from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize
