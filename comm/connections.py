@@ -130,11 +130,11 @@ class Connections:
         """Note that ``user`` begins to exchange in the current backward or in a forward, until `leave`.
 
         Args:
-            user: exchanges; two of one thread or in one backward may do so at the same time.
-            thread: its number; of a backward, the one that called the forward: autograd has threads of its own.
+            user: the user. Two users in one thread or one backward may exchange at the same time.
+            thread: number of its thread; in a backward, of the thread that called the forward.
 
         Raises:
-            RuntimeError: another thread exchanges meanwhile: their collectives would have another order on each rank.
+            RuntimeError: another thread is exchanging: the order of the collectives would differ between ranks.
         """
         backward = current_backward()
         for other_thread, other_backward in self._in_use.values():
@@ -143,7 +143,7 @@ class Connections:
         self._in_use[user] = thread, backward
 
     def forget_users(self) -> None:
-        """Nobody exchanges: models whose last step was not finished have been given up."""
+        """Forget all users: models whose last step did not finish are abandoned."""
         self._in_use.clear()
 
     def leave(self, user: object) -> None:
@@ -190,7 +190,7 @@ class Connections:
     def fail(self, reason: str) -> None:
         """Leave: from now on every exchange raises, here and, within moments, on the other ranks.
 
-        Abandons everything in flight. A group of one rank has nobody to agree with and starts again at once.
+        Abandons everything in flight. A group of one rank has no peers and starts again at once.
         """
         if self.failure is not None:
             return

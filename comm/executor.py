@@ -1,4 +1,4 @@
-"""Executors run bucket algorithms in bucket order, off the critical path of the backward pass; their wire buffers.
+"""Executors, which run bucket algorithms in bucket order outside the backward pass, and their wire buffers.
 
 An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
 the same collectives in the same order, however long a collective takes.
@@ -132,12 +132,12 @@ class Executor:
         """Queue ``task``; its future gets the result or the exception. Futures complete in order.
 
         Args:
-            task: makes the algorithm's coroutine, for a workspace.
+            task: function from a workspace to the algorithm's coroutine.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Enqueue the rest of all tasks, so that their futures complete although nobody asks for them."""
+        """Enqueue the rest of all tasks, so that their futures complete without being asked."""
 
     def close(self, timeout: float) -> None:
         """Accept no more tasks, and wait until all submitted ones are done.

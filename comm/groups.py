@@ -29,7 +29,7 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
 
 
 class OwnGroup(dist.ProcessGroupGloo):
-    """A gloo group that nobody else uses.
+    """A gloo group that only gradwire uses.
 
     gloo cannot cancel a collective. One that waits for a lost rank waits until the group's timeout, and nothing can
     destroy the group before. `cut` shuts down the sockets instead, so that collectives in flight fail within
@@ -97,13 +97,13 @@ def _target(descriptor: int) -> str:
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
     """Make a gloo group with the ranks and the timeout of ``group``. A collective call of these ranks only.
 
-    ``dist.new_group`` does not serve: it names a group by the number of groups that the process has
+    ``dist.new_group`` cannot be used: it names a group by the number of groups that the process has
     made, which may differ between the ranks.
 
     Args:
         group: the group to duplicate.
         store: the store in which the ranks find each other.
-        key: names the new group in ``store``; equal on all ranks, never used before.
+        key: name of the new group in ``store``; equal on all ranks, never used before.
         check: called while waiting for the other ranks; raises to end the wait.
 
     Raises:

@@ -65,7 +65,7 @@ def store_all_gather(
 
     Args:
         group: the ranks that take part.
-        purpose: names the call, in keys and in the error message.
+        purpose: name of the call, in keys and in the error message.
         value: this rank's value, a few kilobytes at most.
         timeout: longest wait for the other ranks.
         check: called every `POLL_SECONDS` while waiting; raises to end the wait.

@@ -28,7 +28,7 @@ EXIT_TIMEOUT_SECONDS = 2.0  # how long tasks in flight may delay the interpreter
 
 
 class WorkerExecutor(Executor):
-    """Runs tasks in one worker thread, over two process groups that nobody else uses.
+    """Runs tasks in one worker thread, over two process groups of its own.
 
     Args:
         transport: its group carries the first collective of every task.

@@ -91,7 +91,7 @@ class LowRankBucket:
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
-        shapes: from `LowRankPolicy.matrix_shapes`: the matrices of each, or None to send it uncompressed. Not all None.
+        shapes: matrices of each gradient (`LowRankPolicy.matrix_shapes`); None sends it uncompressed. Not all None.
         names: parameter names, keys of ``memory`` and of the random columns; by default "0", "1", ...
         memory: memory of earlier buckets, by parameter name. Not modified.
         error_feedback: whether to add the residual of compression to the next gradient.
@@ -191,7 +191,7 @@ class LowRankBucket:
 
         dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
         sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
-        if on_wire == dtype:  # then one tensor holds both parts
+        if on_wire == dtype:  # one tensor holds both parts
             message, of_basis, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
             first, others = message.split([sent, self._others_numel])
             messages = [message]

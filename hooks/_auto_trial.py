@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
     def run(self, bucket: GradBucket, iteration: int, recorder: Stopwatch | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, HookState):
-            self.state.continue_at(iteration)  # it gets some of the buckets only
+            self.state.continue_at(iteration)  # it gets only some of the buckets
         self.state._recorder = recorder
         return self.hook(self.state, bucket)
 
@@ -113,10 +113,10 @@ class Trial:
 
         Args:
             bucket: the gradients.
-            names: of its parameters.
+            names: parameter names of the bucket.
             iteration: number of the step.
-            plain: gives the result of the step.
-            recorder: of the whole run.
+            plain: the exchange that gives the result of the step.
+            recorder: measurements of the whole run; None without any.
         """
         self.buckets.append(names)
         device = bucket_device(bucket)
@@ -141,12 +141,12 @@ TOLERANCE = 1.02
 
 
 class Cost(NamedTuple):
-    """What the exchange of one bucket takes on its own, in milliseconds.
+    """Time of the exchange of one bucket on its own (ms).
 
     Attributes:
-        encode: computing up to the last collective.
-        wire: the collectives.
-        decode: computing behind the last collective.
+        encode: computation up to the last collective.
+        wire: collectives.
+        decode: computation after the last collective.
     """
 
     encode: float
@@ -194,8 +194,8 @@ def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
     """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
 
     Args:
-        ready: r of each bucket, in milliseconds, not decreasing.
-        costs: of each bucket.
+        ready: time at which each bucket is ready (ms), not decreasing.
+        costs: cost of each bucket's exchange.
     """
     encoded = sent = done = 0.0
     for at, cost in zip(ready, costs, strict=True):
@@ -213,8 +213,8 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     """The exchange of each bucket: the most precise ones that are about as fast as the fastest.
 
     Args:
-        ready: as in `predicted_ms`.
-        costs: of every exchange for each bucket.
+        ready: time at which each bucket is ready (ms), not decreasing.
+        costs: for each bucket, the cost of every exchange.
         min_gain: how many times faster the fastest plan must be than the most precise one to be considered.
     """
     plain = [next(iter(of)) for of in costs]

@@ -52,7 +52,7 @@ class ModelBucket(Protocol):
     """A bucket of gradwire's DDP, or a copy of one.
 
     Attributes:
-        process_group: its ranks; None before the reducer launches the bucket.
+        process_group: process group of the DDP; None before the reducer launches the bucket.
         hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
         model_parameters: all parameters that its DDP averages.
     """

@@ -195,7 +195,7 @@ class Checkpointed(DeclaredMemory):
         super().__init__(hook, process_group, options)
         self._is_loaded = False  # whether the memory is from a checkpoint
         self._fits_model = True  # whether the loaded memory was compared with the model
-        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+        self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
     def counts(self) -> dict[str, Any]:
         """Further numbers of a checkpoint, equal on all ranks."""

@@ -50,9 +50,9 @@ from gradwire.hooks._bucket import (
 from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks.telemetry import Observed
 
-# How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
-# rank that does not join already waits in a collective, and must get the reason before that times out. In the first
-# handshake ranks may still be loading data, and have the whole timeout.
+# Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
+# rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
+# handshake, ranks may still be loading data, and have the whole timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
 _PURPOSE = "The handshake of communication hooks"
@@ -250,7 +250,7 @@ def _parameters_in_pytorchs_ddp(
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    # Those whose hook is gradwire's: another one may have process groups of its own.
+    # Only DDPs with a hook of gradwire's: other hooks may have their own process groups.
     checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
     if checked and not any(_have_same_ranks(group, ddp.process_group) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")

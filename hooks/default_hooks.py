@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
-_BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks; formats of 16 bit have no scales
+_BLOCK_NUMEL = 64  # fp32 accumulation distributes blocks of this size over the ranks; 16-bit formats have no scales
 
 
 class CastState(HookSettings):
@@ -109,7 +109,7 @@ def _cast_hook(
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
     group, recorder = settings.agree(bucket, process_group), settings._recorder
-    # All ranks measure, or none: they have agreed.
+    # All ranks measure, or none: the handshake compared it.
     if dtype is None and recorder is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)
     return reduce_bucket(group, bucket, algorithm, hook, recorder=recorder)

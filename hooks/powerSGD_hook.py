@@ -37,8 +37,8 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
-# Four times PyTorch's default. The payload is so small that a bucket costs mostly its two collectives, its kernel
-# launches and its thread switches. Larger buckets than 100 MiB gain little and overlap less with the backward.
+# Four times PyTorch's default. The payload is so small that two collectives, kernel launches and thread switches
+# dominate the cost of a bucket. Buckets beyond 100 MiB gain little and overlap less with the backward.
 LOW_RANK_BUCKET_CAP_MB = 100
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
 _OF_PYTORCHS_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
@@ -189,7 +189,7 @@ class PowerSGDState(HookState):
         >>> model.register_comm_hook(state, powerSGD_hook)
     """
 
-    __module__ = "gradwire.hooks.powerSGD_hook"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {
         ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
         "q": Memory(merge="same", shape=None),
@@ -226,7 +226,7 @@ class PowerSGDState(HookState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._has_compressed = False  # whether a compressed step is over
+        self._has_compressed = False  # whether a compressed step has ended
 
     @property
     def _is_batched(self) -> bool:

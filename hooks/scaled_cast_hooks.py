@@ -67,7 +67,7 @@ class ScaledCastState(HookState):
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
-        self._is_left_open = False  # whether the last bucket of the step before, which counts skipped steps, never came
+        self._is_left_open = False  # whether the previous step lacked its last bucket, which counts skipped steps
 
     @property
     def nonfinite_elements(self) -> int:
@@ -111,7 +111,7 @@ class ScaledCastState(HookState):
         super().begin_step()
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
-        """What the algorithm knows of a bucket; its scale is made on the stream or thread where it is used."""
+        """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
         closes_step, self._is_left_open = self._is_left_open, False
         return _Bucket(bucket.is_last(), closes_step)
 

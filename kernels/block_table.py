@@ -50,19 +50,19 @@ class BlockTable:
     Args:
         tensors: the list to describe. Only their layouts are kept.
         block_size: elements of a block: a power of two from 32 to 1024.
-        keys: for each tensor, a signed 64-bit number that its random numbers depend on (`random_key`).
+        keys: key of each tensor's random numbers, a signed 64-bit number (`random_key`).
 
     Attributes:
         segments: the tensors, without blocks.
-        dtype: of the tensors' real elements; a complex element counts twice.
+        dtype: dtype of the tensors' real elements; a complex element counts twice.
         lengths: the number of real elements of each tensor.
         first_blocks: the number of blocks before each tensor.
-        n_blocks: of all tensors.
+        n_blocks: number of blocks of all tensors.
         numel: elements of all blocks, missing ones included: the size of an error memory.
         n_chunks: the number of programs of a kernel.
 
     Raises:
-        ValueError: as `SegmentTable`; or the block size or the number of keys is wrong.
+        ValueError: `SegmentTable` refuses the tensors, or the block size or the number of keys is wrong.
     """
 
     def __init__(self, tensors: Sequence[Tensor], block_size: int, keys: Sequence[int]) -> None:
@@ -204,7 +204,7 @@ def _aligned(size: int) -> int:
 
 
 class MessageLayout:
-    """Where everything lies in a message.
+    """The layout of a message.
 
     Args:
         groups: the tensors of each wire format. A table whose tensors are all empty is a section without blocks.

@@ -126,5 +126,5 @@ def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
 @jit
 def narrow(x, DTYPE: tl.constexpr):
     """`narrow_reference` in Triton."""
-    # One return: Triton type-checks all of a function's, also one that the constexpr rules out.
+    # A single return: Triton type-checks every return, even one that a constexpr rules out.
     return x if DTYPE == tl.float64 else x.to(tl.float32).to(DTYPE)

@@ -67,8 +67,8 @@ def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float,
     """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through.
 
     Args:
-        x: in the dtype of the arithmetic.
-        out: of the shape of ``x``, in a wire dtype. Overwritten.
+        x: elements in the dtype of the arithmetic.
+        out: result, [shape of ``x``], in a wire dtype. Overwritten.
         scale: a number, or a one-element tensor.
         limit: the magnitude at which a finite element saturates.
         counters: int64, [2]: the numbers of non-finite and of saturated elements are added.

@@ -17,8 +17,8 @@ finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was,
 Unit columns give the columns of the next P the magnitude of the gradient. Random columns come from a counter-based
 generator. Its counters are the key of the matrix, the step and the place in the factor, so all ranks draw the same.
 
-Traffic for N elements of s bytes, with e bytes per element of the error memory (factors, r (n + m) elements, are small
-beside it):
+Traffic for N elements of s bytes, with e bytes per element of the error memory (the factors, r (n + m) elements, are
+negligible):
 M kept in the target between the passes (fp32):    (2s + e) + s + (2s + e)  N   = 28 N in fp32
 M added up again (16 bit):                         (s + e) + (s + e) + (2s + 2e) N = 24 N with 16-bit gradients
 
@@ -120,7 +120,7 @@ def _in_blocks(step: int, by_rows: Sequence[Tensor], factor: Tensor) -> Iterable
 
 
 def _products(layout: FactorLayout, wire: Tensor, compute: torch.dtype) -> list[Tensor]:
-    """Where factors are computed: in the wire itself if it has the dtype of the arithmetic, else in a buffer."""
+    """The buffer in which factors are computed: the wire itself if it has the dtype of the arithmetic."""
     if wire.dtype == compute:
         return layout.cached_views(wire)
     return layout.views(torch.empty_like(wire, dtype=compute))
@@ -237,7 +237,7 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
         q: the packed factors Q, fp32 or fp64 as ``table.compute``.
         p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
             of P is not finite if that row of M is not.
-        scale: for example 1 / world size.
+        scale: multiplier of the product, for example 1 / world size.
 
     Raises:
         ValueError: an operand does not fit its table.
@@ -259,7 +259,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
             Q, they are written onto their wire, times ``scale``.
         p: the packed factors P, fp32 or fp64 as ``table.compute``.
         q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
-        scale: for example 1 / world size.
+        scale: multiplier of the product, for example 1 / world size.
 
     Raises:
         ValueError: an operand does not fit its table.

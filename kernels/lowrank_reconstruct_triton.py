@@ -67,7 +67,7 @@ def _norms_row(
         n_bad += tl.where(x < float("inf"), 0, 1)
         start += BLOCK
     top = tl.max(largest, axis=0)
-    divisor = tl.where(top > 0, top, 1.0)  # else squares would overflow or underflow
+    divisor = tl.where(top > 0, top, 1.0)  # without it, squares would overflow or underflow
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     start = 0
     while start < length:
@@ -78,7 +78,7 @@ def _norms_row(
     tl.store(norms_ptr + row, top)
     tl.store(norms_ptr + (n_rows + row), tl.sqrt(tl.sum(squares, axis=0)))
     if tl.sum(n_bad, axis=0) > 0:
-        tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # no order needed: no fence
+        tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # order does not matter: no fence
 
 
 @kernel
@@ -89,7 +89,7 @@ def _norms_kernel(
     finite_ptr,  # [matrices] int32
     step_ptr,  # [1] int64: the number of the step, to advance; None: leave it
     segments_ptr,  # int64: `SegmentTable.packed` of the gradients to unpack; None: there are none
-    packed_ptr,  # their part of the wire
+    packed_ptr,  # the wire of these gradients
     n_rows,
     n_segments,
     n_unpacks,
@@ -195,7 +195,7 @@ def _reconstruct_strip(
     rows, columns, rank = sizes
     stride = columns.to(tl.int32)
     if ALIGNED:
-        stride = stride // 8 * 8  # the same number, but now the compiler knows that it is a multiple of 8
+        stride = stride // 8 * 8  # same value, but the compiler now knows that it is a multiple of 8
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs_r = tl.arange(0, RANK)
@@ -238,8 +238,8 @@ def _reconstruct_strip(
             target_ptr = tl.multiple_of(target_ptr, 16)
             error_ptr = tl.multiple_of(error_ptr, 16)
         if HAS_ERROR:
-            # M may lie in the target. Where rows are not aligned, the thread that loads an element of M is not the one
-            # that overwrites it with the result, and nothing else orders the two: the result does not depend on M.
+            # M may lie in the target. In unaligned rows, one thread loads an element of M and another overwrites it.
+            # The result does not depend on M, so no data dependency orders load and store: hence the barrier.
             tl.debug_barrier()
             tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
         tl.store(target_ptr + offs, out, mask=mask)
@@ -349,7 +349,7 @@ def renew_triton(
         _renew_kernel[(of_rows["n_rows"],)](**of_rows, num_warps=NUM_WARPS)
 
 
-# The arguments of a launch that renews no factors.
+# Arguments of a launch that renews no factors.
 NO_ROWS: dict[str, Any] = {
     "wire_ptr": None,
     "rows_ptr": None,

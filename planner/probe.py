@@ -58,7 +58,7 @@ def measure(
 ) -> Measurement:
     """Measure a model, hooks, and the network of the default process group. A collective call.
 
-    Every number is the slowest rank's.
+    All numbers are from the slowest rank.
 
     With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are always measured. ``progress`` takes
     the name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.

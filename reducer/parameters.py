@@ -1,4 +1,4 @@
-"""Parameters that need care: unused in a backward, replaced since their model was wrapped, or in several wrappers."""
+"""Parameters that are unused in a backward, replaced after wrapping, or shared by several wrappers."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def _warn_once_that_all_are_used() -> None:
 
 
 class UsedParameters:
-    """Which parameters have got a gradient since the last reduction, on this rank and on any rank.
+    """The parameters that have a gradient since the last reduction, on this rank and on any rank.
 
     Args:
         n_parameters: number of parameters.
         device: device of the exchange.
 
     Attributes:
-        local: 1 for each parameter that has got a gradient on this rank.
+        local: 1 for each parameter that has a gradient on this rank.
         counts: number of ranks that have a gradient for each parameter, as last exchanged: int32.
     """
 
@@ -118,14 +118,14 @@ def _count_registrations() -> None:
 class ModelWatch:
     """Compares the trainable parameters of a model with the ones that its reducer averages.
 
-    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Only
-    after such a registration in this process, and every `LOOK_EVERY` forwards, are the names looked at: the watch costs
-    less than 1 us in other forwards, and 0.03 us for each frozen parameter.
+    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Names
+    are compared after such a registration in this process, and every `LOOK_EVERY` forwards. Other forwards cost less
+    than 1 us, and 0.03 us for each frozen parameter.
 
     Args:
         module: the model.
         known: the parameters that are averaged.
-        ignored: names of parameters that are not.
+        ignored: names of parameters that are not averaged.
     """
 
     def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
