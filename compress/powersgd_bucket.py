@@ -177,7 +177,7 @@ class LowRankBucket:
 
         Args:
             source: the gradients, real.
-            target: where the result goes; may be ``source``.
+            target: the tensors that receive the mean; may be ``source``.
             iteration: the number of the step.
             workspace: provides the buffers.
             sends: layout of the factors of each all-reduce, ``table.p`` or ``table.q``: one or two.
@@ -221,13 +221,13 @@ class LowRankBucket:
         return can_capture(self.table)
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
-        """Upload what a step reads in device memory: ``counter``, and the addresses of its gradients and results.
+        """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.
 
         Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
 
         Args:
             source: the gradients, real.
-            target: where the result goes.
+            target: the tensors that receive the mean.
             iteration: the number of the step.
         """
         self.counter.fill_(iteration)

@@ -64,7 +64,7 @@ async def quantized_all_reduce(
         source: the gradients, real. Not modified, unless ``target`` is the same memory.
         target: the result: ``source`` itself, or other tensors like it.
         iteration: number of the step, equal on all ranks.
-        transport: the two shots over the ranks; the one that the bucket was built for.
+        transport: the transport of the two shots, which the bucket was built for.
         workspace: provides the messages.
 
     Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
@@ -174,7 +174,7 @@ class QuantizedBucket:
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
         formats: wire format of each gradient (`WirePolicy.wire_formats`).
-        transport: its world size and rank, and how many pieces it sends.
+        transport: the transport of its collectives; gives world size, rank and number of pieces.
         options: block size, error memory and rounding.
         names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...
         memory: the "errors" of earlier buckets, by parameter name. Not modified.

@@ -122,7 +122,7 @@ def update_scale(
     inverse_world: float,
     is_last: bool,
 ) -> None:
-    """Replace a bucket's scale by the next step's, on the device, without a synchronisation.
+    """Replace a bucket's scale by the next step's, on the device, without a synchronization.
 
     Args:
         exponent: int32, [2]: the exponent, and 1 once it was derived from a gradient. Modified.

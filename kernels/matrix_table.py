@@ -78,7 +78,7 @@ class FactorLayout:
 
     Each factor begins at a multiple of `ALIGN_NUMEL` elements. BLAS may round by the alignment of
     its operands, so without this alignment the bits of a matrix's result would depend on the
-    neighbours of the matrix in the bucket.
+    neighbors of the matrix in the bucket.
 
     Args:
         ranks: the rank of each matrix.

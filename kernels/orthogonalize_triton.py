@@ -246,7 +246,7 @@ def _factorize_kernel(
     RANK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The triangular matrix that orthogonalises a large factor, from the Gram matrices of its tiles."""
+    """The triangular matrix that orthogonalizes a large factor, from the Gram matrices of its tiles."""
     member = tl.program_id(0).to(tl.int64)
     factor, first_tile, n_tiles = load_fields(members_ptr, n_members, member, 0, 3)
     rank, _, _ = load_fields(layout_ptr, n_factors, factor, 0, 3)

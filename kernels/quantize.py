@@ -353,7 +353,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
 
 
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
-    """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronised.
+    """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronized.
 
     Args:
         gathered: uint8, [pieces, n, cell_bytes].

@@ -281,7 +281,7 @@ def _encode_float(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor
     mantissa, min_exponent = GRIDS[dtype]
     magnitude = x.abs().clamp(max=largest)
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=min_exponent)
-    # The distance of neighbours on the grid, a power of two, and its inverse, from their bits.
+    # The distance of neighbors on the grid, a power of two, and its inverse, from their bits.
     step = ((exponent - mantissa + 127) << 23).view(torch.float32)
     inverse = ((mantissa - exponent + 127) << 23).view(torch.float32)
     rounded = (round_stochastically(magnitude * inverse, draws) * step).clamp(max=largest)

@@ -148,8 +148,8 @@ CASES: dict[str, Callable[[], Calls]] = {
     "PowerSGD, rank 4, fp32": partial(_powersgd, FP32, FP32, 4),
     "PowerSGD, rank 32, fp32": partial(_powersgd, FP32, FP32, 32),
     "PowerSGD, rank 4, bf16": partial(_powersgd, BF16, BF16, 4),
-    "Quantisation: int8 wire, fp32 errors": partial(_quantization, "int8"),
-    "Quantisation: int4 wire, fp32 errors": partial(_quantization, "int4"),
+    "Quantization: int8 wire, fp32 errors": partial(_quantization, "int8"),
+    "Quantization: int4 wire, fp32 errors": partial(_quantization, "int4"),
 }
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
