@@ -39,7 +39,7 @@ class PiecewiseGraphs:
 
     def __len__(self) -> int:
         """Number of captured graphs."""
-        variants = (variant for of_owner in self._recordings.values() for variant in of_owner.values())
+        variants = (variant for owned in self._recordings.values() for variant in owned.values())
         return sum(len(variant.stretches) for variant in variants)
 
     async def run(

@@ -241,9 +241,9 @@ class QuantizedBucket:
             return {}
         sections = self.message_layout.sections
         parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
-        for section, errors, of_shard in zip(sections, parts, parts[len(sections) :], strict=False):
+        for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
             block_size = section.table.block_size
-            for piece, cell in enumerate(of_shard.split(section.blocks_per_cell * block_size)):
+            for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
                 first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
         return self._by_name(torch.cat(parts[: len(sections)]), self._names)
@@ -305,7 +305,7 @@ class QuantizedBucket:
         """
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
-        of_sections = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
-        for section, members, flat in zip(sections, self._members.values(), of_sections, strict=True):
+        section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
+        for section, members, flat in zip(sections, self._members.values(), section_errors, strict=True):
             views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return views

@@ -136,9 +136,11 @@ class BlockTable:
         """For each run of whole tensors, views of the run's blocks in ``memory``, as in `error_views`. Cached."""
         if self._views[0] != memory.data_ptr():
             views: list[list[Tensor]] = [[] for _ in self.runs]
-            for of_run, run in zip(views, self.runs, strict=True):
+            for run_tensors, run in zip(views, self.runs, strict=True):
                 for i in range(run.first, run.last) if not run.is_piece else ():
-                    of_run.append(self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size))
+                    run_tensors.append(
+                        self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size)
+                    )
             self._views = (memory.data_ptr(), views)
         return self._views[1]
 

@@ -317,7 +317,7 @@ def _norms(
     """
     rows = layout.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(layout, keys))
     n_rows, n_unpacks = rows.shape[1], 0 if unpack is None else unpack.table.n_chunks
-    of_rows = {
+    row_arguments = {
         "wire_ptr": wire,
         "rows_ptr": rows,
         "norms_ptr": torch.empty(2, n_rows, dtype=torch.float32, device=following.device),
@@ -335,9 +335,9 @@ def _norms(
         TARGET=None if unpack is None else triton_dtype(unpack.table.dtype),
         UNPACK=CHUNK_NUMEL,
         num_warps=NUM_WARPS,
-        **of_rows,
+        **row_arguments,
     )
-    return of_rows | {"step_ptr": step, "following_ptr": following}
+    return row_arguments | {"step_ptr": step, "following_ptr": following}
 
 
 def renew_triton(
@@ -345,8 +345,8 @@ def renew_triton(
 ) -> None:
     """`renew` in two launches."""
     with torch.cuda.device_of(following):
-        of_rows = _norms(wire, layout, keys, step, following, finite)
-        _renew_kernel[(of_rows["n_rows"],)](**of_rows, num_warps=NUM_WARPS)
+        row_arguments = _norms(wire, layout, keys, step, following, finite)
+        _renew_kernel[(row_arguments["n_rows"],)](**row_arguments, num_warps=NUM_WARPS)
 
 
 # Arguments of a launch that renews no factors.
@@ -364,12 +364,12 @@ NO_ROWS: dict[str, Any] = {
 def _plan(table: MatrixTable) -> dict[str, Any]:
     """The arguments that launches have in common from step to step."""
     rank, cut = padded_rank(table), tiling(table)
-    of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
+    strip_table = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
     return {
         "layout_ptr": table.packed(),
-        "strips_ptr": of_strips,
+        "strips_ptr": strip_table,
         "n_matrices": len(table),
-        "n_programs": of_strips.shape[1],
+        "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
         "LIMIT": table.limit,
         "ELEMENTWISE": rank <= ELEMENTWISE_RANK,
@@ -385,11 +385,11 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
     table, renewal = operands.table, operands.renewal
     plan = table.plans.get("reconstruct") or table.plans.setdefault("reconstruct", _plan(table))
     with torch.cuda.device_of(p):
-        of_rows: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
+        row_arguments: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
         if renewal is not None:
             if operands.uncompressed is not None:
                 operands.uncompressed.check(operands.uncompressed.target)
-            of_rows = _norms(
+            row_arguments = _norms(
                 p if renewal.layout is table.p else q,
                 renewal.layout,
                 table.keys,
@@ -400,12 +400,12 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
                 advance_to=renewal.advance_to,
                 unpack=operands.uncompressed,
             )
-        _reconstruct_kernel[(plan["n_programs"] + of_rows["n_rows"],)](
+        _reconstruct_kernel[(plan["n_programs"] + row_arguments["n_rows"],)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
             p_ptr=p,
             q_ptr=q,
             KEPT=operands.keep,
             HAS_ERROR=operands.error is not None,
             **plan,
-            **of_rows,
+            **row_arguments,
         )

@@ -396,8 +396,8 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
         and the arguments of the two kernels.
     """
     device = table.device
-    of_strips = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
-    of_chunks = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
+    strip_table = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
+    chunk_table = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
     rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
     n_partials = sum(
         -(-across // length) * size
@@ -405,9 +405,9 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
     )
     multiply = {
         "layout_ptr": table.packed(),
-        "strips_ptr": of_strips,
+        "strips_ptr": strip_table,
         "n_matrices": len(table),
-        "n_programs": of_strips.shape[1],
+        "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
         "TO_P": to_p,
         "PRECISION": precision,
@@ -419,8 +419,8 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
         "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
     }
     add = {
-        "chunks_ptr": of_chunks,
-        "n_sums": of_chunks.shape[1],
+        "chunks_ptr": chunk_table,
+        "n_sums": chunk_table.shape[1],
         "limit": table.limit,
         "SOURCE": triton_dtype(table.dtype),
         "CHUNK": SUM_NUMEL,
@@ -429,7 +429,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
         "PACK": CHUNK_NUMEL,
         "num_warps": 8,
     }
-    return of_strips.shape[1], of_chunks.shape[1], n_partials, multiply, add
+    return strip_table.shape[1], chunk_table.shape[1], n_partials, multiply, add
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:

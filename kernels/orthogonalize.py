@@ -45,7 +45,7 @@ def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
     return numel * (wire.itemsize + out.itemsize)
 
 
-def _of_one_size(layout: FactorLayout) -> list[list[int]]:
+def _by_size(layout: FactorLayout) -> list[list[int]]:
     """The indices of the factors of each size."""
     groups: dict[tuple[int, int], list[int]] = {}
     for i, size in enumerate(zip(layout.ranks, layout.lengths, strict=True)):
@@ -60,7 +60,7 @@ def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, fin
     depend on its neighbors.
     """
     sources, targets = layout.views(wire), layout.views(out)
-    for members in _of_one_size(layout):
+    for members in _by_size(layout):
         length = layout.lengths[members[0]]
         rows = torch.stack([pad(sources[i], (0, -length % ALIGN_NUMEL)) for i in members]).double()
         is_finite = rows.isfinite().all(2).all(1)

@@ -345,7 +345,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
     n_programs, n_members = tiles.shape[1], members.shape[1]
     grams = torch.empty(n_programs, size, dtype=torch.float32, device=device)
     transforms = torch.empty(n_members, size, dtype=torch.float32, device=device)
-    of_tiles = {
+    tile_arguments = {
         "layout_ptr": layout.packed(device),
         "tiles_ptr": tiles,
         "n_factors": len(layout),
@@ -354,7 +354,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
         "BLOCK": block,
         "num_warps": 4 if rank == 16 else 8,
     }
-    _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **of_tiles)
+    _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **tile_arguments)
     for source, next_grams in ((wire, grams), (out, None)):
         _factorize_kernel[(n_members,)](
             grams_ptr=grams,
@@ -371,7 +371,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
             num_warps=GRAMS_NUM_WARPS,
         )
         _apply_kernel[(n_programs,)](
-            in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **of_tiles
+            in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **tile_arguments
         )
 
 

@@ -243,8 +243,8 @@ def reduce_quantized_reference(
         blocks = table.blocks(first, last)
         is_valid = torch.arange(table.block_size, device=total.device) < blocks.counts.unsqueeze(1)
         total = torch.where(is_valid, total, 0.0)
-        of_piece = None if pending is None else pending[piece * room :][:numel]
-        encoded = encode_with_errors(total, blocks, section.format, of_piece, rounding)
+        piece_pending = None if pending is None else pending[piece * room :][:numel]
+        encoded = encode_with_errors(total, blocks, section.format, piece_pending, rounding)
         _store(result[piece : piece + 1], section, encoded)
         header = result[piece, :4].view(torch.int32)
         header |= (~total.isfinite()).any().to(torch.int32)

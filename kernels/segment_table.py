@@ -229,7 +229,7 @@ class SegmentTable:
         addresses = list(map(Tensor.data_ptr, tensors))
         if self._packed is None:
             starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
-            chunk_segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
+            chunk_segments = [i for i, segment_starts in enumerate(starts) for _ in segment_starts]
             self._packed = Upload(self.device, addresses, chain(*self.fields, chunk_segments, *starts))
         return self._packed.replace(addresses)
 

@@ -278,7 +278,7 @@ class DDPReducer(Reducer):
         self._forward_results.live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
+        buckets: list[Bucket] = [bucket.with_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
         for bucket in buckets:
             bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self._hook_has_groups
             bucket.divisor = self.exchange.process_group.size()

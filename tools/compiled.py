@@ -107,8 +107,8 @@ def _powersgd(gradient: torch.dtype, wire: torch.dtype, rank: int) -> Calls:
     q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
     p_sent, q_sent = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
     finite, step = torch.ones(len(table), dtype=torch.int32), torch.tensor([5])
-    of_others = SegmentTable(others)
-    uncompressed = Uncompressed(of_others, others, others, torch.empty(of_others.numel, dtype=gradient), table.p)
+    others_table = SegmentTable(others)
+    uncompressed = Uncompressed(others_table, others, others, torch.empty(others_table.numel, dtype=gradient), table.p)
     renewal = Renewal(table.q, q, step, 6)
     keep = gradient == torch.float32
     operands = Operands(table, gradients, gradients, errors, keep, uncompressed, renewal)
