@@ -75,7 +75,7 @@ class Training:
             self.model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
             registration = entry.pytorch.make(group, PLAIN_STEPS)
         if registration is not None:
-            self.model.register_comm_hook(*registration)  # type: ignore[operator]
+            self.model.register_comm_hook(*registration)
         self.optimizer = task.make_optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
 

@@ -74,7 +74,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     settings = records[0].provenance["settings"]
     notes = (
         f"model: {settings['model']}",
-        f"median of {settings['steps']} steps of each kind, in turns, forward and backward on the slowest rank",
+        f"median of {settings['steps']} interleaved steps of each kind, forward and backward on the slowest rank",
         "overhead: extra time of a measured step, averaged over all steps, relative to a step without telemetry",
     )
     return [

@@ -64,9 +64,9 @@ class CopiedBucket:
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
-            of_model = cast("ModelBucket", bucket)
-            self.process_group, self.hook_has_groups = of_model.process_group, of_model.hook_has_groups
-            self.model_parameters = of_model.model_parameters
+            model_bucket = cast("ModelBucket", bucket)
+            self.process_group, self.hook_has_groups = model_bucket.process_group, model_bucket.hook_has_groups
+            self.model_parameters = model_bucket.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -219,19 +219,19 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     """
     plain = [next(iter(of)) for of in costs]
     fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]
-    limit = TOLERANCE * _of_plan(ready, costs, fastest)
-    if min_gain * limit > TOLERANCE * _of_plan(ready, costs, plain):
+    limit = TOLERANCE * _plan_ms(ready, costs, fastest)
+    if min_gain * limit > TOLERANCE * _plan_ms(ready, costs, plain):
         return plain
     plan = list(fastest)
     for i, of in enumerate(costs):
         for name in of:
             plan[i] = name
-            if _of_plan(ready, costs, plan) <= limit:
+            if _plan_ms(ready, costs, plan) <= limit:
                 break
         else:
             plan[i] = fastest[i]
     return plan
 
 
-def _of_plan(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
+def _plan_ms(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
     return predicted_ms(ready, [of[name] for of, name in zip(costs, plan, strict=True)])

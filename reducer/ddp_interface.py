@@ -229,7 +229,7 @@ class DDPReducer(Reducer):
         self._live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.of_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+        buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
         for bucket in buckets:
             bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
             bucket.divisor = self.exchange.process_group.size()

@@ -236,7 +236,7 @@ def _pytorch_runs(hook: str) -> bool:
 
 @torch.no_grad()
 def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
-    """Check gradwire's hook on the gradients of a model, then time it and PyTorch's in turns."""
+    """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
     if hook.startswith("powersgd"):
@@ -262,7 +262,7 @@ def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 
 def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
-    """Training steps of a small model on an emulated link between `HOSTS` hosts, behind both DDPs, in turns."""
+    """Interleaved training steps of a small model in both DDPs, on an emulated link between `HOSTS` hosts."""
     names = [PYTORCH, GRADWIRE] if _pytorch_runs(hook) else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
     prepare(made, device)
