@@ -44,9 +44,8 @@ class Reducer:
 
     One backward goes through these phases, which the methods below follow in order:
 
-    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`:
-       every bucket waits for all its gradients. With ``find_unused_parameters``, a walk of the
-       graph finds the gradients that will not come.
+    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`: every bucket
+       waits for all its gradients. With ``find_unused_parameters``, a walk of the graph finds those that will not come.
     2. `_on_gradients`, called by `AutogradHooks` when autograd has completed gradients, marks them ready.
     3. `_launch`, once a bucket is complete and all buckets before it are launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; its work runs in the executor's
@@ -141,11 +140,7 @@ class Reducer:
             raise
 
     def _leave_after(self, error: BaseException, during: str) -> None:
-        """Leave the exchange after an error, which the caller raises again.
-
-        Raises:
-            RuntimeError: the error occurred because another rank left; includes that rank's error.
-        """
+        """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
         let_go_of_locals(error)
         message = f"{type(error).__name__} in {during}: {error}"
         elsewhere = self._fail(message)
@@ -173,7 +168,11 @@ class Reducer:
 
     def _fail_and_raise(self, message: str) -> NoReturn:
         self._fail(message)
-        raise RuntimeError(f"{message}\n{ADVICE}")
+        self._raise(f"{message}\n{ADVICE}")
+
+    def _raise(self, message: str) -> NoReturn:
+        self.error = message
+        raise RuntimeError(message)
 
     # Phase 2: gradients become ready.
 
