@@ -56,8 +56,7 @@ class Reducer:
     With a static graph, the first backward only counts the calls of each parameter's autograd hook, and all buckets are
     reduced at its end; later, a gradient is ready after as many calls.
 
-    A step that fails is discarded: this rank leaves the exchange (`leaving`); `Exchange` explains how the other ranks
-    learn of it and go on.
+    A step that fails is discarded: this rank leaves the exchange. `Exchange` explains how the other ranks learn of it.
 
     Between the first and the second synchronized backward, `DDPReducer._rebuild_buckets` sorts the parameters by the
     order in which their gradients became ready on rank 0, into buckets of the size that `rebuilt_limits` gives.
@@ -104,7 +103,6 @@ class Reducer:
         self.times = StepTimes(exchange.device)
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-        self._backward: Backward
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
         self._set_buckets(assign_first_buckets(options))
 
@@ -221,8 +219,7 @@ class Reducer:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
         self.times.record("backward_compute_time_start")
-        mask = self._backward.deferrable(self.buckets, first, self._unused, self.static_calls)
-        self._autograd_hooks.defer(mask)
+        self._autograd_hooks.defer(self._backward.deferrable(self.buckets, first, self._unused, self.static_calls))
         for index in self._unused:
             self._mark_ready(index)
 
