@@ -31,7 +31,6 @@ WARM_UP = 5
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
-    """Step times of each candidate, and the choices."""
     settings = {"rates": [rate.name for rate in rates], "rounds": rounds, "hosts": hosts, "threads": 1}
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
@@ -41,7 +40,6 @@ def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: in
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Choose and time steps of one model as one rank; returns the records."""
     build, records = JOBS[settings["model"]], []
     fixed = {name: Training(build(device), HOOKS[name].make) for name in ("none", *CANDIDATES)}
     for _ in range(WARM_UP):  # on an unlimited link

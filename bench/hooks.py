@@ -82,7 +82,6 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Measure a hook as one rank; returns the records."""
     if "memory_of" in settings:
         hook, name = settings["memory_of"]
         return measure_memory(hook, name, device)
@@ -90,7 +89,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
-    """Peak memory of this process in training steps."""
     implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
     for step in range(WARM_UP):
         implementation.step(make_batch(step, 0, device))

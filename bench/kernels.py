@@ -76,7 +76,6 @@ def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, d
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A table per kernel: times of all implementations, and gradwire's bandwidth."""
     copied = median_of(records, BANDWIDTH, COPY) or 1.0
     timed = [record for record in records if record.implementation != COPY]
     names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}

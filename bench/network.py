@@ -94,11 +94,6 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
             yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
 
 
-def link_named(name: str) -> Rate:
-    """The rate of that name, or `LOOPBACK`."""
-    return LOOPBACK if name == LOOPBACK.name else Rate.parse(name)
-
-
 def limit_to(name: str) -> None:
     """Limit this host's interface to the rate of that name; loopback stays as it is."""
     if name != LOOPBACK.name:
@@ -106,8 +101,7 @@ def limit_to(name: str) -> None:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Time all hooks at all rates as one rank; returns the records."""
-    rates = [link_named(name) for name in settings["rates"]]
+    rates = [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in settings["rates"]]
     implementations = make_implementations(settings["hooks"], device)
     return time_steps(implementations, rates, settings["steps"], settings["hosts"], settings["emulated"])
 

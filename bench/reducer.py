@@ -77,12 +77,10 @@ class ReducedModel:
         return time.perf_counter() - start
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of all parameters."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
 
 def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured:
-    """Times and peak memory of backwards, after a check of the gradients."""
     settings, device = {"models": list(models), "steps": steps, "threads": 1}, bench_device()
     records = [record for size in ranks for record in launch.run(__name__, settings, size, device)]
     if MEMORY_MODEL in models:
@@ -92,7 +90,6 @@ def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Measure all reducers as one rank; returns the records."""
     if "memory_of" in settings:
         hook, implementation = settings["memory_of"]
         return measure_memory(MEMORY_MODEL, hook, implementation, device)
@@ -100,7 +97,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> list[Record]:
-    """Peak memory of this process in training steps."""
     case = ReducedModel(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
@@ -151,7 +147,6 @@ def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Seque
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Backward time, a table per world size; then peak memory."""
     timed = [record for record in records if record.metric == BACKWARD_MS]
     memory = [record for record in records if record.metric == MEMORY]
     names = {"model": lambda record: record["model"], "hook": lambda record: label(record["hook"])}

@@ -42,7 +42,6 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Time one hook as one rank; returns the records."""
     hook, steps, rank = settings["hook"], settings["steps"], dist.get_rank()
     kinds = {kind: Implementation(hook, GRADWIRE, device) for kind in (PLAIN, MEASURED, COMPARED)}
     kinds[MEASURED].state.observe(every=1)
@@ -62,7 +61,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Overhead of telemetry per step, a table per world size."""
     names = {"hook": lambda record: label(record["hook"])}
     columns = [
         ("step time (ms)", value(STEP_MS, PLAIN)),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm import Executor
+from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
 from gradwire.hooks._bucket import CommHook, GradBucket, ModelBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
@@ -197,16 +198,8 @@ def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
         ready: time at which each bucket is ready (ms), not decreasing.
         costs: cost of each bucket's exchange.
     """
-    encoded = sent = done = 0.0
-    for at, cost in zip(ready, costs, strict=True):
-        encoded = max(at, encoded) + cost.encode
-        sent = max(encoded, sent) + cost.wire
-        done = max(sent, done) + cost.decode
-    computing, busy_until = 0.0, done
-    for at, cost in zip(reversed(ready), reversed(costs), strict=True):
-        computing += cost.encode + cost.decode
-        busy_until = max(busy_until, at + computing)
-    return busy_until
+    times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
+    return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 
 
 def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:

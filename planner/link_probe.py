@@ -26,8 +26,6 @@ _REPETITIONS = 15, 3  # repetitions of the smallest messages, and of all others
 
 
 class MessageTime(NamedTuple):
-    """The time of messages of one size."""
-
     nbytes: int  # payload
     seconds: float  # from launch to arrival, on the slowest rank
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import hypothesis
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -188,7 +189,7 @@ class Training:
 def plainly_named(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook`` under a name that PyTorch's DDP does not look up in its list of hooks that need NCCL."""
 
-    def plain_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         future: torch.futures.Future[Tensor] = hook(state, bucket)
         return future
 

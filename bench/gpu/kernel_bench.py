@@ -52,7 +52,6 @@ def row(implementation: str, timings: Sequence[Timing], **others: Any) -> Row:
 
 
 def calls_of(work: Callable[[], object], device: torch.device) -> Row:
-    """Launches and host waits of ``work``, for a `row`."""
     calls = driver_calls(work, device)
     return {} if calls is None else {"launches": calls.launches, "host_waits": calls.synchronizations}
 
