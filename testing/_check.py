@@ -181,7 +181,7 @@ class _Check:
         try:
             return _world(size).run(function, limit=self._time_limit, case=case, **self._kit, **arguments)
         except CaseFailed as failure:
-            self._latest = LawViolation("any tensor", self._name, case, size, str(failure))
+            self._latest = LawViolation("any tensor", self._name, case, size, failure.first)
             raise (_Stop if failure.is_timeout else self._latest) from None
 
     def _judge(self, case: Case, violations: Iterable[Violation]) -> None:
