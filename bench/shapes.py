@@ -1,7 +1,6 @@
 """Parameter shapes of real models, in the order of their ``parameters()``.
 
-Each function follows the table of its source. `PARAMETERS` holds the total that the source (or the published weights)
-gives; a test compares.
+Each function follows the table of its source. A test compares the totals with the published ones.
 """
 
 from __future__ import annotations
@@ -79,20 +78,11 @@ SHAPES: dict[str, Callable[[], Iterator[Shape]]] = {
     "llama-1b": llama_1b,
 }
 
-PARAMETERS = {
-    "resnet50": 25_557_032,
-    "vit-b16": 86_567_656,
-    "bert-base": 109_482_240,
-    "gpt2-124m": 124_439_808,
-    "llama-1b": 973_146_112,
-}
-
-
 ROTATION_MIB = 100  # size of the buckets in rotation, so that no cache holds them
 
 
 def rotation(of_model: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
-    """As many of a model's buckets, which are full at ``size_mib``, as benchmarks of kernels go through in turn."""
+    """The buckets of a model that kernel benchmarks cycle through, each full at ``size_mib``."""
     return of_model[: -(-ROTATION_MIB // size_mib)]
 
 

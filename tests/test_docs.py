@@ -142,6 +142,7 @@ def templates_in(path):
             yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+            yield re.sub(r"\{[^{}]*\}", "…", node.value)  # a template for `str.format`
 
 
 def test_messages_quoted_in_troubleshooting_exist_in_the_source():
