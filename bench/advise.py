@@ -1,4 +1,4 @@
-"""The predictions of `gradwire advise`, beside measured steps, on hosts joined by a link of a chosen rate.
+"""The predictions of `gradwire advise`, compared with measured steps, on hosts joined by a link of a chosen rate.
 
 One rank on each host, one thread each. At each rate, the ranks measure and predict as the command does; then each hook
 trains for a few steps in a row, as in a training with one hook, which finds its memory in the caches. The hooks take
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,8 +18,19 @@ from gradwire.bench import launch
 from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, unique
-from gradwire.bench.tables import Table, count, find, format_number, format_rate, groups_of, median_of, pivot
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of, unique
+from gradwire.bench.tables import (
+    Cell,
+    Group,
+    Table,
+    count,
+    find,
+    format_number,
+    format_rate,
+    groups_of,
+    median_of,
+    pivot,
+)
 from gradwire.planner.advice import Advice, advise
 from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.probe import PLAIN
@@ -29,7 +39,6 @@ from gradwire.planner.probe import measure as measure_job
 DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 DEFAULT_HOOKS = tuple(name for name in HOOKS if name != "noop")
-QUICK_HOOKS = ("none", "bf16", "int4", "powersgd-r4")
 PREDICTED, MEASURED = "predicted", "measured"
 SPEED_UP = "speed-up"  # speed-up of the recommended hook over no hook
 ADVICE_S = "time of the measurement (s)"
@@ -70,19 +79,15 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 def _records(
     model: str, rate: str, hosts: int, advice: Advice, times: Mapping[str, Sequence[float]], seconds: float
 ) -> list[Record]:
-    predicted = {each.hook: each for each in advice.predictions}
+    predicted = {each.hook: round(1e3 * each.step_seconds, 4) for each in advice.predictions}
     records = []
     for hook, of_steps in times.items():
         case = {"model": model, "rate": rate, "hook": hook}
-        of_hook = partial(Record, bench="advise", case=case, ranks=hosts, metric=STEP_MS)
-        prediction = round(1e3 * predicted[hook].step_seconds, 4)
-        records.append(of_hook(implementation=MEASURED, **percentiles_ms(of_steps)))
-        records.append(of_hook(implementation=PREDICTED, p50=prediction))
+        records += records_of("advise", case, MEASURED, hosts, {STEP_MS: percentiles_ms(of_steps)})
+        records += records_of("advise", case, PREDICTED, hosts, {STEP_MS: predicted[hook]})
     case = {"model": model, "rate": rate, "hook": advice.recommended}
-    of_advice = partial(Record, bench="advise", case=case, ranks=hosts, implementation="advice")
-    records.append(of_advice(metric=SPEED_UP, p50=round(median(times[PLAIN]) / median(times[advice.recommended]), 4)))
-    records.append(of_advice(metric=ADVICE_S, p50=round(seconds, 2)))
-    return records
+    speed_up = round(median(times[PLAIN]) / median(times[advice.recommended]), 4)
+    return records + records_of("advise", case, "advice", hosts, {SPEED_UP: speed_up, ADVICE_S: round(seconds, 2)})
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -108,41 +113,20 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _advice_table(records: Sequence[Record]) -> Table:
     settings = records[0].provenance["settings"]
-    rows = []
-    for (model, rate), group in groups_of(records, "model", "rate"):
-        advice, seconds = find(group, SPEED_UP), median_of(group, ADVICE_S)
-        assert advice is not None and advice.p50 is not None and seconds is not None
-        errors = [abs(_percent(of_hook)) for _, of_hook in groups_of(_steps(group), "hook")]
-        plain = median_of(_steps(group, PLAIN), STEP_MS, MEASURED)
-        fastest = min(r.p50 for r in group if r.implementation == MEASURED and r.p50 is not None)
-        assert plain is not None
-        within = sum(error <= TOLERANCE for error in errors)
-        rows.append(
-            [
-                model,
-                format_rate(rate),
-                display_name(advice["hook"]),
-                f"{advice.p50:.2f}x",
-                f"{plain / fastest:.2f}x",
-                f"{within}/{len(errors)}",
-                f"{median(errors):.0f}",
-                format_number(seconds),
-            ]
-        )
-    return Table(
-        title=f"Advice and its accuracy, {count(settings['hosts'], 'host')}",
-        headers=[
-            "model",
-            "link",
-            "advice",
-            "speed-up",
-            "best",
-            f"within {TOLERANCE} %",
-            "error (%)",
-            "time (s)",
-        ],
-        rows=rows,
-        notes=[
+    columns: list[tuple[str, Cell]] = [
+        ("advice", lambda group: display_name(_found(group, SPEED_UP)["hook"])),
+        ("speed-up", lambda group: f"{_found(group, SPEED_UP).p50:.2f}x"),
+        ("best", _best),
+        (f"within {TOLERANCE} %", lambda group: f"{sum(e <= TOLERANCE for e in _errors(group))}/{len(_errors(group))}"),
+        ("error (%)", lambda group: f"{median(_errors(group)):.0f}"),
+        ("time (s)", lambda group: format_number(_found(group, ADVICE_S).p50 or 0)),
+    ]
+    return pivot(
+        f"Advice and its accuracy, {count(settings['hosts'], 'host')}",
+        records,
+        {"model": lambda record: str(record["model"]), "link": lambda record: format_rate(record["rate"])},
+        columns,
+        [
             f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",
             "error: of the prediction, relative to the measured step",
             "speed-up: of a measured step with the advised hook over one without a hook. Best: with the fastest hook",
@@ -153,8 +137,22 @@ def _advice_table(records: Sequence[Record]) -> Table:
     )
 
 
-def _steps(group: Sequence[Record], hook: str | None = None) -> list[Record]:
-    return [record for record in group if record.metric == STEP_MS and hook in (None, record["hook"])]
+def _found(group: Group, metric: str) -> Record:
+    record = find(group, metric)
+    assert record is not None
+    return record
+
+
+def _errors(group: Group) -> list[float]:
+    """Magnitudes of the errors of all predictions, in percent."""
+    steps = [record for record in group if record.metric == STEP_MS]
+    return [abs(_percent(of_hook)) for _, of_hook in groups_of(steps, "hook")]
+
+
+def _best(group: Group) -> str:
+    """The speed-up of the fastest hook over no hook."""
+    seconds = {r["hook"]: r.p50 for r in group if r.implementation == MEASURED and r.p50 is not None}
+    return f"{seconds[PLAIN] / min(seconds.values()):.2f}x"
 
 
 def _of_rate(group: Sequence[Record], rate: str) -> list[Record]:

@@ -1,4 +1,4 @@
-"""`auto_hook` beside each of its candidates, on hosts joined by a link of a chosen rate: does it choose well?
+"""`auto_hook` compared with each of its candidates, on hosts joined by a link of a chosen rate.
 
 One rank on each host, one thread each. At each rate, a new `AutoState` measures and chooses; then the choice, no hook
 and every candidate train in turns, each for a few steps in a row, as in a training with one hook, which finds its
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from gradwire.bench import launch
 from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, format_rate, median_of, pivot, value
 from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
 from gradwire.planner.hook_registry import HOOKS
@@ -57,13 +56,11 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
             chosen.step()
         trainings = {AUTO: chosen, NO_HOOK: fixed["none"], **{each: fixed[each] for each in CANDIDATES}}
         times = time_in_rows(trainings, settings["rounds"], f"{settings['model']}, {name:<12}")
-        of_case = partial(
-            Record, bench="auto", case={"model": settings["model"], "rate": name}, ranks=settings["hosts"]
-        )
+        case, chosen_by = {"model": settings["model"], "rate": name}, Counter(chosen.state.plan.values())
         for each, seconds in times.items():
-            records.append(of_case(implementation=each, metric=STEP_MS, **percentiles_ms(seconds)))
-        for each, parameters in Counter(chosen.state.plan.values()).items():
-            records.append(of_case(implementation=each, metric=PARAMETERS, p50=parameters))
+            records += records_of("auto", case, each, settings["hosts"], {STEP_MS: percentiles_ms(seconds)})
+        for each, parameters in chosen_by.items():
+            records += records_of("auto", case, each, settings["hosts"], {PARAMETERS: parameters})
     return records
 
 

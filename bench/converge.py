@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,7 @@ from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
-from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, unique
+from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
 from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
 from gradwire.bench.timing import in_turn, slowest
@@ -52,45 +52,32 @@ PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch
 WARM_UP = 10  # steps until the learning rate has its full size
 
 
-@dataclass
 class Training:
-    """A model in training with one hook, and its measurements so far."""
+    """A model in training with one hook, and its measurements so far.
 
-    task: Task
-    hook: str
-    implementation: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    counts_bytes: bool
-    seconds: list[float] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    It has the weights of ``seed`` and its own process group: hooks of one process group would share their wire memory.
+    """
 
-    @classmethod
-    def make(cls, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> Training:
-        """A training with the weights of ``seed`` and its own process group.
-
-        Hooks of one process group would share their wire memory.
-        """
+    def __init__(self, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> None:
+        self.task, self.hook, self.implementation, self.counts_bytes = task, hook, implementation, counts_bytes
+        self.seconds: list[float] = []
+        self.sent_bytes: list[int] = []
+        self.steps: list[int] = []  # at which the model was evaluated
+        self.scores: list[float] = []
         torch.manual_seed(seed)
-        group = dist.new_group()
-        entry = TRAINED_HOOKS[hook]
-        model: nn.Module
+        group, entry = dist.new_group(), TRAINED_HOOKS[hook]
         if implementation == GRADWIRE:
-            model = DistributedDataParallel(task.make_model(), process_group=group)
+            self.model: nn.Module = DistributedDataParallel(task.make_model(), process_group=group)
             registration = entry.make(group, PLAIN_STEPS)
         else:
             assert entry.pytorch is not None
             cap = ONE_BUCKET_MB if entry.pytorch.one_bucket else None
-            model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
+            self.model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
             registration = entry.pytorch.make(group, PLAIN_STEPS)
         if registration is not None:
-            model.register_comm_hook(*registration)
-        optimizer = task.make_optimizer(model)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP)
-        return cls(task, hook, implementation, model, optimizer, schedule, counts_bytes)
+            self.model.register_comm_hook(*registration)  # type: ignore[operator]
+        self.optimizer = task.make_optimizer(self.model)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
 
     def step(self, batch: Batch) -> None:
         """Train on one batch."""
@@ -131,19 +118,11 @@ class Training:
             self.task.score: self.scores,
         }
         is_reached = self.task.is_reached(self.scores[-1])
-        return [
-            Record(
-                bench="converge",
-                case={"hook": self.hook, "seed": seed},
-                implementation=self.implementation,
-                ranks=dist.get_world_size(),
-                metric=metric,
-                p50=curve[-1] if is_reached else None,
-                series=curve,
-            )
-            for metric, curve in curves.items()
-            if curve
-        ]
+        metrics = {
+            m: {"p50": curve[-1] if is_reached else None, "series": curve} for m, curve in curves.items() if curve
+        }
+        case = {"hook": self.hook, "seed": seed}
+        return records_of("converge", case, self.implementation, dist.get_world_size(), metrics)
 
 
 def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
@@ -164,7 +143,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            trainings = [Training.make(task, hook, by, seed, counts_bytes) for hook, by in pairs]
+            trainings = [Training(task, hook, by, seed, counts_bytes) for hook, by in pairs]
             line = progress.add_task(f"seed {seed}", total=task.max_steps)
             running = list(trainings)
             for step, batch in zip(range(1, task.max_steps + 1), task.batches(seed), strict=False):
@@ -182,7 +161,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def implementations_of(hook: str) -> list[str]:
-    """Who trains with a hook: PyTorch only where it has that hook, for its closest would train like another row."""
+    """The implementations that train with a hook: PyTorch only if it has the hook; its closest is another row."""
     pytorch = TRAINED_HOOKS[hook].pytorch
     return [PYTORCH, GRADWIRE] if pytorch is not None and pytorch.is_same else [GRADWIRE]
 

@@ -33,6 +33,7 @@ from gradwire.bench.record import (
     Measured,
     Record,
     percentiles_ms,
+    records_of,
 )
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, median_of, pivot, relative, value
 from gradwire.comm.connections import connections_of
@@ -133,18 +134,14 @@ class Training:
         losses = mean_over_ranks(self.losses, data.train_labels.device)
         last_epoch = losses[-(len(losses) // epochs) :]
         sent = list(itertools.accumulate(self.sent_bytes))
-        metrics: dict[str, dict[str, Any]] = {
+        metrics: dict[str, Any] = {
             TRAINING_LOSS: {"p50": statistics.fmean(last_epoch), "series": losses},
-            ACCURACY: {"p50": 100 * accuracy(self.model.module, data)},
+            ACCURACY: 100 * accuracy(self.model.module, data),
             SENT_PER_STEP: {"p50": statistics.fmean(self.sent_bytes), "series": sent},
             STEP_MS: percentiles_ms(self.seconds),
-            TRAINING_S: {"p50": round(sum(self.seconds), 3)},
+            TRAINING_S: round(sum(self.seconds), 3),
         }
-        case, ranks = {"hook": self.hook}, dist.get_world_size()
-        return [
-            Record(bench="demo", case=case, implementation=GRADWIRE, ranks=ranks, metric=metric, **numbers)
-            for metric, numbers in metrics.items()
-        ]
+        return records_of("demo", {"hook": self.hook}, GRADWIRE, dist.get_world_size(), metrics)
 
 
 def measure(hooks: Sequence[str], rate: Rate, processes: int, epochs: int, seed: int) -> Measured:
@@ -275,7 +272,7 @@ def _speed_up(baseline: float | None) -> Cell:
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """The fastest training beside the one without a hook, in a sentence; empty if one of them is missing."""
+    """The fastest training compared with the one without a hook, in a sentence; empty if one of them is missing."""
     by_hook = {record["hook"]: record.p50 for record in records if record.metric == TRAINING_S}
     fastest = min(by_hook, key=lambda hook: by_hook[hook] or math.inf)
     plain, best = by_hook.get("none"), by_hook[fastest]

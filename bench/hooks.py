@@ -30,6 +30,7 @@ from gradwire.bench.implementations import (
     needs_one_bucket,
     prepare,
 )
+from gradwire.bench.models import turns
 from gradwire.bench.record import (
     HOST_MS,
     LAUNCHES,
@@ -41,10 +42,11 @@ from gradwire.bench.record import (
     Measured,
     Record,
     percentiles_ms,
+    records_of,
     unique,
 )
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
-from gradwire.bench.timing import bench_device, driver_calls, in_turn, peak_memory, slowest
+from gradwire.bench.timing import bench_device, driver_calls, peak_memory, slowest
 from gradwire.planner.hook_registry import STAR_NOTE, label
 
 DEFAULT_HOOKS = (
@@ -64,7 +66,6 @@ DEFAULT_HOOKS = (
     "powersgd-r4-alternating",
     "powersgd-r4-batched",
 )
-QUICK_HOOKS = ("noop", "fp16", "powersgd-r4")
 
 
 def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> Measured:
@@ -84,17 +85,16 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """Measure a hook as one rank; returns the records."""
     if "memory_of" in settings:
         hook, name = settings["memory_of"]
-        return [measure_memory(hook, name, device)]
+        return measure_memory(hook, name, device)
     return measure_round(settings["hook"], settings["steps"], device)
 
 
-def measure_memory(hook: str, name: str, device: torch.device) -> Record:
+def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
     """Peak memory of this process in training steps."""
     implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
     for step in range(WARM_UP):
         implementation.step(make_batch(step, 0, device))
-    nbytes = peak_memory(device)
-    return Record(bench="hooks", case={"hook": hook}, implementation=name, ranks=1, metric=MEMORY, p50=nbytes)
+    return records_of("hooks", {"hook": hook}, name, 1, {MEMORY: peak_memory(device)})
 
 
 def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
@@ -114,11 +114,10 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
     for implementation in everything:
         implementation.host_seconds = []
     title = f"{hook}, {count(dist.get_world_size(), 'rank')}"
-    for step in track(range(steps), description=f"{title:<24}", disable=rank != 0):
-        batch = make_batch(WARM_UP + 1 + step, rank, device)
-        for implementation in in_turn(everything, step):
-            dist.barrier()
-            implementation.seconds.append(implementation.step(batch))
+    for step, implementation in turns(range(WARM_UP + 1, WARM_UP + 1 + steps), everything, title):
+        batch = make_batch(step, rank, device)
+        dist.barrier()
+        implementation.seconds.append(implementation.step(batch))
     for implementation in everything:
         implementation.seconds = slowest(implementation.seconds)
     for implementation in implementations:
@@ -135,20 +134,19 @@ def summarize(
         ddp = GRADWIRE if implementation.name == GRADWIRE else PYTORCH
         step_ms = percentiles_ms(implementation.seconds)
         noop_ms = percentiles_ms(references[ddp, implementation.one_bucket].seconds)
-        metrics = {
+        metrics: dict[str, Any] = {
             STEP_MS: step_ms,
             NOOP_STEP_MS: noop_ms,
-            OWN_MS: {"p50": round(step_ms["p50"] - noop_ms["p50"], 4)},
-            HOST_MS: {"p50": percentiles_ms(implementation.host_seconds)["p50"]},
+            OWN_MS: round(step_ms["p50"] - noop_ms["p50"], 4),
+            HOST_MS: percentiles_ms(implementation.host_seconds)["p50"],
         }
         if implementation.calls is not None:
-            metrics[LAUNCHES] = {"p50": implementation.calls.launches}
-            metrics[SYNCHRONIZATIONS] = {"p50": implementation.calls.synchronizations}
+            metrics |= {
+                LAUNCHES: implementation.calls.launches,
+                SYNCHRONIZATIONS: implementation.calls.synchronizations,
+            }
         case = {"hook": implementation.hook, "one_bucket": implementation.one_bucket}
-        records += [
-            Record(bench="hooks", case=case, implementation=implementation.name, ranks=ranks, metric=metric, **numbers)
-            for metric, numbers in metrics.items()
-        ]
+        records += records_of("hooks", case, implementation.name, ranks, metrics)
     return records
 
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
-from gradwire.bench.timing import DriverCalls, synchronize
-from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.bench.timing import DriverCalls
+from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -76,7 +77,7 @@ class Implementation:
         group = dist.new_group()
         model = make_model() if model is None else model
         self.ddp = wrap(model.to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None)
-        self.state = self._register(_registration(hook, name, group))
+        self.state = self._register(registration_of(hook, name, group))
 
     @property
     def label(self) -> str:
@@ -194,7 +195,8 @@ def needs_one_bucket(hook: str, device: torch.device) -> bool:
     return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
 
 
-def _registration(hook: str, name: str, group: dist.ProcessGroup) -> Registration | None:
+def registration_of(hook: str, name: str, group: dist.ProcessGroup) -> Registration | None:
+    """The state and the hook to register for an implementation; None to register none."""
     entry = HOOKS[hook]
     if name != PYTORCH:
         return entry.make(group, FIRST_COMPRESSED)

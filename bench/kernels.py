@@ -1,4 +1,4 @@
-"""Kernels on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
+"""Kernels on parameter lists of real models, compared with plain PyTorch and the bandwidth of a copy.
 
 A model's parameters are split into buckets as DDP splits them. Every implementation goes through several buckets, so
 that no cache holds one from the last time, and all implementations of a case take turns. A case is checked before it is
@@ -18,7 +18,17 @@ from rich.progress import Progress
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import KernelCase, check, copy_bandwidth, time_cases
 from gradwire.bench.kernel_cases import CASES, COMPARED, COMPILED
-from gradwire.bench.record import BANDWIDTH, HOST_MS, TIME_MS, VS_GRADWIRE, Measured, Record, percentiles_ms, unique
+from gradwire.bench.record import (
+    BANDWIDTH,
+    HOST_MS,
+    TIME_MS,
+    VS_GRADWIRE,
+    Measured,
+    Record,
+    percentiles_ms,
+    records_of,
+    unique,
+)
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value
 
@@ -30,7 +40,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
     """Times of every implementation of every kernel. Raises RuntimeError if a kernel's result is wrong."""
     torch.manual_seed(0)
     copied = round(copy_bandwidth(device), 2)
-    records = [_record({"kernel": "copy"}, COPY, BANDWIDTH, p50=copied)]
+    records = records_of("kernels", {"kernel": "copy"}, COPY, 1, {BANDWIDTH: copied})
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(COMPARED))
         for model, size, name in itertools.product(models, sizes_mib, COMPARED):
@@ -40,10 +50,6 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
             records += run(cases, model, mean_mib(shapes), rounds, device)
             progress.advance(todo)
     return Measured({"rounds": rounds}, records)
-
-
-def _record(case: dict[str, Any], implementation: str, metric: str, **numbers: Any) -> Record:
-    return Record(bench="kernels", case=case, implementation=implementation, ranks=1, metric=metric, **numbers)
 
 
 def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, device: torch.device) -> list[Record]:
@@ -56,14 +62,16 @@ def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, d
     nbytes = mean(case.nbytes for case in cases)
     records = []
     for name, times in seconds.items():
-        of = {"kernel": cases[0].kernel, "model": model, "bucket_mib": bucket_mib}
-        records += [
-            _record(of, name, TIME_MS, **percentiles_ms(times)),
-            _record(of, name, BANDWIDTH, p50=round(1e-9 * nbytes / median(times), 2)),
-            _record(of, name, VS_GRADWIRE, p50=float(f"{median(times) / median(seconds[GRADWIRE]):.4g}")),
-        ]
+        metrics: dict[str, Any] = {
+            TIME_MS: percentiles_ms(times),
+            BANDWIDTH: round(1e-9 * nbytes / median(times), 2),
+            VS_GRADWIRE: float(f"{median(times) / median(seconds[GRADWIRE]):.4g}"),
+        }
         host = [timing.host_seconds for timing in timings[name] if timing.host_seconds is not None]
-        records += [_record(of, name, HOST_MS, **percentiles_ms(host))] if host else []
+        if host:
+            metrics[HOST_MS] = percentiles_ms(host)
+        case = {"kernel": cases[0].kernel, "model": model, "bucket_mib": bucket_mib}
+        records += records_of("kernels", case, name, 1, metrics)
     return records
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from gradwire.bench.implementations import FIRST_COMPRESSED, make_batch, make_mo
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Build, Job
+
+T = TypeVar("T")
 
 
 class Model(NamedTuple):
@@ -158,6 +160,13 @@ class Training:
         return time.perf_counter() - start
 
 
+def turns(steps: range, implementations: Sequence[T], title: str) -> Iterator[tuple[int, T]]:
+    """Every implementation in every step, with a progress bar on rank 0."""
+    for step in track(steps, description=f"{title:<24}", disable=dist.get_rank() != 0):
+        for implementation in in_turn(implementations, step):
+            yield step, implementation
+
+
 def time_in_rows(trainings: Mapping[str, Training], rounds: int, title: str) -> dict[str, list[float]]:
     """Seconds of steps on the slowest rank: in each round, `STEPS_IN_A_ROW` of each training. A collective call.
 
@@ -165,8 +174,7 @@ def time_in_rows(trainings: Mapping[str, Training], rounds: int, title: str) -> 
     """
     for training in trainings.values():
         training.seconds = []
-    for turn in track(range(rounds), description=title, disable=dist.get_rank() != 0):
-        for training in in_turn(list(trainings.values()), turn):
-            training.step()  # warms the caches
-            training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+    for _, training in turns(range(rounds), list(trainings.values()), title):
+        training.step()  # warms the caches
+        training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
     return {name: slowest(training.seconds) for name, training in trainings.items()}

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.emulated import emulated_link
@@ -29,8 +28,10 @@ from gradwire.bench.implementations import (
     Implementation,
     make_batch,
     needs_one_bucket,
+    prepare,
 )
 from gradwire.bench.launch import HERE, Place
+from gradwire.bench.models import turns
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import (
     EXPOSED_MS,
@@ -40,6 +41,7 @@ from gradwire.bench.record import (
     Measured,
     Record,
     percentiles_ms,
+    records_of,
     unique,
 )
 from gradwire.bench.tables import (
@@ -53,15 +55,14 @@ from gradwire.bench.tables import (
     speed_up,
     value,
 )
-from gradwire.bench.timing import in_turn, slowest, synchronize
+from gradwire.bench.timing import slowest
+from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
 DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "int2", "powersgd-r1", "powersgd-r4", "powersgd-r16")
-QUICK_HOOKS = ("noop", "none", "powersgd-r4")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 EMULATED_RATES = ("10gbit", "25gbit", "100gbit", "400gbit")
-QUICK_RATES = ("1gbit",)
 LOOPBACK = Rate("loopback", None)
 _PROBE_BYTES = 8_000_000
 
@@ -85,7 +86,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
 
 @contextmanager
 def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
-    """Where the ranks run: in a namespace per host, or all of them on this machine."""
+    """The network of the ranks: a namespace per host, or loopback."""
     if is_local:
         yield [HERE] * hosts
     else:
@@ -117,20 +118,18 @@ def time_steps(
     """Check all gradients, then time all steps. A collective call. Raises RuntimeError if a gradient is wrong."""
     rank, device = dist.get_rank(), implementations[0].device
     has_interface = not is_emulated and list(rates) != [LOOPBACK]
-    for step, implementation in _turns(range(WARM_UP), implementations, "warm-up"):
-        implementation.step(make_batch(step, rank, device))
-    for step, implementation in _turns(range(WARM_UP, WARM_UP + 1), implementations, "check"):
-        implementation.check(make_batch(step, rank, device))
+    prepare(implementations, device)
     first = WARM_UP + 1
     records: list[Record] = []
     for rate in rates:
         if has_interface:
             namespaces.limit(rate)
         with emulated_link(rate, hosts, device) if is_emulated else nullcontext():
-            records.append(_record({"rate": rate.name}, "all_reduce", hosts, LINK_RATE, p50=_probe(hosts, device)))
+            reached = {LINK_RATE: _probe(hosts, device)}
+            records += records_of("network", {"rate": rate.name}, "all_reduce", hosts, reached)
             for implementation in implementations:
                 implementation.seconds, implementation.link_bytes = [], []
-            for step, implementation in _turns(range(first, first + steps), implementations, rate.name):
+            for step, implementation in turns(range(first, first + steps), implementations, rate.name):
                 batch = make_batch(step, rank, device)
                 sent_before = namespaces.sent_bytes() if has_interface else 0
                 dist.barrier()
@@ -141,10 +140,6 @@ def time_steps(
         seconds = [slowest(implementation.seconds) for implementation in implementations]
         records += summarize(rate.name, hosts, implementations, seconds, counts_bytes=has_interface)
     return records
-
-
-def _record(case: dict[str, Any], implementation: str, hosts: int, metric: str, **numbers: Any) -> Record:
-    return Record(bench="network", case=case, implementation=implementation, ranks=hosts, metric=metric, **numbers)
 
 
 def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Implementation]:
@@ -159,13 +154,6 @@ def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Imp
     if any(implementation.one_bucket for implementation in made):
         made.insert(1, Implementation(REFERENCE, PYTORCH, device, one_bucket=True))
     return made
-
-
-def _turns(steps: range, implementations: Sequence[Implementation], title: str) -> Iterator[tuple[int, Implementation]]:
-    """Every implementation in every step, with a progress bar on rank 0."""
-    for step in track(steps, description=f"{title:<12}", disable=dist.get_rank() != 0):
-        for implementation in in_turn(implementations, step):
-            yield step, implementation
 
 
 def _probe(hosts: int, device: torch.device) -> float:
@@ -195,11 +183,13 @@ def summarize(
     records = []
     for i, times in timed:
         case = {"rate": rate, "hook": i.hook, "one_bucket": i.one_bucket}
-        exposed_ms = round(1e3 * (median(times) - noop[i.name, i.one_bucket]), 3)
-        records.append(_record(case, i.name, hosts, STEP_MS, **percentiles_ms(times)))
-        records.append(_record(case, i.name, hosts, EXPOSED_MS, p50=exposed_ms))
+        metrics: dict[str, Any] = {
+            STEP_MS: percentiles_ms(times),
+            EXPOSED_MS: round(1e3 * (median(times) - noop[i.name, i.one_bucket]), 3),
+        }
         if counts_bytes:
-            records.append(_record(case, i.name, hosts, SENT_PER_STEP, p50=median(i.link_bytes)))
+            metrics[SENT_PER_STEP] = median(i.link_bytes)
+        records += records_of("network", case, i.name, hosts, metrics)
     return records
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -79,6 +79,23 @@ class Record:
         return json.dumps(data | {name: value for name, value in optional.items() if value is not None})
 
 
+def records_of(
+    bench: str, case: dict[str, Any], implementation: str, ranks: int, metrics: Mapping[str, Any]
+) -> list[Record]:
+    """A record per metric, given its median or a dictionary of its numbers."""
+    return [
+        Record(
+            bench=bench,
+            case=case,
+            implementation=implementation,
+            ranks=ranks,
+            metric=metric,
+            **(numbers if isinstance(numbers, dict) else {"p50": numbers}),
+        )
+        for metric, numbers in metrics.items()
+    ]
+
+
 class Measured(NamedTuple):
     """The outcome of a bench."""
 
@@ -115,7 +132,7 @@ def load(path: Path) -> list[Record]:
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """Each value once, in order."""
+    """The distinct values, in order."""
     return list(dict.fromkeys(values))
 
 

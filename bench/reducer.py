@@ -1,4 +1,4 @@
-"""The own cost of a reducer: a backward with it, beside a backward without, on models of few and of many parameters.
+"""The own cost of a reducer: backwards with and without it, on models of few and of many parameters.
 
 gradwire's and PyTorch's reducer live in the same processes and take turns step by step, so that background load falls
 on both. With one rank, every autograd hook, copy and collective runs, while communication takes next to no time: the
@@ -8,23 +8,21 @@ per reducer.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
-from gradwire.bench.models import MODELS
-from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, unique
+from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, registration_of
+from gradwire.bench.models import MODELS, turns
+from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
     Table,
@@ -38,49 +36,34 @@ from gradwire.bench.tables import (
     speed_up,
     value,
 )
-from gradwire.bench.timing import bench_device, in_turn, peak_memory, slowest, synchronize
-from gradwire.hooks import debugging_hooks, default_hooks
+from gradwire.bench.timing import bench_device, peak_memory, slowest
+from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import label
 
 WARM_UP = 5  # the first steps build and rebuild buckets
 MEMORY_MODEL = "mlp"  # the model of the memory measurement
 NO_REDUCER = "no reducer"
 
-# (hook, implementation): (the class that wraps the model, the function of the hook).
-REDUCERS: dict[tuple[str, str], tuple[Any, Any]] = {
-    ("none", NO_REDUCER): (None, None),
-    ("none", PYTORCH): (TorchDDP, None),
-    ("none", GRADWIRE): (DistributedDataParallel, None),
-    ("noop", PYTORCH): (TorchDDP, torch_debugging_hooks.noop_hook),
-    ("noop", GRADWIRE): (DistributedDataParallel, debugging_hooks.noop_hook),
-    ("fp16", PYTORCH): (TorchDDP, torch_default_hooks.fp16_compress_hook),
-    ("fp16", GRADWIRE): (DistributedDataParallel, default_hooks.fp16_compress_hook),
-}
+WRAPPERS: dict[str, type[TorchDDP]] = {PYTORCH: TorchDDP, GRADWIRE: DistributedDataParallel}
+REDUCERS = (("none", NO_REDUCER), *itertools.product(("none", "noop", "fp16"), WRAPPERS))  # (hook, implementation)
 
 
-@dataclass
 class ReducedModel:
-    """One model behind one reducer, and the seconds that its backwards took."""
+    """One model behind one reducer, equal on all ranks, this rank's batch, and the seconds that its backwards took."""
 
-    hook: str
-    implementation: str
-    model: nn.Module
-    batch: Tensor
-    seconds: list[float] = field(default_factory=list)
-
-    @classmethod
-    def make(cls, model: str, hook: str, implementation: str, device: torch.device) -> ReducedModel:
-        """A case with equal initial weights on all ranks, and this rank's batch."""
+    def __init__(self, model: str, hook: str, implementation: str, device: torch.device) -> None:
         torch.manual_seed(0)
-        module: nn.Module = MODELS[model].build().to(device)
+        self.hook, self.implementation = hook, implementation
+        self.seconds: list[float] = []
+        self.model: nn.Module = MODELS[model].build().to(device)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        batch = torch.randn(MODELS[model].input_shape, generator=generator).to(device)
-        wrap, function = REDUCERS[hook, implementation]
-        if wrap is not None:
-            module = wrap(module)
-        if function is not None:
-            module.register_comm_hook(None, function)  # type: ignore[operator]
-        return cls(hook, implementation, module, batch)
+        self.batch = torch.randn(MODELS[model].input_shape, generator=generator).to(device)
+        if implementation != NO_REDUCER:
+            ddp = WRAPPERS[implementation](self.model)
+            registration = registration_of(hook, implementation, ddp.process_group)
+            if registration is not None:
+                ddp.register_comm_hook(*registration)
+            self.model = ddp
 
     def step(self) -> float:
         """Run a forward, and time the backward until every gradient is final."""
@@ -112,31 +95,29 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """Measure all reducers as one rank; returns the records."""
     if "memory_of" in settings:
         hook, implementation = settings["memory_of"]
-        return [measure_memory(MEMORY_MODEL, hook, implementation, device)]
+        return measure_memory(MEMORY_MODEL, hook, implementation, device)
     return [record for name in settings["models"] for record in time_backwards(name, settings["steps"], device)]
 
 
-def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> Record:
+def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> list[Record]:
     """Peak memory of this process in training steps."""
-    case = ReducedModel.make(model, hook, implementation, device)
+    case = ReducedModel(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
-    of = {"model": model, "hook": hook}
-    nbytes = peak_memory(device)
-    return Record(bench="reducer", case=of, implementation=implementation, ranks=1, metric=MEMORY, p50=nbytes)
+    metrics = {MEMORY: peak_memory(device)}
+    return records_of("reducer", {"model": model, "hook": hook}, implementation, 1, metrics)
 
 
 def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]:
     """Check and time every reducer on a model, in turns."""
-    cases = [ReducedModel.make(model, hook, implementation, device) for hook, implementation in REDUCERS]
+    cases = [ReducedModel(model, hook, implementation, device) for hook, implementation in REDUCERS]
     for _ in range(WARM_UP):
         for case in cases:
             case.step()
     _check(cases)
     title = f"{model}, {count(dist.get_world_size(), 'rank')}"
-    for step in track(range(steps), description=f"{title:<14}", disable=dist.get_rank() != 0):
-        for case in in_turn(cases, step):
-            case.seconds.append(case.step())
+    for _, case in turns(range(steps), cases, title):
+        case.seconds.append(case.step())
     return summarize(model, cases, [slowest(case.seconds) for case in cases])
 
 
@@ -161,18 +142,12 @@ def _check(cases: Sequence[ReducedModel]) -> None:
 def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Sequence[float]]) -> list[Record]:
     """A record for each case of a model."""
     parameters = list(cases[0].model.parameters())
-    size = {"parameters": len(parameters), "elements": sum(p.numel() for p in parameters)}
-    return [
-        Record(
-            bench="reducer",
-            case={"model": model, **size, "hook": case.hook},
-            implementation=case.implementation,
-            ranks=dist.get_world_size(),
-            metric=BACKWARD_MS,
-            **percentiles_ms(times),
-        )
-        for case, times in zip(cases, seconds, strict=True)
-    ]
+    sizes = {"parameters": len(parameters), "elements": sum(p.numel() for p in parameters)}
+    ranks, records = dist.get_world_size(), []
+    for case, times in zip(cases, seconds, strict=True):
+        of = {"model": model, **sizes, "hook": case.hook}
+        records += records_of("reducer", of, case.implementation, ranks, {BACKWARD_MS: percentiles_ms(times)})
+    return records
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

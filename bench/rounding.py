@@ -8,16 +8,15 @@ and once after it, and adds in fp32 in between. Over several steps, its error me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
-from gradwire.bench.record import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, Measured, Record, unique
+from gradwire.bench.record import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
 from gradwire.kernels import (
     WIRE_FORMATS,
@@ -43,8 +42,7 @@ STEPS, STEPS_WORLD_SIZE = 16, 8  # for error feedback
 Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of one shape, and returns their mean
 
 
-@dataclass(frozen=True)
-class SimulatedAllReduce:
+class SimulatedAllReduce(NamedTuple):
     """A simulated all-reduce."""
 
     wire: WireFormat
@@ -101,16 +99,15 @@ class TwoShot:
 
 def all_reduces() -> list[SimulatedAllReduce]:
     """Every all-reduce, in the order of the table."""
-    return [
-        *(
-            SimulatedAllReduce(WIRE_FORMATS[name], RING, lambda wire, _: partial(ring_mean, wire=wire))
-            for name in RINGS
-        ),
-        *(
-            SimulatedAllReduce(WIRE_FORMATS[name], TWO_SHOT, lambda wire, n: TwoShot(wire, n).mean)
-            for name in TWO_SHOTS
-        ),
-    ]
+
+    def ring(wire: WireFormat, _: int) -> Mean:
+        return partial(ring_mean, wire=wire)
+
+    def two_shot(wire: WireFormat, world_size: int) -> Mean:
+        return TwoShot(wire, world_size).mean
+
+    sets = ((RINGS, RING, ring), (TWO_SHOTS, TWO_SHOT, two_shot))
+    return [SimulatedAllReduce(WIRE_FORMATS[name], by, start) for names, by, start in sets for name in names]
 
 
 def check(simulated: SimulatedAllReduce, world_size: int) -> None:
@@ -137,24 +134,22 @@ def relative_error(simulated: SimulatedAllReduce, world_size: int, steps: int, s
 def measure() -> Measured:
     """The relative error of every all-reduce for every world size. Raises RuntimeError if one is wrong."""
     torch.manual_seed(0)
-    records = []
+    records: list[Record] = []
     for simulated in track(all_reduces(), description="rounding"):
-        records.append(_record(simulated, 1, BITS, p50=8 * simulated.wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE))
+
+        def add(world_size: int, metric: str, numbers: Any, simulated: SimulatedAllReduce = simulated) -> None:
+            case = {"wire": simulated.wire.name}
+            records.extend(records_of("rounding", case, simulated.implementation, world_size, {metric: numbers}))
+
+        add(1, BITS, 8 * simulated.wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE)
         for world_size in WORLD_SIZES:
             check(simulated, world_size)
             errors = [relative_error(simulated, world_size, 1, seed) for seed in range(SEEDS)]
             p20, p50, p80 = (float(f"{cut:.4g}") for cut in quantiles(errors, n=10, method="inclusive")[1:8:3])
-            records.append(_record(simulated, world_size, RELATIVE_ERROR, p20=p20, p50=p50, p80=p80))
+            add(world_size, RELATIVE_ERROR, {"p20": p20, "p50": p50, "p80": p80})
         error = relative_error(simulated, STEPS_WORLD_SIZE, STEPS, seed=0)
-        records.append(_record(simulated, STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, p50=float(f"{error:.4g}")))
+        add(STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, float(f"{error:.4g}"))
     return Measured({"numel": NUMEL, "block_size": BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
-
-
-def _record(simulated: SimulatedAllReduce, world_size: int, metric: str, **numbers: Any) -> Record:
-    case = {"wire": simulated.wire.name}
-    return Record(
-        bench="rounding", case=case, implementation=simulated.implementation, ranks=world_size, metric=metric, **numbers
-    )
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

@@ -66,13 +66,13 @@ class Digits(Task):
     def __init__(self) -> None:
         self._data = load_data(torch.device("cpu"))
 
-    def make_model(self) -> nn.Module:  # noqa: D102
+    def make_model(self) -> nn.Module:
         return make_network()
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:  # noqa: D102
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
 
-    def batches(self, seed: int) -> Iterator[Batch]:  # noqa: D102
+    def batches(self, seed: int) -> Iterator[Batch]:
         images, ranks = len(self._data.train_labels), dist.get_world_size()
         size = GLOBAL_BATCH // ranks * ranks
         generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ class Digits(Task):
                 mine = order[start + dist.get_rank() : start + size : ranks]
                 yield self._data.train_images[mine], self._data.train_labels[mine]
 
-    def score_of(self, model: nn.Module) -> float:  # noqa: D102
+    def score_of(self, model: nn.Module) -> float:
         return 100 * accuracy(model, self._data)
 
 
@@ -116,20 +116,20 @@ class Text(Task):
         starts = torch.linspace(0, len(validation) - self.length - 1, self.validation_sequences).long()
         self._validation = self._cut(validation, starts)
 
-    def make_model(self) -> nn.Module:  # noqa: D102
+    def make_model(self) -> nn.Module:
         return Gpt(layers=5, width=192, length=self.length)
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:  # noqa: D102
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def batches(self, seed: int) -> Iterator[Batch]:  # noqa: D102
+    def batches(self, seed: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(dist.get_world_size() * seed + dist.get_rank())
         while True:
             yield self._cut(
                 self._train, torch.randint(len(self._train) - self.length, (self.batch,), generator=generator)
             )
 
-    def score_of(self, model: nn.Module) -> float:  # noqa: D102
+    def score_of(self, model: nn.Module) -> float:
         return self.loss(model, self._validation).item()
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:

@@ -1,4 +1,4 @@
-"""The cost of telemetry: steps that measure themselves, and that compare with the exact mean, beside plain steps.
+"""The cost of telemetry: measured steps and steps compared with the exact mean, against plain steps.
 
 One model per kind of step trains with the same hook. They take turns step by step, so that background load falls on
 all of them, and each timed step follows a plain one. `measure` starts the ranks; each runs `main`.
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import (
@@ -23,9 +22,10 @@ from gradwire.bench.implementations import (
     make_batch,
     prepare,
 )
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms
+from gradwire.bench.models import turns
+from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
-from gradwire.bench.timing import bench_device, in_turn, slowest
+from gradwire.bench.timing import bench_device, slowest
 from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
@@ -49,28 +49,20 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     kinds[COMPARED].state.observe(every=1, exact_every=1)
     everything = list(kinds.values())
     prepare(everything, device)
-    for step in track(range(steps), description=f"{hook:<24}", disable=rank != 0):
-        batch = make_batch(WARM_UP + 1 + step, rank, device)
-        for implementation in in_turn(everything, step):
-            kinds[PLAIN].step(batch)  # untimed: what comes before a step, such as its caches, is equal for all kinds
-            dist.barrier()
-            implementation.seconds.append(implementation.step(batch))
-    ranks = dist.get_world_size()
-    return [
-        Record(
-            bench="telemetry",
-            case={"hook": hook},
-            implementation=kind,
-            ranks=ranks,
-            metric=STEP_MS,
-            **percentiles_ms(slowest(implementation.seconds)),
-        )
-        for kind, implementation in kinds.items()
-    ]
+    for step, implementation in turns(range(WARM_UP + 1, WARM_UP + 1 + steps), everything, hook):
+        batch = make_batch(step, rank, device)
+        kinds[PLAIN].step(batch)  # untimed: what comes before a step, such as its caches, is equal for all kinds
+        dist.barrier()
+        implementation.seconds.append(implementation.step(batch))
+    case, ranks, records = {"hook": hook}, dist.get_world_size(), []
+    for kind, implementation in kinds.items():
+        metrics = {STEP_MS: percentiles_ms(slowest(implementation.seconds))}
+        records += records_of("telemetry", case, kind, ranks, metrics)
+    return records
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """What telemetry adds to a step, a table per world size."""
+    """Overhead of telemetry per step, a table per world size."""
     names = {"hook": lambda record: label(record["hook"])}
     columns = [
         ("step time (ms)", value(STEP_MS, PLAIN)),
@@ -92,7 +84,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _share(kind: str, every: int) -> Callable[[Group], str]:
-    """What steps of a kind add to the average step, if one in ``every`` is of it."""
+    """Overhead per step, averaged, if one step in ``every`` is of this kind."""
 
     def cell(group: Group) -> str:
         plain, other = median_of(group, STEP_MS, PLAIN), median_of(group, STEP_MS, kind)

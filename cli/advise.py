@@ -19,8 +19,9 @@ import typer
 
 from gradwire.bench.models import JOBS
 from gradwire.bench.timing import backend_of, bench_device
+from gradwire.cli import advice_report
 from gradwire.cli.options import MOST_RANKS, finite, parse_hooks, parse_rate
-from gradwire.planner import jobs, report
+from gradwire.planner import jobs
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
@@ -147,12 +148,12 @@ def _run(
     if not is_first:
         return
     advice = advise(measured)
-    report.print_advice(measured, advice, seconds)
+    advice_report.print_advice(measured, advice, seconds)
     if json is not None:
-        json.write_text(report.to_json(measured, advice) + "\n")
+        json.write_text(advice_report.to_json(measured, advice) + "\n")
         typer.echo(f"\nJSON: {json}")
     if plot is not None:
-        report.draw(measured, advice, plot)
+        advice_report.draw(measured, advice, plot)
         typer.echo(f"\nPlot: {plot}")
 
 

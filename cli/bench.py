@@ -1,24 +1,16 @@
 """The commands of ``gradwire bench``: parse options, run, print and save."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from gradwire.bench import advise as advise_bench
 from gradwire.bench import auto as auto_bench
-from gradwire.bench import (
-    converge,
-    kernels,
-    namespaces,
-    network,
-    reducer,
-    rounding,
-    telemetry,
-)
+from gradwire.bench import converge, kernels, namespaces, network, reducer, rounding, telemetry
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import JOBS, MODELS
 from gradwire.bench.namespaces import NamespaceError, Rate
@@ -30,14 +22,17 @@ from gradwire.bench.tasks import TASKS
 from gradwire.bench.timing import bench_device
 from gradwire.cli.command_runs import measured, report
 from gradwire.cli.options import (
-    MOST_STEPS,
-    MOST_THREADS,
     HooksOption,
     HostsOption,
     LoopbackOption,
+    ModelsOption,
     OutputOption,
+    QuickOption,
     RanksOption,
+    RatesOption,
+    ThreadsOption,
     listed,
+    number,
     parse_choice,
     parse_choices,
     parse_hooks,
@@ -47,135 +42,133 @@ from gradwire.cli.options import (
     parse_sizes,
     refuse_beside,
 )
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import HOOKS, HookEntry
 
 CPU = torch.device("cpu")
 bench = typer.Typer(
     help="Benchmark gradwire against PyTorch; print tables and draw plots of saved results.", no_args_is_help=True
 )
-_COST_HOOKS = ", ".join(hook_bench.DEFAULT_HOOKS)
-_NETWORK_HOOKS = ", ".join(network.DEFAULT_HOOKS)
-_TRAINED_HOOKS = ", ".join(converge.DEFAULT_HOOKS)
-_ADVISED_HOOKS = ", ".join(advise_bench.DEFAULT_HOOKS)
-_ADVISED_MODELS = ", ".join(advise_bench.DEFAULT_MODELS)
-_ADVISED_RATES = ", ".join(advise_bench.DEFAULT_RATES)
-_MODELS = ", ".join(SHAPES)
-_SIZES = ", ".join(map(str, kernels.DEFAULT_SIZES))
-_NETWORK_RATES = ", ".join(network.DEFAULT_RATES)
+_LOOPBACK_SETS = ("rate", "rates", "emulated")
 
 
-@bench.command("kernels")
+def _command(
+    name: str, *, quick: dict[str, Any] | None = None, hooks: dict[str, HookEntry] | None = None
+) -> Callable[[Callable[..., None]], None]:
+    """Register a benchmark whose flag ``--quick`` stands for other options; ``--loopback`` excludes those of a link."""
+    values = quick or {}
+    stands_for = " ".join(f"--{option} {value}" for option, value in values.items())
+    notes = [f"--quick stands for {stands_for}."] * bool(quick) + ([listed(hooks)] if hooks is not None else [])
+
+    def register(function: Callable[..., None]) -> None:
+        @wraps(function)
+        def run(context: typer.Context, **options: Any) -> None:
+            if options.get("quick"):
+                refuse_beside(context, "--quick", *values)
+                options |= values
+            if options.get("loopback"):
+                refuse_beside(context, "--loopback", *(options.keys() & _LOOPBACK_SETS))
+            function(context, **options)
+
+        bench.command(name, epilog="\n\n".join(notes) or None)(run)
+
+    return register
+
+
+@_command("kernels", quick={"models": "resnet50,gpt2-124m", "sizes": "25", "rounds": 5})
 def bench_kernels(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = _MODELS,
-    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = _SIZES,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_STEPS, help="Timed rounds over the buckets, per implementation.")
-    ] = 5,
-    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="Only resnet50 and gpt2-124m, at 25 MiB.")] = False,
+    models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = ", ".join(
+        SHAPES
+    ),
+    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = ", ".join(
+        map(str, kernels.DEFAULT_SIZES)
+    ),
+    rounds: Annotated[int, number("Timed rounds over the buckets, per implementation.")] = 5,
+    threads: ThreadsOption = 1,
+    quick: QuickOption = False,
     output: OutputOption = None,
 ) -> None:
     """Time every kernel on the parameter shapes of real models, against plain PyTorch and a copy.
 
     Times the Triton kernels on a GPU, and gradwire's CPU code elsewhere. Takes 15 minutes on a CPU.
     """
-    if quick:
-        refuse_beside(context, "--quick", "models", "sizes", "rounds")
-    names = ("resnet50", "gpt2-124m") if quick else parse_choices(models, SHAPES, "--models")
-    full = [25] if quick else parse_sizes(sizes)
     device = bench_device()
     torch.set_num_threads(threads)
-    measure = partial(kernels.measure, names, full, 5 if quick else rounds, device)
-    _run("kernels", measure, output, device, threads)
+    names, mib = parse_choices(models, SHAPES, "--models"), parse_sizes(sizes)
+    _run(context, partial(kernels.measure, names, mib, rounds, device), output, device, threads)
 
 
-@bench.command("rounding")
-def bench_rounding(output: OutputOption = None) -> None:
+@_command("rounding")
+def bench_rounding(context: typer.Context, output: OutputOption = None) -> None:
     """Measure the rounding error of the mean gradient, for each wire format and for sums in 16 bits and in fp32.
 
     Simulates the ranks in one process. Takes half a minute.
     """
-    _run("rounding", rounding.measure, output)
+    _run(context, rounding.measure, output)
 
 
-@bench.command("reducer")
+@_command("reducer", quick={"models": "transformer", "ranks": "1", "steps": 20})
 def bench_reducer(
     context: typer.Context,
-    steps: Annotated[
-        int, typer.Option(min=2, max=MOST_STEPS, help="Timed backward passes per reducer and model.")
-    ] = 40,
-    models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ", ".join(MODELS),
+    steps: Annotated[int, number("Timed backward passes per reducer and model.", least=2)] = 40,
+    models: ModelsOption = ", ".join(MODELS),
     ranks: RanksOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only 20 steps of the transformer, on one rank.")] = False,
+    quick: QuickOption = False,
     output: OutputOption = None,
 ) -> None:
     """Time backward passes with gradwire's reducer, with PyTorch's and with none; measure peak memory."""
-    if quick:
-        refuse_beside(context, "--quick", "steps", "models", "ranks")
-    names = ("transformer",) if quick else parse_choices(models, MODELS, "--models")
     device = bench_device()
-    sizes = [1] if quick else parse_ranks(ranks, device)
-    measure = partial(reducer.measure, names, sizes, 20 if quick else steps)
-    _run("reducer", measure, output, device)
+    names, sizes = parse_choices(models, MODELS, "--models"), parse_ranks(ranks, device)
+    _run(context, partial(reducer.measure, names, sizes, steps), output, device)
 
 
-@bench.command("hooks", epilog=listed(HOOKS))
+@_command("hooks", quick={"hooks": "noop,fp16,powersgd-r4", "ranks": "1", "steps": 10}, hooks=HOOKS)
 def bench_hooks(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per hook and DDP.")] = 30,
-    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads per rank.")] = 1,
-    hooks: HooksOption = _COST_HOOKS,
+    steps: Annotated[int, number("Timed steps per hook and DDP.")] = 30,
+    threads: ThreadsOption = 1,
+    hooks: HooksOption = ", ".join(hook_bench.DEFAULT_HOOKS),
     ranks: RanksOption = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"Only 10 steps of {', '.join(hook_bench.QUICK_HOOKS)}, on one rank.")
-    ] = False,
+    quick: QuickOption = False,
     output: OutputOption = None,
 ) -> None:
     """Time gradwire's and PyTorch's hooks without a network; measure host time and memory.
 
     gradwire's hooks run on both DDPs. The own cost of a hook is its step time minus that of noop_hook on the same DDP.
     """
-    if quick:
-        refuse_beside(context, "--quick", "steps", "hooks", "ranks")
-    names = hook_bench.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
     device = bench_device()
-    sizes = [1] if quick else parse_ranks(ranks, device)
-    measure = partial(hook_bench.measure, names, sizes, 10 if quick else steps, threads)
-    _run("hooks", measure, output, device, threads)
+    names, sizes = parse_hooks(hooks, HOOKS), parse_ranks(ranks, device)
+    _run(context, partial(hook_bench.measure, names, sizes, steps, threads), output, device, threads)
 
 
-@bench.command("telemetry")
+@_command("telemetry")
 def bench_telemetry(
-    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps of each kind, per hook.")] = 60,
+    context: typer.Context,
+    steps: Annotated[int, number("Timed steps of each kind, per hook.")] = 60,
     ranks: RanksOption = None,
     output: OutputOption = None,
 ) -> None:
     """Measure the overhead of telemetry (state.observe()) in a training step. Takes two minutes."""
     device = bench_device()
-    measure = partial(telemetry.measure, parse_ranks(ranks, device), steps)
-    _run("telemetry", measure, output, device)
+    _run(context, partial(telemetry.measure, parse_ranks(ranks, device), steps), output, device)
 
 
-@bench.command("network", epilog=listed(HOOKS))
+@_command("network", quick={"hooks": "noop,none,powersgd-r4", "steps": 5}, hooks=HOOKS)
 def bench_network(
     context: typer.Context,
     hosts: HostsOption = 2,
     rates: Annotated[
-        str | None, typer.Option(help=f"Link rates such as 2.5gbit, comma-separated. Default: {_NETWORK_RATES}.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Timed steps per hook and rate.")] = 15,
-    hooks: HooksOption = _NETWORK_HOOKS,
-    emulated: Annotated[
-        bool,
+        str | None,
         typer.Option(
-            "--emulated",
-            help=f"Emulate the link on one GPU. Default rates: {', '.join(network.EMULATED_RATES)}.",
+            help="Link rates such as 2.5gbit, comma-separated. "
+            f"Default: {', '.join(network.DEFAULT_RATES)}; with --quick 1gbit; "
+            f"with --emulated {', '.join(network.EMULATED_RATES)}."
         ),
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"Only 5 steps of {', '.join(network.QUICK_HOOKS)}, at 1gbit.")
-    ] = False,
+    ] = None,
+    steps: Annotated[int, number("Timed steps per hook and rate.")] = 15,
+    hooks: HooksOption = ", ".join(network.DEFAULT_HOOKS),
+    emulated: Annotated[bool, typer.Option("--emulated", help="Emulate the link on one GPU.")] = False,
+    quick: QuickOption = False,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
@@ -184,33 +177,22 @@ def bench_network(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     Takes a few minutes, mostly at 100mbit.
     """
-    if quick:
-        refuse_beside(context, "--quick", "steps", "hooks")
-    if loopback:
-        refuse_beside(context, "--loopback", "rates", "emulated")
-    names = network.QUICK_HOOKS if quick else parse_hooks(hooks, HOOKS)
     if emulated and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; without --emulated the link is real.", param_hint="--emulated")
-    defaults = network.EMULATED_RATES if emulated else network.QUICK_RATES if quick else network.DEFAULT_RATES
+    defaults = network.EMULATED_RATES if emulated else ("1gbit",) if quick else network.DEFAULT_RATES
     links = _links(rates if rates is not None else ",".join(defaults), loopback, emulated)
-    measure = partial(network.measure, names, links, 5 if quick else steps, hosts, emulated)
-    _refuse_without_namespaces("network", loopback or emulated)
-    _run("network", measure, output, bench_device() if emulated else CPU)
+    measure = partial(network.measure, parse_hooks(hooks, HOOKS), links, steps, hosts, emulated)
+    _run(context, measure, output, bench_device() if emulated else CPU, is_networked=not (loopback or emulated))
 
 
-@bench.command("advise")
+@_command("advise", quick={"models": "transformer", "hooks": "none,bf16,int4,powersgd-r4", "rates": "1gbit"})
 def bench_advise(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models, comma-separated.")] = _ADVISED_MODELS,
-    rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, comma-separated.")] = _ADVISED_RATES,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_STEPS, help="Timed rounds of a few steps, per hook and rate.")
-    ] = 1,
-    hooks: HooksOption = _ADVISED_HOOKS,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help=f"Only the transformer with {', '.join(advise_bench.QUICK_HOOKS)}, at 1gbit."),
-    ] = False,
+    models: ModelsOption = ", ".join(advise_bench.DEFAULT_MODELS),
+    rates: RatesOption = ", ".join(advise_bench.DEFAULT_RATES),
+    rounds: Annotated[int, number("Timed rounds of a few steps, per hook and rate.")] = 1,
+    hooks: HooksOption = ", ".join(advise_bench.DEFAULT_HOOKS),
+    quick: QuickOption = False,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
@@ -219,25 +201,17 @@ def bench_advise(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     Takes ten minutes.
     """
-    if quick:
-        refuse_beside(context, "--quick", "models", "rates", "hooks")
-    if loopback:
-        refuse_beside(context, "--loopback", "rates")
-    chosen = ("transformer",) if quick else parse_choices(models, JOBS, "--models")
-    names = advise_bench.QUICK_HOOKS if quick else parse_hooks(hooks, advise_bench.DEFAULT_HOOKS)
-    links = _links("1gbit" if quick else rates, loopback)
-    _refuse_without_namespaces("advise", loopback)
-    _run("advise", partial(advise_bench.measure, chosen, links, names, rounds), output)
+    names, chosen = parse_hooks(hooks, advise_bench.DEFAULT_HOOKS), parse_choices(models, JOBS, "--models")
+    measure = partial(advise_bench.measure, chosen, _links(rates, loopback), names, rounds)
+    _run(context, measure, output, is_networked=not loopback)
 
 
-@bench.command("auto")
+@_command("auto")
 def bench_auto(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ", ".join(auto_bench.DEFAULT_MODELS),
-    rates: Annotated[str, typer.Option(help="Link rates such as 2.5gbit, separated by commas.")] = _ADVISED_RATES,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_STEPS, help="Turns of each candidate at each rate, of a few steps each.")
-    ] = 4,
+    models: ModelsOption = ", ".join(auto_bench.DEFAULT_MODELS),
+    rates: RatesOption = ", ".join(auto_bench.DEFAULT_RATES),
+    rounds: Annotated[int, number("Turns of each candidate at each rate, of a few steps each.")] = 4,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
@@ -246,24 +220,19 @@ def bench_auto(
     The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
     Takes ten minutes.
     """
-    if loopback:
-        refuse_beside(context, "--loopback", "rates")
     links, names = _links(rates, loopback), parse_choices(models, JOBS, "--models")
-    _refuse_without_namespaces("auto", loopback)
-    _run("auto", partial(auto_bench.measure, names, links, rounds), output)
+    _run(context, partial(auto_bench.measure, names, links, rounds), output, is_networked=not loopback)
 
 
-@bench.command("converge", epilog=listed(converge.TRAINED_HOOKS))
+@_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=converge.TRAINED_HOOKS)
 def bench_converge(
     context: typer.Context,
     hosts: HostsOption = 2,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit.")] = "100mbit",
     task: Annotated[str, typer.Option(help=f"Training task: {' or '.join(TASKS)}.")] = "text",
-    seeds: Annotated[
-        int, typer.Option(min=1, max=MOST_STEPS, help="Number of seeds. Each hook trains once per seed.")
-    ] = 3,
-    hooks: HooksOption = _TRAINED_HOOKS,
-    quick: Annotated[bool, typer.Option("--quick", help="Only none and powersgd-r4, one seed of digits.")] = False,
+    seeds: Annotated[int, number("Number of seeds. Each hook trains once per seed.")] = 3,
+    hooks: HooksOption = ", ".join(converge.DEFAULT_HOOKS),
+    quick: QuickOption = False,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
@@ -272,15 +241,10 @@ def bench_converge(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     At 100mbit, the task digits takes a few minutes, and the task text 45 minutes.
     """
-    if quick:
-        refuse_beside(context, "--quick", "task", "seeds", "hooks")
-    if loopback:
-        refuse_beside(context, "--loopback", "rate")
-    chosen = parse_choice("digits" if quick else task, TASKS, "--task")
-    names = ("none", "powersgd-r4") if quick else parse_choices(hooks, converge.TRAINED_HOOKS, "--hooks")
+    chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, converge.TRAINED_HOOKS)
     link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
-    _refuse_without_namespaces("converge", loopback)
-    _run("converge", partial(converge.measure, chosen, names, link, 1 if quick else seeds, hosts), output)
+    measure = partial(converge.measure, chosen, names, link, seeds, hosts)
+    _run(context, measure, output, is_networked=not loopback)
 
 
 @bench.command("report")
@@ -318,27 +282,27 @@ def _links(rates: str, loopback: bool, is_modeled: bool = False) -> list[Rate]:
     return [network.LOOPBACK] if loopback else links
 
 
-def _refuse_without_namespaces(command: str, needs_none: bool) -> None:
-    obstacle = None if needs_none else namespaces.obstacle()
-    if obstacle is not None:
-        _refuse_network(command, obstacle)
-
-
 def _run(
-    command: str, measure: Callable[[], Measured], output: Path | None, device: torch.device = CPU, threads: int = 1
+    context: typer.Context,
+    measure: Callable[[], Measured],
+    output: Path | None,
+    device: torch.device = CPU,
+    threads: int = 1,
+    *,
+    is_networked: bool = False,
 ) -> None:
     """Measure, print the tables, and save the results."""
+    name = str(context.info_name)
+    reason = namespaces.obstacle() if is_networked else None
     try:
-        records = measured(f"gradwire bench {command}", measure, device, threads)
+        if reason is not None:
+            raise NamespaceError(reason)
+        records = measured(f"gradwire bench {name}", measure, device, threads)
     except NamespaceError as error:
-        _refuse_network(command, str(error))
-    report(records, TABLES[command], output)
-
-
-def _refuse_network(command: str, reason: str) -> NoReturn:
-    typer.echo(
-        f"gradwire bench {command}: {reason}. The command needs Linux, root and pyroute2; with --loopback it "
-        "needs none of them, and the link is memory.",
-        err=True,
-    )
-    raise typer.Exit(1)
+        typer.echo(
+            f"gradwire bench {name}: {error}. The command needs Linux, root and pyroute2; with --loopback it "
+            "needs none of them, and the link is memory.",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    report(records, TABLES[name], output)

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,6 +19,16 @@ MOST_SEED = 2**32 - 1
 MOST_THREADS = 1024
 MOST_RANKS = 65_536
 
+
+def number(help: str, least: int = 1, most: int = MOST_STEPS) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(min=least, max=most, help=help)
+
+
+ThreadsOption = Annotated[int, number("CPU threads of each process.", most=MOST_THREADS)]
+ModelsOption = Annotated[str, typer.Option(help="Models, comma-separated.")]
+RatesOption = Annotated[str, typer.Option(help="Link rates such as 2.5gbit, comma-separated.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Run for a minute or less; see below.")]
 HooksOption = Annotated[str, typer.Option("--hooks", help="Hooks, comma-separated.")]
 RanksOption = Annotated[
     str | None,
@@ -27,7 +37,7 @@ RanksOption = Annotated[
 LoopbackOption = Annotated[
     bool, typer.Option("--loopback", help="Use loopback instead of a rate-limited link. Needs no root.")
 ]
-HostsOption = Annotated[int, typer.Option(min=2, max=16, help="Number of hosts, one rank each.")]
+HostsOption = Annotated[int, number("Number of hosts, one rank each.", least=2, most=16)]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:

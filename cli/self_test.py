@@ -15,7 +15,7 @@ from torch import nn
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, NARROW, Implementation, make_batch
-from gradwire.bench.record import STEP_MS, Record, percentiles_ms
+from gradwire.bench.record import STEP_MS, Record, percentiles_ms, records_of
 from gradwire.planner.hook_registry import HOOKS
 
 RANKS = 2
@@ -47,11 +47,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         steps = range(FIRST_COMPRESSED + 1)
         seconds = [implementation.step(make_batch(step, dist.get_rank(), device)) for step in steps]
         implementation.check(make_batch(len(steps), dist.get_rank(), device))
-        case = {"hook": hook}
-        times = percentiles_ms(seconds[1:])
-        records.append(
-            Record(bench="self_test", case=case, implementation=GRADWIRE, ranks=RANKS, metric=STEP_MS, **times)
-        )
+        records += records_of("self_test", {"hook": hook}, GRADWIRE, RANKS, {STEP_MS: percentiles_ms(seconds[1:])})
     return records
 
 

@@ -96,7 +96,7 @@ class QuantizedBucket:
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
-        formats: from `WirePolicy.wire_formats`, for each of them.
+        formats: wire format of each gradient (`WirePolicy.wire_formats`).
         transport: its world size and rank, and how many pieces it sends.
         options: block size, error memory and rounding.
         names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...

@@ -1,4 +1,4 @@
-"""What gradwire's DistributedDataParallel checks when a hook is registered: hook and state, and their process group."""
+"""Checks when a hook is registered with gradwire's DistributedDataParallel: hook, state, process group."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
         state: passed to ``register_comm_hook``. The ``process_group`` of a state for one model is set.
         hook: passed to ``register_comm_hook``. A hook of the user's may pass its state to several of gradwire's, with
             groups of their own.
-        group: that of the DistributedDataParallel.
+        group: process group of the DistributedDataParallel.
 
     Raises:
         ValueError: the state has or is a group of other ranks.

@@ -85,9 +85,9 @@ def check_memory(
     """Raise ValueError unless ``state`` is the `HookState.state_dict` of a state.
 
     Args:
-        state: to check.
+        state: the loaded object.
         owner: name of the class.
-        declared: for each entry, the shapes of the tensors of known parameters, by name.
+        declared: shapes of the tensors of known parameters, by entry and name.
         limited: the entries whose tensors are kept in fp32 or less, whatever the dtype of the gradients.
     """
     state = _entries(state, owner, ("iter", *declared))

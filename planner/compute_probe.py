@@ -1,7 +1,7 @@
 """Measurements on one device: a step of the model without gradient exchange, and the computation of each hook.
 
-A hook runs as in training, but on a `TimingExecutor`. It times the computation between collectives, and simulates the
-collectives as if all ranks sent the same values.
+A hook runs as in training, but on a `TimingExecutor` with simulated collectives: as if all ranks sent the same values.
+The computation between them is timed.
 """
 
 import gc
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from gradwire.comm import Executor, Transport, Workspace, connections_of
+from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
 from gradwire.comm.executor import Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
-from gradwire.hooks._bucket import is_zero_copy, zero_copy
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook
-from gradwire.planner.clock import Clock
+from gradwire.hooks.telemetry import Mark
+from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
 from gradwire.planner.model import IN_FLIGHT, BucketCost, HookCost, Message, ModelCost, Overlap
@@ -47,12 +47,13 @@ def measure_model(
 
     No more steps start after ``budget`` seconds; at least `LEAST_STEPS` are timed.
     """
-    clock, launches, specs = Clock(device), [], []
+    launches: list[Mark] = []
+    specs: list[BucketSpec] = []
     ddp = DistributedDataParallel(job.model, process_group=group)
 
     @zero_copy  # annotations must not be strings, so this module does not import annotations from __future__
     def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        launches.append(clock.mark())
+        launches.append(Mark(device))
         specs.append(_spec(bucket))
         return noop_hook(None, bucket)
 
@@ -65,16 +66,15 @@ def measure_model(
         launches.clear()
         specs.clear()
         dist.barrier(group)
-        clock.synchronize()
-        begin = clock.mark()
+        synchronize(device)
+        begin = Mark(device)
         loss = job.loss(ddp)
-        between = clock.mark()
+        between = Mark(device)
         loss.backward()
-        end = clock.mark()
-        clock.synchronize()
+        end = Mark(device)
+        synchronize(device)
         if step >= WARM_UP:
-            marks = [between, *launches, end]
-            samples.append([clock.seconds(begin, between), *(clock.seconds(between, mark) for mark in marks[1:])])
+            samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
             if _all_agree(len(samples) >= LEAST_STEPS and time.monotonic() - started > budget, group, device):
                 break
     forward, *ready, backward = map(median, zip(*samples, strict=True))
@@ -101,10 +101,8 @@ def _spec(bucket: Any) -> BucketSpec:
     )
 
 
-def _done(value: Any, device: torch.device) -> Future[Any]:
-    future: Future[Any] = Future(devices=[device] if device.type == "cuda" else None)
-    future.set_result(value)
-    return future
+def _seconds(begin: Mark, end: Mark) -> float:
+    return 1e-3 * end.milliseconds_since(begin)
 
 
 def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -116,59 +114,50 @@ def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) ->
 class EqualRanks(Transport):
     """Collectives of ranks that all send the same values, simulated in one process, with gloo's pieces or without."""
 
-    def __init__(self, world_size: int, is_gloo: bool) -> None:
+    def __init__(self, world_size: int, is_gloo: bool, device: torch.device) -> None:
         super().__init__(world_size)
-        self._is_gloo = is_gloo
+        self._is_gloo, self._device = is_gloo, device
+        self.marks: list[Mark] = []  # before and after each collective
+        self.messages: list[Message] = []
 
-    def pieces(self, nbytes: int) -> int:  # noqa: D102
+    def pieces(self, nbytes: int) -> int:
         return pieces_on_gloo(nbytes, self.world_size) if self._is_gloo else 1
 
-    def run(self, collective: Collective) -> None:  # noqa: D102
+    def run(self, collective: Collective) -> None:
+        self.marks.append(Mark(self._device))
+        self.messages.append(message_of(collective))
         if isinstance(collective, AllToAll):
             collective.target.copy_(collective.source[:, :1].expand_as(collective.target))
-            return
-        if isinstance(collective, AllReduce) and collective.op == dist.ReduceOp.SUM:
+        elif isinstance(collective, AllReduce) and collective.op == dist.ReduceOp.SUM:
             for tensor in collective.tensors:
                 tensor.mul_(self.world_size)
         else:
             collective.run_alone()
+        self.marks.append(Mark(self._device))
 
 
 class TimingExecutor(Executor):
     """Runs each task at once, in the caller's thread and stream, and times its computation."""
 
-    def __init__(self, transport: EqualRanks, clock: Clock, device: torch.device) -> None:
+    def __init__(self, transport: EqualRanks, device: torch.device) -> None:
         super().__init__(transport, [Workspace(device) for _ in range(IN_FLIGHT)])
-        self._clock, self._device = clock, device
+        self._ranks, self._device = transport, device
         self._turn = 0
-        self.marks: list[tuple[Any, Any]] = []  # start and end of each computation of the latest task
+        self.marks: list[Mark] = []  # start and end of each computation of the latest task
         self.messages: list[Message] = []  # messages of the latest task
 
-    @property
-    def has_failed(self) -> bool:  # noqa: D102
-        return False
-
-    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
-        self.marks, self.messages = [], []
-        steps = task(self.workspaces[self._turn % IN_FLIGHT])
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
+        self.messages = self._ranks.messages = []
+        self.marks = self._ranks.marks = [Mark(self._device)]
+        future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        future.set_result(run_algorithm(task(self.workspaces[self._turn % IN_FLIGHT]), self._ranks))
+        self.marks.append(Mark(self._device))
         self._turn += 1
-        while True:
-            begin = self._clock.mark()
-            try:
-                collective = steps.send(None)
-            except StopIteration as end:
-                self.marks.append((begin, self._clock.mark()))
-                return _done(end.value, self._device)
-            self.marks.append((begin, self._clock.mark()))
-            self.messages.append(message_of(collective))
-            self.transport.run(collective)
+        return future
 
     def finish(self) -> None:
         """Begin a step: each bucket gets the same workspace in all of them."""
         self._turn = 0
-
-    def abandon(self) -> None:  # noqa: D102
-        pass
 
 
 def message_of(collective: Collective) -> Message:
@@ -188,9 +177,8 @@ class HookProbe:
         self, name: str, buckets: Buckets, group: dist.ProcessGroup, world_size: int, device: torch.device
     ) -> None:
         self._name, self._gradients, self._device = name, buckets.gradients, device
-        self._clock = Clock(device)
-        transport = EqualRanks(world_size, is_gloo=dist.get_backend(group) == "gloo")
-        self._executor = TimingExecutor(transport, self._clock, device)
+        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device)
+        self._executor = TimingExecutor(transport, device)
         connections_of(group).replace_executor(self._executor, device)
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]
         self._registration = _registration(name, group, device)
@@ -223,34 +211,34 @@ class HookProbe:
         self._executor.finish()
         reduce = self._reduce_plain if self._registration is None else self._reduce
         marks = [reduce(bucket) for bucket in self._buckets]
-        self._clock.synchronize()
+        synchronize(self._device)
         for samples, of_bucket in zip(self._samples, marks, strict=True):
-            samples.append([self._clock.seconds(begin, end) for begin, end in of_bucket])
+            samples.append([_seconds(*pair) for pair in zip(of_bucket[::2], of_bucket[1::2], strict=True)])
 
-    def _reduce(self, bucket: DenseBucket) -> list[tuple[Any, Any]]:
-        """Run the hook on a bucket; returns begin and end of its launch, its computations, and its finish."""
+    def _reduce(self, bucket: DenseBucket) -> list[Mark]:
+        """Run the hook on a bucket; returns start and end of its launch, of each computation, and of its finish."""
         assert self._registration is not None
         state, hook = self._registration
         bucket.collect(is_zero_copy(hook))
-        self._clock.spin()
-        begin = self._clock.mark()
+        spin(self._device)
+        begin = Mark(self._device)
         future = hook(state, bucket)  # type: ignore[arg-type]
-        computations = list(self._executor.marks)
+        computations = self._executor.marks
         self._messages[bucket.index()].append(tuple(self._executor.messages))
-        returned = self._clock.mark()
+        returned = Mark(self._device)
         bucket.finish(future.wait(), 1.0, {})
-        return [(begin, computations[0][0]), *computations, (returned, self._clock.mark())]
+        return [begin, computations[0], *computations, returned, Mark(self._device)]
 
-    def _reduce_plain(self, bucket: DenseBucket) -> list[tuple[Any, Any]]:
+    def _reduce_plain(self, bucket: DenseBucket) -> list[Mark]:
         """Flatten and unflatten a bucket, as a plain all-reduce on a CPU: gloo's threads do the rest."""
         bucket.collect(False)
-        begin = self._clock.mark()
+        begin = Mark(self._device)
         flat = bucket.scale_into_buffer()
-        sent = self._clock.mark()
+        sent = Mark(self._device)
         dtype = str(flat.dtype).removeprefix("torch.")
         self._messages[bucket.index()].append((Message(f"all-reduce {dtype}", flat.nbytes),))
         bucket.finish(flat, 1.0, {})
-        return [(begin, sent), (sent, sent), (sent, sent), (sent, self._clock.mark())]
+        return [begin, *[sent] * 6, Mark(self._device)]
 
 
 def _mean(even: tuple[Message, ...], odd: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.executor import Task
 from gradwire.comm.transport import Collective
-from gradwire.planner.clock import Clock
+from gradwire.planner.clock import synchronize
 from gradwire.planner.model import Link, Message, MessageCost
 
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
@@ -70,7 +70,6 @@ class _Probe:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._executor = executor_for(group, device)
-        self._clock = Clock(device)
 
     def samples(self, kind: str) -> list[MessageTime]:
         """Time messages of growing size, until one would take `_ENOUGH_SECONDS`. The result is equal on all ranks."""
@@ -91,10 +90,10 @@ class _Probe:
     def _once(self, task: Task) -> float:
         """Time one message on this rank."""
         dist.barrier(self._group)
-        self._clock.synchronize()
+        synchronize(self._device)
         start = time.perf_counter()
         self._executor.submit(task).wait()
-        self._clock.synchronize()
+        synchronize(self._device)
         return time.perf_counter() - start
 
 
@@ -144,7 +143,7 @@ def ideal_link(
         world_size: number of ranks, a multiple of ``ranks_per_node``.
         bandwidth: bits per second that each node sends; if there is only one node, each rank.
         latency: seconds from one node to another.
-        messages: of all hooks.
+        messages: messages of all hooks.
         overhead: seconds that the software takes per message.
         ranks_per_node: ranks that share a machine and its network interface.
     """

@@ -7,7 +7,7 @@ only if it saves more time on the link than it takes. How much overlaps depends 
 Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
 Systems", MLSys 2022 (arXiv:2103.00543).
 
-Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.worker_executor`:
+Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.executor`:
 
     launch                  on the thread of the backward pass
     encode, first message   encode on the worker, up to two buckets in flight
@@ -30,7 +30,7 @@ IN_FLIGHT = 2  # buckets of an executor
 
 
 class Overlap(Enum):
-    """What overlaps the backward pass."""
+    """The work that overlaps the backward pass."""
 
     EVERYTHING = "a CPU with cores to spare: computations of hooks, and messages"
     MESSAGES = "a GPU: messages; computations of hooks share the GPU with the backward pass"
@@ -82,7 +82,7 @@ class ModelCost:
     # gradients are ready
     ready: tuple[float, ...]
     gradient_bytes: int
-    overlap: Overlap  # what overlaps the backward pass on this device
+    overlap: Overlap  # work that overlaps the backward pass on this device
 
 
 class MessageCost(NamedTuple):

@@ -144,7 +144,7 @@ def _gathered(value: T) -> list[T]:
 
 
 def _overlap(device: torch.device, ranks_here: int) -> Overlap:
-    """What overlaps the backward pass: on a CPU, everything if each rank has a spare core, otherwise nothing."""
+    """The work that overlaps the backward pass: on a CPU, all of it if each rank has a spare core, otherwise none."""
     if device.type != "cpu":
         return Overlap.MESSAGES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

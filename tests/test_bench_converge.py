@@ -111,7 +111,7 @@ def test_sent_bytes_are_of_steps_and_both_barriers_only(world_of_one, monkeypatc
     monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
     monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
     task = Quick()
-    trained = Training.make(task, "none", GRADWIRE, seed=0, counts_bytes=True)
+    trained = Training(task, "none", GRADWIRE, seed=0, counts_bytes=True)
     for step, batch in zip(range(4), task.batches(0), strict=False):
         trained.step(batch)
         sent.append(1_000_000)

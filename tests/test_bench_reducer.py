@@ -1,5 +1,6 @@
 """`gradwire bench reducer`: its arithmetic on made-up times, its models, its tables, and a run of the command."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from gradwire.bench.models import MODELS
 from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, load
 from gradwire.bench.reducer import NO_REDUCER, REDUCERS, summarize, tables, time_backwards
 from gradwire.cli.app import app
+from gradwire.planner.hook_registry import HOOKS
 
 MADE_UP_MS = dict(zip(REDUCERS, (10.0, 20.0, 15.0, 18.0, 12.0, 30.0, 15.0), strict=True))
 
@@ -67,8 +69,7 @@ def test_wrong_gradients_are_refused_before_timing(world_of_one, monkeypatch):
         future.set_result(2 * bucket.buffer())
         return future
 
-    wrap, _ = REDUCERS["fp16", GRADWIRE]
-    monkeypatch.setitem(REDUCERS, ("fp16", GRADWIRE), (wrap, doubles))
+    monkeypatch.setitem(HOOKS, "fp16", replace(HOOKS["fp16"], make=lambda *_: (None, doubles)))
     with pytest.raises(RuntimeError, match=r"gradwire, fp16: .* nothing is timed"):
         time_backwards("tiny-layers", 2, torch.device("cpu"))
 

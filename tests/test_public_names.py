@@ -12,18 +12,9 @@ from pathlib import Path
 import pytest
 
 import gradwire
+import gradwire.testing
 
 ROOT = Path(__file__).parent.parent
-MODULES = [
-    "auto_hook",
-    "debugging_hooks",
-    "default_hooks",
-    "hook_state",
-    "powerSGD_hook",
-    "quantization_hooks",
-    "scaled_cast_hooks",
-    "telemetry",
-]
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
 
 
@@ -66,7 +57,7 @@ def test_names_that_do_not_exist_do_not_resolve():
     assert not resolves("gradwire.hooks.scaled_cast_hooks.no_hook")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", gradwire.hooks.__all__)
 def test_public_hook_modules_are_reachable_after_import_gradwire(name):
     program = f"import gradwire; print(gradwire.hooks.{name}.__name__)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -74,6 +65,8 @@ def test_public_hook_modules_are_reachable_after_import_gradwire(name):
 
 
 def test_hooks_list_the_public_modules():
-    assert gradwire.hooks.__all__ == MODULES
+    modules = {path.stem for path in (ROOT / "hooks").glob("*.py")}
+    assert gradwire.hooks.__all__ == sorted(name for name in modules if not name.startswith("_"))
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "hooks"]
+    assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]

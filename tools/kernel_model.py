@@ -2,7 +2,7 @@
 
     time = launches * LAUNCH_S + max(bytes / bandwidth, instructions / issue rate)
 
-Bytes are those that the functions beside the kernels state. Launches are recorded from the public functions on buckets
+Bytes are stated by functions next to the kernels. Launches are recorded from the public functions on buckets
 without memory. Instructions are those of the kernels compiled for the GPU, where the number of elements of a program is
 fixed: others count as none. The model knows neither latency nor caches: a prediction to hold against a measurement.
 
@@ -59,10 +59,10 @@ class Gpu(NamedTuple):
     """Figures of a GPU.
 
     Attributes:
-        name: for people.
+        name: name for people.
         target: what kernels are compiled for.
-        bandwidth: of device memory, B/s.
-        source: of the bandwidth.
+        bandwidth: bandwidth of device memory (B/s).
+        source: source of the bandwidth.
         multiprocessors: their number.
         clock_hz: the highest clock.
     """
@@ -139,8 +139,8 @@ class Programs(NamedTuple):
     """The programs of a launch.
 
     Attributes:
-        instructions: of all warps; None if the number of elements of a program is not fixed.
-        number: of programs.
+        instructions: instructions of all warps; None if the number of elements of a program is not fixed.
+        number: number of programs.
         resident: how many a multiprocessor holds at once.
     """
 

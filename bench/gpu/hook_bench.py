@@ -1,4 +1,4 @@
-"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, beside PyTorch's.
+"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, compared with PyTorch's.
 
 A step calls the hook on every bucket in turn, as DDP does, and waits for the results on the device. There is no
 forward, no backward and one rank. gradwire's hook gets lists of gradients, as gradwire's DDP hands them over; PyTorch's
@@ -252,7 +252,7 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 @torch.no_grad()
 def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
-    """A step of gradwire's hook, captured in a CUDA graph with its collectives, beside one that is not captured."""
+    """A step of gradwire's hook, captured in a CUDA graph with its collectives, compared with an eager one."""
     shapes = _buckets(hook, model, device)
     step = _ours(hook, shapes, device)
     eager = [timed(step, device) for _ in range(ROUNDS)]

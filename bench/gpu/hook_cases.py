@@ -33,8 +33,7 @@ from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
-from gradwire.hooks._bucket import reduce_bucket, zero_copy
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket, reduce_bucket, zero_copy
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
 

@@ -22,7 +22,7 @@ from gradwire.bench.gpu.checks import LaneCase, Skipped
 from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
 from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.launch import exit_with_launcher
-from gradwire.bench.timing import synchronize
+from gradwire.planner.clock import synchronize
 
 TOOLS = ("memcheck", "racecheck")
 SANITIZED = (

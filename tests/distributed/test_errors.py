@@ -412,20 +412,18 @@ def test_construction_gives_every_rank_the_state_of_rank_0():
 
 
 @on_ranks(2, 3)
-def test_broadcast_coalesces_up_to_its_limit():
-    calls = []
-    broadcast = dist.broadcast
+def test_broadcast_sends_a_message_once_it_reaches_its_limit():
+    messages, transport = [], GroupTransport(dist.group.WORLD)
 
-    def noted(tensor, **options):
-        calls.append((tensor.nbytes, options["async_op"]))
-        return broadcast(tensor, **options)
+    def noted(tensor, source):
+        messages.append(tensor.nbytes)
+        return GroupTransport.broadcast(transport, tensor, source)
 
     tensors = [torch.full((100,), dist.get_rank() + i) for i in range(7)]  # of 800 bytes
-    with mock.patch.object(dist, "broadcast", noted):
-        broadcast_coalesced(tensors, GroupTransport(dist.group.WORLD), 2000)
-    values = [tensor.unique().tolist() for tensor in tensors]
-    assert calls == [(1600, True)] * 3 + [(800, True)]
-    assert values == [[i] for i in range(7)]
+    with mock.patch.object(transport, "broadcast", noted):
+        broadcast_coalesced(tensors, transport, 2000)
+    assert messages == [2400, 2400, 800]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[i] for i in range(7)]
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")

@@ -17,11 +17,11 @@ from torch.nn import functional
 import gradwire
 from gradwire.bench import demo, launch, namespaces
 from gradwire.bench.network import places_of
+from gradwire.cli.advice_report import print_advice
 from gradwire.planner import link_probe, probe
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
-from gradwire.planner.report import print_advice
 from tests.support.ranks import on_ranks
 from tests.support.training import sent_bytes
 

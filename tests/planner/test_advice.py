@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from gradwire.cli.advice_report import draw, format_bandwidth, print_advice, to_json
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
-from gradwire.planner.report import draw, format_bandwidth, print_advice, to_json
 
 KIND = "all-reduce float32"
 

@@ -10,17 +10,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from gradwire.bench.tables import Table, count, format_bytes, print_tables
 from gradwire.planner.advice import Advice, Prediction
 from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.model import step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
-# A table of 80 columns: every header has two lines.
-_HEADERS = ("hook", "step\n(ms)", "vs. no\nhook", f"vs.\n{CAST}", "pays\nbelow", "sent per\nstep", "extra\nmemory")
+_HEADERS = ("hook", "step (ms)", "vs. no hook", f"vs. {CAST}", "pays below", "sent per step", "extra memory")
 _FAR = 30  # the plot's bandwidths, in units of the measured one: down to 1 / _FAR, up to _FAR
 _POINTS = 61
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b")
@@ -32,30 +30,24 @@ def print_advice(measured: Measurement, advice: Advice, seconds: float, console:
     console = console or Console()
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())
-    buckets = _count(len(model.ready), "bucket")
+    buckets = count(len(model.ready), "bucket")
     lines = [
-        f"Model:    {_bytes(model.gradient_bytes)} of gradients in {buckets}; "
+        f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}; "
         f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms "
-        f"with {_count(measured.threads, 'CPU thread')}",
-        f"Network:  {link.world_size} ranks on {_count(link.nodes, 'node')}, "
+        f"with {count(measured.threads, 'CPU thread')}",
+        f"Network:  {link.world_size} ranks on {count(link.nodes, 'node')}, "
         f"{format_bandwidth(link.bandwidth)} per {'node' if link.nodes > 1 else 'rank'} "
         f"{'measured' if measured.is_link_measured else 'given'}; the smallest collective takes {1e3 * latency:.2g} ms",
         f"Measured in {seconds:.0f} s.",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    console.print("", _table(advice), "")
+    ranked = sorted(advice.predictions, key=lambda each: each.step_seconds)
+    styles = ["bold" if each.hook == advice.recommended else "" for each in ranked]
+    console.print()
+    print_tables([Table(title="", headers=_HEADERS, rows=[_cells(each) for each in ranked], styles=styles)], console)
     console.print(f"{advice.headline}: {advice.reason}.", style="bold", highlight=False, markup=False, soft_wrap=True)
     if code := HOOKS[advice.recommended].code:
         console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _table(advice: Advice) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    for i, header in enumerate(_HEADERS):
-        table.add_column(header, justify="right" if i else "left", no_wrap=True)
-    for each in sorted(advice.predictions, key=lambda each: each.step_seconds):
-        table.add_row(*_cells(each), style="bold" if each.hook == advice.recommended else None)
-    return table
 
 
 def _cells(each: Prediction) -> list[str]:
@@ -65,8 +57,8 @@ def _cells(each: Prediction) -> list[str]:
         f"{each.speed_up:.2f}x",
         f"{each.speed_up_over_bf16:.2f}x",
         "" if each.hook == PLAIN else format_break_even(each.break_even),
-        _bytes(each.payload_bytes),
-        _bytes(each.memory_bytes),
+        format_bytes(each.payload_bytes),
+        format_bytes(each.memory_bytes),
     ]
 
 
@@ -85,18 +77,6 @@ def format_bandwidth(bandwidth: float) -> str:
             return f"{mbit:.3g} {unit}"
         mbit /= 1000
     return f"{mbit:.3g} Tb/s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def to_json(measured: Measurement, advice: Advice) -> str:
@@ -167,8 +147,6 @@ def draw(measured: Measurement, advice: Advice, path: Path) -> None:
     axes.set_ylabel("predicted step time (ms)")
     axes.grid(alpha=0.3, which="both")
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
-    figure.suptitle(
-        f"{advice.headline}: {measured.link.world_size} ranks, {_bytes(measured.model.gradient_bytes)} of gradients",
-        fontsize=12,
-    )
+    size = format_bytes(measured.model.gradient_bytes)
+    figure.suptitle(f"{advice.headline}: {measured.link.world_size} ranks, {size} of gradients", fontsize=12)
     figure.savefig(path, format="png", metadata={"Software": None})
