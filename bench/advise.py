@@ -49,7 +49,6 @@ _WARM_UP = 5
 def measure(
     models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
 ) -> Measured:
-    """Predicted and measured step times."""
     settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "rounds": rounds, "hosts": hosts}
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
@@ -59,7 +58,6 @@ def measure(
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Predict and time steps of one model as one rank; returns the records."""
     model, records = settings["model"], []
     build = JOBS[model]
     trainings = {hook: Training(build(device), HOOKS[hook].make) for hook in unique((PLAIN, *settings["hooks"]))}
@@ -91,7 +89,6 @@ def _records(
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """For each model, measured times and errors of the predictions; then the advice."""
     steps = [record for record in records if record.metric == STEP_MS]
     rates = unique(record["rate"] for record in steps)
     columns = [

@@ -1,7 +1,7 @@
 """`auto_hook` compared with each of its candidates, on hosts joined by a link of a chosen rate.
 
 One rank on each host, one thread each. At each rate, a new `AutoState` measures and chooses; then the choice, no hook
-and every candidate train in turns, each for a few steps in a row, as in a training with one hook, which finds its
+and every candidate take turns, each for a few steps in a row, as in a training with one hook, which finds its
 memory in the caches. `measure` starts the ranks; each runs `main`.
 """
 
@@ -31,7 +31,6 @@ WARM_UP = 5
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
-    """Step times of each candidate, and the choices."""
     settings = {"rates": [rate.name for rate in rates], "rounds": rounds, "hosts": hosts, "threads": 1}
     records: list[Record] = []
     with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
@@ -41,7 +40,6 @@ def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: in
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Choose and time steps of one model as one rank; returns the records."""
     build, records = JOBS[settings["model"]], []
     fixed = {name: Training(build(device), HOOKS[name].make) for name in ("none", *CANDIDATES)}
     for _ in range(WARM_UP):  # on an unlimited link
@@ -78,7 +76,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     ]
     time_notes = [
         f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
-        "steps, in turns",
+        "interleaved steps",
     ]
     times = [(each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
     return [

@@ -75,12 +75,11 @@ class Training:
             self.model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
             registration = entry.pytorch.make(group, PLAIN_STEPS)
         if registration is not None:
-            self.model.register_comm_hook(*registration)  # type: ignore[operator]
+            self.model.register_comm_hook(*registration)
         self.optimizer = task.make_optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
 
     def step(self, batch: Batch) -> None:
-        """Train on one batch."""
         sent_before = self._interface_bytes()
         dist.barrier()
         start = time.perf_counter()
@@ -126,7 +125,6 @@ class Training:
 
 
 def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
-    """Train with each hook until the target."""
     settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
     with places_of(hosts, is_local=rate == LOOPBACK) as places:
         records = launch.run(__name__, settings, places)
@@ -135,7 +133,6 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Run all trainings as one rank; returns their records."""
     task = TASKS[settings["task"]]()
     seeds, counts_bytes = settings["seeds"], settings["rate"] != LOOPBACK.name
     limit_to(settings["rate"])
@@ -188,7 +185,6 @@ def compressed_step_ms(records: Sequence[Record]) -> float | None:
 
 
 def target_of(settings: dict[str, Any]) -> str:
-    """The score that ends a training."""
     return f"{settings['score']} {'>=' if settings['rises'] else '<='} {settings['target']:g}"
 
 
@@ -227,7 +223,6 @@ def _speed_up(records: Sequence[Record]) -> Cell:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A row per hook and implementation."""
     settings = records[0].provenance["settings"]
     title = (
         f"{settings['task']}, {settings['parameters']:,} parameters, {count(settings['hosts'], 'host')}, "

@@ -89,7 +89,6 @@ def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
 
 
 def batch_size(ranks: int) -> int:
-    """Number of images in a step, over all ranks."""
     return GLOBAL_BATCH // ranks * ranks
 
 
@@ -112,7 +111,6 @@ class Training:
         self.seconds: list[float] = []
 
     def step(self, images: Tensor, labels: Tensor) -> None:
-        """Train on one batch and measure it."""
         sent_before = self._payload_bytes()
         start = time.perf_counter()
         loss = functional.cross_entropy(self.model(images), labels)
@@ -168,7 +166,6 @@ def demo_device(processes: int, rate: Rate) -> torch.device:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """One rank of all trainings; returns their records."""
     data, hooks, epochs = load_data(device), settings["hooks"], settings["epochs"]
     batches = make_batches(len(data.train_labels), epochs, settings["seed"]).to(device)
     trainings = [Training(hook, settings["seed"], len(batches), device) for hook in hooks]
@@ -241,7 +238,6 @@ def title(records: Sequence[Record]) -> str:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A row per hook."""
     none = [record for record in records if record["hook"] == "none"]
     columns = [
         ("training loss", value(TRAINING_LOSS)),

@@ -33,7 +33,6 @@ _CALIBRATION = 100_000_000  # cycles: tens of milliseconds
 
 
 def wire_seconds(nbytes: int, rate: Rate, ranks: int) -> float:
-    """Duration of an all-reduce on the emulated link."""
     if rate.mbit is None:
         return 0.0
     return LATENCY + 2 * (ranks - 1) / ranks * 8e-6 * nbytes / rate.mbit
@@ -46,11 +45,9 @@ class WireWork:
         self._future = future
 
     def get_future(self) -> Future[list[Tensor]]:
-        """The future of a list with the reduced tensor."""
         return self._future
 
     def wait(self) -> bool:
-        """Make the current stream wait."""
         self._future.wait()
         return True
 

@@ -48,7 +48,6 @@ def make_model() -> nn.Sequential:
 
 
 def make_batch(step: int, rank: int, device: torch.device) -> Tensor:
-    """The batch of a rank in a step."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     return torch.randn(BATCH, NARROW, generator=generator).to(device)
 
@@ -81,7 +80,6 @@ class Implementation:
 
     @property
     def label(self) -> str:
-        """Hook and implementation, for messages."""
         return f"{self.hook}, {self.name}{', one bucket' if self.one_bucket else ''}"
 
     def _register(self, registration: Registration | None) -> Any:

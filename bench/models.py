@@ -36,7 +36,6 @@ class Residual(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layers in turn."""
         for layer in self.layers:
             x = x + 0.1 * torch.tanh(layer(x))
         return x
@@ -60,7 +59,6 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of patches."""
         x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], dim=1) + self.position
         logits: Tensor = self.head(self.norm(self.layers(x))[:, 0])
         return logits
@@ -81,7 +79,6 @@ class DenseLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and the new channels."""
         return torch.cat([x, self.make(x)], dim=1)
 
 

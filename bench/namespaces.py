@@ -116,7 +116,6 @@ def delete_abandoned() -> None:
 
 
 def existing() -> list[str]:
-    """The namespaces of all runs."""
     return [name for name in netns.listnetns() if re.fullmatch(rf"{_PREFIX}\d+-\w+", name)]
 
 

@@ -94,11 +94,6 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
             yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
 
 
-def link_named(name: str) -> Rate:
-    """The rate of that name, or `LOOPBACK`."""
-    return LOOPBACK if name == LOOPBACK.name else Rate.parse(name)
-
-
 def limit_to(name: str) -> None:
     """Limit this host's interface to the rate of that name; loopback stays as it is."""
     if name != LOOPBACK.name:
@@ -106,8 +101,7 @@ def limit_to(name: str) -> None:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Time all hooks at all rates as one rank; returns the records."""
-    rates = [link_named(name) for name in settings["rates"]]
+    rates = [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in settings["rates"]]
     implementations = make_implementations(settings["hooks"], device)
     return time_steps(implementations, rates, settings["steps"], settings["hosts"], settings["emulated"])
 
@@ -232,7 +226,7 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         )
     return [
         f"model: {settings['model']}",
-        f"step time: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+        f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
         "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
         "exposed: milliseconds beyond a step with noop_hook on the same DDP, compression included",
         "sent per step: by the interface of rank 0, headers and a barrier included",

@@ -49,7 +49,7 @@ REDUCERS = (("none", NO_REDUCER), *itertools.product(("none", "noop", "fp16"), W
 
 
 class ReducedModel:
-    """One model behind one reducer, equal on all ranks, this rank's batch, and the seconds that its backwards took."""
+    """One model in one reducer, equal on all ranks, this rank's batch, and the seconds of its backwards."""
 
     def __init__(self, model: str, hook: str, implementation: str, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -77,12 +77,10 @@ class ReducedModel:
         return time.perf_counter() - start
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of all parameters."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
 
 def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured:
-    """Times and peak memory of backwards, after a check of the gradients."""
     settings, device = {"models": list(models), "steps": steps, "threads": 1}, bench_device()
     records = [record for size in ranks for record in launch.run(__name__, settings, size, device)]
     if MEMORY_MODEL in models:
@@ -92,7 +90,6 @@ def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Measure all reducers as one rank; returns the records."""
     if "memory_of" in settings:
         hook, implementation = settings["memory_of"]
         return measure_memory(MEMORY_MODEL, hook, implementation, device)
@@ -100,7 +97,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> list[Record]:
-    """Peak memory of this process in training steps."""
     case = ReducedModel(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
@@ -109,7 +105,7 @@ def measure_memory(model: str, hook: str, implementation: str, device: torch.dev
 
 
 def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]:
-    """Check and time every reducer on a model, in turns."""
+    """Check every reducer on a model and time them, interleaved."""
     cases = [ReducedModel(model, hook, implementation, device) for hook, implementation in REDUCERS]
     for _ in range(WARM_UP):
         for case in cases:
@@ -151,7 +147,6 @@ def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Seque
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Backward time, a table per world size; then peak memory."""
     timed = [record for record in records if record.metric == BACKWARD_MS]
     memory = [record for record in records if record.metric == MEMORY]
     names = {"model": lambda record: record["model"], "hook": lambda record: label(record["hook"])}
@@ -192,7 +187,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"models and their parameters: {', '.join(sizes)}",
         "backward time: until every gradient is final, on the slowest rank, median of "
-        f"{facts['settings']['steps']} steps, in turns",
+        f"{facts['settings']['steps']} interleaved steps",
         "us per parameter: median beyond that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]

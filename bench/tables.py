@@ -72,7 +72,6 @@ def median_of(group: Iterable[Record], metric: str, implementation: str | None =
 
 
 def value(metric: str, implementation: str | None = None) -> Cell:
-    """A cell with a median."""
     return lambda group: format_value(metric, median_of(group, metric, implementation))
 
 

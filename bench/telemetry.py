@@ -42,7 +42,6 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Time one hook as one rank; returns the records."""
     hook, steps, rank = settings["hook"], settings["steps"], dist.get_rank()
     kinds = {kind: Implementation(hook, GRADWIRE, device) for kind in (PLAIN, MEASURED, COMPARED)}
     kinds[MEASURED].state.observe(every=1)
@@ -62,7 +61,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Overhead of telemetry per step, a table per world size."""
     names = {"hook": lambda record: label(record["hook"])}
     columns = [
         ("step time (ms)", value(STEP_MS, PLAIN)),
@@ -74,7 +72,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     settings = records[0].provenance["settings"]
     notes = (
         f"model: {settings['model']}",
-        f"median of {settings['steps']} steps of each kind, in turns, forward and backward on the slowest rank",
+        f"median of {settings['steps']} interleaved steps of each kind, forward and backward on the slowest rank",
         "overhead: extra time of a measured step, averaged over all steps, relative to a step without telemetry",
     )
     return [

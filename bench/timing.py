@@ -132,8 +132,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 class DriverCalls(NamedTuple):
-    """Calls of the GPU driver."""
-
     launches: int  # kernels, copies and fills that were handed to the GPU
     synchronizations: int  # waits of the host for the device, a stream or an event
 

@@ -126,7 +126,7 @@ class Connections:
         that called the forward: autograd has threads of its own.
 
         Raises:
-            RuntimeError: another thread exchanges meanwhile: their collectives would have another order on each rank.
+            RuntimeError: another thread is exchanging: the order of the collectives would differ between ranks.
         """
         backward = current_backward()
         for other_thread, other_backward in self._in_use.values():
@@ -135,7 +135,7 @@ class Connections:
         self._in_use[user] = thread, backward
 
     def forget_users(self) -> None:
-        """Nobody exchanges: models whose last step was not finished have been given up."""
+        """Forget all users: models whose last step did not finish are abandoned."""
         self._in_use.clear()
 
     def leave(self, user: object) -> None:
@@ -187,7 +187,7 @@ class Connections:
     def fail(self, reason: str) -> None:
         """Leave: from now on every exchange raises, here and, within moments, on the other ranks.
 
-        Abandons everything in flight. A group of one rank has nobody to agree with and starts again at once.
+        Abandons everything in flight. A group of one rank has no peers and starts again at once.
         """
         if self.failure is not None:
             return

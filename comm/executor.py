@@ -1,4 +1,4 @@
-"""Executors run bucket algorithms in bucket order, off the critical path of the backward pass; their wire buffers.
+"""Executors, which run bucket algorithms in bucket order outside the backward pass, and their wire buffers.
 
 An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
 the same collectives in the same order, however long a collective takes.
@@ -153,7 +153,7 @@ class Executor:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Enqueue the rest of all tasks, so that their futures complete although nobody asks for them."""
+        """Enqueue the rest of all tasks, so that their futures complete without being asked."""
 
     def close(self, timeout: float) -> None:
         """Accept no more tasks, and wait until all submitted ones are done, or for ``timeout`` seconds."""

@@ -51,9 +51,9 @@ class PiecewiseGraphs:
         While the user captures the whole step, it runs eagerly and becomes part of the user's graph.
 
         Args:
-            owner: has the algorithm's memory. Compared by identity, and referred to weakly.
+            owner: the object with the algorithm's memory. Compared by identity, referenced weakly.
             variant: the decisions of the host about the step, such as its parity.
-            make_steps: makes the coroutine of the algorithm. Called in eager and captured steps only.
+            make_steps: creates the coroutine of the algorithm. Called in eager and captured steps only.
             refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
                 must not contain such uploads, and before replays.
         """
@@ -92,8 +92,8 @@ class PiecewiseGraphs:
     def _capture(self, driver: Driver[None]) -> Stretch:
         """Capture the kernels up to the next collective, or to the end.
 
-        Not by ``torch.cuda.graph``, which waits for the device and gives cached memory back to the driver, here in the
-        middle of a backward.
+        Without ``torch.cuda.graph``, which would synchronize with the device and free cached memory in the middle of a
+        backward.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

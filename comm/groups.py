@@ -29,7 +29,7 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
 
 
 class OwnGroup(dist.ProcessGroupGloo):
-    """A gloo group that nobody else uses.
+    """A gloo group that only gradwire uses.
 
     gloo cannot cancel a collective. One that waits for a lost rank waits until the group's timeout, and nothing can
     destroy the group before. `cut` shuts down the sockets instead, so that collectives in flight fail within

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm import Executor
+from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
 from gradwire.hooks._bucket import CommHook, GradBucket, ModelBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
@@ -64,9 +65,9 @@ class CopiedBucket:
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
-            of_model = cast("ModelBucket", bucket)
-            self.process_group, self.hook_has_groups = of_model.process_group, of_model.hook_has_groups
-            self.model_parameters = of_model.model_parameters
+            model_bucket = cast("ModelBucket", bucket)
+            self.process_group, self.hook_has_groups = model_bucket.process_group, model_bucket.hook_has_groups
+            self.model_parameters = model_bucket.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -197,16 +198,8 @@ def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
         ready: time at which each bucket is ready (ms), not decreasing.
         costs: cost of each bucket's exchange.
     """
-    encoded = sent = done = 0.0
-    for at, cost in zip(ready, costs, strict=True):
-        encoded = max(at, encoded) + cost.encode
-        sent = max(encoded, sent) + cost.wire
-        done = max(sent, done) + cost.decode
-    computing, busy_until = 0.0, done
-    for at, cost in zip(reversed(ready), reversed(costs), strict=True):
-        computing += cost.encode + cost.decode
-        busy_until = max(busy_until, at + computing)
-    return busy_until
+    times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
+    return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 
 
 def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
@@ -219,19 +212,19 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     """
     plain = [next(iter(of)) for of in costs]
     fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]
-    limit = TOLERANCE * _of_plan(ready, costs, fastest)
-    if min_gain * limit > TOLERANCE * _of_plan(ready, costs, plain):
+    limit = TOLERANCE * _plan_ms(ready, costs, fastest)
+    if min_gain * limit > TOLERANCE * _plan_ms(ready, costs, plain):
         return plain
     plan = list(fastest)
     for i, of in enumerate(costs):
         for name in of:
             plan[i] = name
-            if _of_plan(ready, costs, plan) <= limit:
+            if _plan_ms(ready, costs, plan) <= limit:
                 break
         else:
             plan[i] = fastest[i]
     return plan
 
 
-def _of_plan(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
+def _plan_ms(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
     return predicted_ms(ready, [of[name] for of, name in zip(costs, plan, strict=True)])

@@ -298,9 +298,9 @@ def _have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool
     return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
-def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
+def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:
     """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel, in any order."""
-    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
+    ranks, wanted = map(dist.get_process_group_ranks, (group, wrapper_group))
     if set(ranks) != set(wanted):
         raise ValueError(
             f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "

@@ -113,7 +113,7 @@ class PowerSGDOptions:
         """The first pattern in ``ranks`` or ``stacks`` that matches none of the names."""
         return self.policy.unmatched_pattern(names)
 
-    def of_buckets(self, iteration: int) -> dict[str, Any]:
+    def bucket_options(self, iteration: int) -> dict[str, Any]:
         """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""
         return {
             "error_feedback": self.use_error_feedback,
@@ -299,7 +299,7 @@ class PowerSGDState(HookState):
     ) -> LowRankBucket | None:
         """A new `LowRankBucket`; None if none of its matrices would shrink enough. See `HookState.make_bucket`."""
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
-        options: dict[str, Any] = self.options.of_buckets(self.iter) | {"names": names, "memory": self._tensors}
+        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": self._tensors}
         made: LowRankBucket | None = None
         if self._is_batched:
             made = flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)

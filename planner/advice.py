@@ -15,8 +15,6 @@ DO_NOT_COMPRESS = "Do not compress"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction for one hook."""
-
     hook: str  # its name
     step_seconds: float  # forward, backward and gradient exchange
     speed_up: float  # over a step without a hook
@@ -30,15 +28,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The recommendation."""
-
     predictions: tuple[Prediction, ...]  # one for each hook
     recommended: str  # name of a hook; `PLAIN` for none
     reason: str  # the reason, as part of a sentence
 
     @property
     def headline(self) -> str:
-        """The advice in a few words."""
         return DO_NOT_COMPRESS if self.recommended == PLAIN else f"Use {self.recommended}"
 
 

@@ -212,8 +212,8 @@ class HookProbe:
         reduce = self._reduce_plain if self._registration is None else self._reduce
         marks = [reduce(bucket) for bucket in self._buckets]
         synchronize(self._device)
-        for samples, of_bucket in zip(self._samples, marks, strict=True):
-            samples.append([_seconds(*pair) for pair in zip(of_bucket[::2], of_bucket[1::2], strict=True)])
+        for samples, bucket_marks in zip(self._samples, marks, strict=True):
+            samples.append([_seconds(*pair) for pair in zip(bucket_marks[::2], bucket_marks[1::2], strict=True)])
 
     def _reduce(self, bucket: DenseBucket) -> list[Mark]:
         """Run the hook on a bucket; returns start and end of its launch, of each computation, and of its finish."""

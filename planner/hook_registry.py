@@ -159,7 +159,7 @@ DEMO_HOOKS = ("none", "fp16", "int8", "int4", "powersgd-r4")
 
 _TITLES = {"none": "no hook"}
 # Footnote of tables and plots that mark hooks by `label`.
-STAR_NOTE = "*: PyTorch has no such hook, or one that fails; beside it runs PyTorch's closest"
+STAR_NOTE = "*: PyTorch has no such hook, or one that fails; its closest hook runs instead"
 
 
 def display_name(hook: str) -> str:

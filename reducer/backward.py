@@ -24,7 +24,7 @@ from gradwire.reducer.bucket import Bucket
 
 
 class Exchange:
-    """The exchange of gradients on a process group, as this rank takes part in it.
+    """This rank's part in the exchange of gradients on a process group.
 
     After an error the rank *leaves* the exchange (`fail`), whether its forward, its backward, a hook or the end of its
     backward raised: its connections are closed with a notice to its peers, which raise and leave too. Every forward

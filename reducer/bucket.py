@@ -251,7 +251,7 @@ class DenseBucket(BucketBase):
         )
         return copy.copy_(grad)
 
-    def of_zeros(self, zero_copy: bool) -> DenseBucket:
+    def with_zeros(self, zero_copy: bool) -> DenseBucket:
         """A copy of this bucket whose gradients are zeros, separate from the parameters' gradients."""
         bucket = DenseBucket(self._spec, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
@@ -377,7 +377,7 @@ class SparseBucket(BucketBase):
         self._gradient = self._empty() if gradient is None else gradient.detach().clone()
         self.stand_ins = list(unused)
 
-    def of_zeros(self, zero_copy: bool) -> SparseBucket:
+    def with_zeros(self, zero_copy: bool) -> SparseBucket:
         """A copy of this bucket whose gradient has no entries."""
         bucket = SparseBucket(self._spec)
         bucket._gradient = bucket._empty()

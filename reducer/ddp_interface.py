@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,10 +56,6 @@ class DDPReducer(Reducer):
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.take_back if isinstance(state, HookState) else None
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
-
-    def _raise(self, message: str) -> NoReturn:
-        self.error = message
-        raise RuntimeError(message)
 
     # A forward, and the preparation of its backward.
 
@@ -229,7 +225,7 @@ class DDPReducer(Reducer):
         self._live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.of_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+        buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
         for bucket in buckets:
             bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
             bucket.divisor = self.exchange.process_group.size()

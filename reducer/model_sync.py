@@ -1,4 +1,4 @@
-"""Ranks brought together: at construction they compare and share their models, after an error they agree to go on."""
+"""Synchronization of ranks: comparing and broadcasting models at construction, and resuming after an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that need care: unused in a backward, replaced since their model was wrapped, or in several wrappers."""
+"""Parameters that are unused in a backward, replaced after wrapping, or shared by several wrappers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def _warn_once_that_all_are_used() -> None:
 
 
 class UsedParameters:
-    """Which parameters have got a gradient since the last reduction, on this rank and on any rank.
+    """The parameters that have a gradient since the last reduction, on this rank and on any rank.
 
     Attributes:
-        local: 1 for each parameter that has got a gradient on this rank.
+        local: 1 for each parameter that has a gradient on this rank.
         counts: number of ranks that have a gradient for each parameter, as last exchanged: int32.
     """
 

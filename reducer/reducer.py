@@ -44,9 +44,8 @@ class Reducer:
 
     One backward goes through these phases, which the methods below follow in order:
 
-    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`:
-       every bucket waits for all its gradients. With ``find_unused_parameters``, a walk of the
-       graph finds the gradients that will not come.
+    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`: every bucket
+       waits for all its gradients. With ``find_unused_parameters``, a walk of the graph finds those that will not come.
     2. `_on_gradients`, called by `AutogradHooks` when autograd has completed gradients, marks them ready.
     3. `_launch`, once a bucket is complete and all buckets before it are launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; its work runs in the executor's
@@ -57,8 +56,7 @@ class Reducer:
     With a static graph, the first backward only counts the calls of each parameter's autograd hook, and all buckets are
     reduced at its end; later, a gradient is ready after as many calls.
 
-    A step that fails is discarded: this rank leaves the exchange (`leaving`); `Exchange` explains how the other ranks
-    learn of it and go on.
+    A step that fails is discarded: this rank leaves the exchange. `Exchange` explains how the other ranks learn of it.
 
     Between the first and the second synchronized backward, `DDPReducer._rebuild_buckets` sorts the parameters by the
     order in which their gradients became ready on rank 0, into buckets of the size that `rebuilt_limits` gives.
@@ -105,7 +103,6 @@ class Reducer:
         self.times = StepTimes(exchange.device)
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-        self._backward: Backward
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
         self._set_buckets(assign_first_buckets(options))
 
@@ -141,11 +138,7 @@ class Reducer:
             raise
 
     def _leave_after(self, error: BaseException, during: str) -> None:
-        """Leave the exchange after an error, which the caller raises again.
-
-        Raises:
-            RuntimeError: the error occurred because another rank left; includes that rank's error.
-        """
+        """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
         let_go_of_locals(error)
         message = f"{type(error).__name__} in {during}: {error}"
         elsewhere = self._fail(message)
@@ -173,7 +166,11 @@ class Reducer:
 
     def _fail_and_raise(self, message: str) -> NoReturn:
         self._fail(message)
-        raise RuntimeError(f"{message}\n{ADVICE}")
+        self._raise(f"{message}\n{ADVICE}")
+
+    def _raise(self, message: str) -> NoReturn:
+        self.error = message
+        raise RuntimeError(message)
 
     # Phase 2: gradients become ready.
 
@@ -222,8 +219,7 @@ class Reducer:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
         self.times.record("backward_compute_time_start")
-        mask = self._backward.deferrable(self.buckets, first, self._unused, self.static_calls)
-        self._autograd_hooks.defer(mask)
+        self._autograd_hooks.defer(self._backward.deferrable(self.buckets, first, self._unused, self.static_calls))
         for index in self._unused:
             self._mark_ready(index)
 

@@ -44,9 +44,9 @@ def gradient_node(tensor: Tensor) -> Node:
 
 
 def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
-    """Whether nobody can reach the memory of a parameter's ``.grad`` but through ``.grad``.
+    """Whether the memory of a parameter's ``.grad`` can be reached only through ``.grad``.
 
-    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nobody else holds that tensor. But the
+    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But the
     tensor may be a view of one that other nodes of the graph read later, or that a hook or a function has kept:
     ``h + p.view(...)`` gives both h and p views of one gradient.
 
@@ -66,7 +66,7 @@ def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
 
 
 def _count_of_own_base() -> int:
-    """``sys.getrefcount`` of the base of a view that nobody else holds; it depends on Python and PyTorch."""
+    """``sys.getrefcount`` of a view's base without other references; depends on Python and PyTorch."""
     view = torch.empty(2, 2, device="cpu").t()
     base = view._base
     return sys.getrefcount(base)
@@ -95,7 +95,7 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, which torch.compile does not trace when it compiles what calls it.
+    """Exclude ``function`` from tracing when torch.compile compiles its caller.
 
     Unlike ``torch.compiler.disable``, this does not import the compiler together with gradwire.
     """

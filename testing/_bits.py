@@ -32,7 +32,8 @@ def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
         return [f"{path}: {actual!r}, not {expected!r}"]
     if is_dataclass(expected):
         names = [field.name for field in fields(expected)]
-        return differences(*({name: getattr(each, name) for name in names} for each in (actual, expected)), path)
+        actual, expected = ({name: getattr(each, name) for name in names} for each in (actual, expected))
+        return differences(actual, expected, path)
     if isinstance(expected, dict):
         if actual.keys() != expected.keys():
             return [f"{path}: keys {sorted(actual)}, not {sorted(expected)}"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradwire.reducer import DistributedDataParallel
 
 PYTORCH, GRADWIRE = "PyTorch's DDP", "gradwire's DDP"
-WRAPPERS: dict[str, type[nn.Module]] = {
+WRAPPERS: dict[str, Callable[..., Any]] = {
     PYTORCH: nn.parallel.DistributedDataParallel,
     GRADWIRE: DistributedDataParallel,
 }
@@ -161,7 +161,7 @@ class Training:
         self, case: Case, wrapper: str, rank: int, state: Any, hook: Callable[..., Any] | None, **options: Any
     ) -> None:
         self._case, self._rank = case, rank
-        self.module = Model(case)
+        self.module: nn.Module = Model(case)
         options |= {"bucket_cap_mb": case.bucket_cap_mb, "gradient_as_bucket_view": case.gradient_as_bucket_view}
         self.ddp: Any = WRAPPERS[wrapper](self.module, **options)
         if hook is not None:
@@ -189,7 +189,7 @@ class Training:
 def plainly_named(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook`` under a name that PyTorch's DDP does not look up in its list of hooks that need NCCL."""
 
-    def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         future: torch.futures.Future[Tensor] = hook(state, bucket)
         return future
 

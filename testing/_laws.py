@@ -37,7 +37,8 @@ class Trained(NamedTuple):
 def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
     """The text of a new state, its first compressed step, and whether it has checkpoints."""
     state = make_state()
-    text = type(state).__name__ if type(state).__repr__ is object.__repr__ else repr(state)
+    has_text = type(state).__repr__ is not object.__repr__  # type: ignore[comparison-overlap]
+    text = repr(state) if has_text else type(state).__name__
     return text, getattr(state, "start_iteration", 0), hasattr(state, "state_dict")
 
 

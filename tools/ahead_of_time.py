@@ -103,7 +103,7 @@ def source_of(launch: Launch, target: str) -> tuple[Any, Any]:
 
 
 def intermediate(launch: Launch, target: str) -> list[str]:
-    """The lines of a kernel in Triton's intermediate language, before any optimisation."""
+    """The lines of a kernel in Triton's intermediate language, before any optimization."""
     source, options = source_of(launch, target)
     backend, _ = _binder(launch.kernel, target)
     context = triton._C.libtriton.ir.context()

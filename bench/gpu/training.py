@@ -28,14 +28,12 @@ class Net(nn.Module):
         self.out = nn.Linear(301, 17)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images."""
         x = torch.relu(self.norm(self.conv(x)))
         x = self.out(torch.tanh(self.linear(x.flatten(1)))) * self.scale
         return x
 
     @staticmethod
     def batch(generator: torch.Generator) -> Tensor:
-        """Four images."""
         return torch.randn(4, 3, 8, 8, generator=generator)
 
 
@@ -48,13 +46,11 @@ class HalfNet(nn.Module):
         self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output for a batch."""
         x = self.layers(x).float()
         return x + (x.sum() * self.empty.float()).sum()
 
     @staticmethod
     def batch(generator: torch.Generator) -> Tensor:
-        """Four rows."""
         return torch.randn(4, 96, generator=generator).half()
 
 
@@ -77,7 +73,6 @@ def register(model: TorchDDP, state: object, hook: Callable[..., Any]) -> None:
 
 
 def take_step(model: TorchDDP, batch: Tensor) -> None:
-    """Run a forward and a backward."""
     model.zero_grad()
     model(batch).square().mean().backward()
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwire.comm import transport
+from gradwire.comm import GroupTransport
 from gradwire.hooks import powerSGD_hook as ours
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.powersgd_checkpoints import save_and_load
@@ -345,7 +345,7 @@ def test_p9_state_of_two_models_raises_at_once(worlds, pytorch):
     pytorch(f"after {steps} backward passes: {error}", defect="model" not in error)
 
 
-def synchronisations(library, values):
+def synchronizations(library, values):
     """How often the hook waits for a device of a kind that the gradients are not on."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -357,8 +357,8 @@ def synchronisations(library, values):
 
 def test_p10_cpu_model_trains_on_machine_with_cuda(worlds, pytorch):
     values = random_values(worlds(2), 4, ((24, 20),))
-    assert worlds(2).run(synchronisations, library="ours", values=values) == [(0, [], [])] * 2
-    count, arguments, _ = probe(worlds(2), synchronisations, library="pytorchs", values=values) or (-1, [], [])
+    assert worlds(2).run(synchronizations, library="ours", values=values) == [(0, [], [])] * 2
+    count, arguments, _ = probe(worlds(2), synchronizations, library="pytorchs", values=values) or (-1, [], [])
     pytorch(f"{count} calls of torch.cuda.synchronize with {', '.join(arguments)}", defect=count)
 
 
@@ -487,15 +487,15 @@ def test_p13_rank_can_change_during_training(worlds, pytorch):
 def lifetimes(library, values):
     """For every step, whether the memory that it gave to collectives is still there after it."""
     _, ddp = registered(library, values[0][0])
-    module_of, name = {"ours": (transport, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
-    all_reduce = getattr(module_of, name)
-    seen = []
+    owner, name = {"ours": (GroupTransport, "start"), "pytorchs": (dist, "all_reduce")}[library]
+    send, seen = getattr(owner, name), []
 
-    def recording(tensor, *arguments, **options):
-        sent.append((tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())))
-        return all_reduce(tensor, *arguments, **options)
+    def recording(*arguments, **options):
+        tensors = arguments[1].tensors if library == "ours" else arguments[:1]
+        sent.extend((tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())) for tensor in tensors)
+        return send(*arguments, **options)
 
-    with mock.patch.object(module_of, name, recording):
+    with mock.patch.object(owner, name, recording):
         for ranks in values:
             sent = []
             step(ddp, ranks[0])
@@ -611,8 +611,8 @@ def test_large_and_small_gradients_are_reproduced(both, pytorch, magnitude):
     pytorch(evidence, defect=not relative_error(last, gradient) < 2 * limit)
 
 
-def test_matrices_of_one_shape_are_normalised_separately(both, pytorch):
-    # An orthogonaliser with one norm for a batch gets all but the largest wrong.
+def test_matrices_of_one_shape_are_normalized_separately(both, pytorch):
+    # An orthogonalizer with one norm for a batch gets all but the largest wrong.
     values = [[[scale * low_rank(24, 20, 1, seed=i) for i, scale in enumerate((1.0, 1e-6, 1e3))]] * 2] * 6
     options = {"batch_tensors_with_same_shape": True}
     ours, theirs = both(values, options=options)
