@@ -226,7 +226,7 @@ class PowerSGDState(HookState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._has_compressed = False  # whether a compressed step is over
+        self._has_compressed = False  # whether a compressed step has ended
 
     @property
     def _is_batched(self) -> bool:

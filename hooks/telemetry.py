@@ -258,7 +258,7 @@ class Telemetry(Stopwatch):
         self._report = report
         self._latest_index: int | None = None  # index of the latest bucket
         self._n_steps = 0  # steps that have begun
-        self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
+        self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
         self._sample: Sample | None = None  # of the current step
         self._pending: deque[Sample] = deque()
 

@@ -152,7 +152,7 @@ class Training:
         case: the model and its gradients.
         wrapper: key of `WRAPPERS`.
         rank: of this process.
-        state: of the hook.
+        state: state of the hook.
         hook: None for DDP's own all-reduce.
         options: of the wrapper, in addition to those of the case.
     """
