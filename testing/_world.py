@@ -38,7 +38,7 @@ ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
 # Seconds. They end what hangs, and are many times what anything takes: a busy machine breaks no law.
 START_LIMIT = 240.0
 CASE_LIMIT = 240.0
-LAST_RESORT = 600.0  # when the calling process has gone, nobody else ends a rank that hangs
+LAST_RESORT = 600.0  # ends a hanging rank after the calling process has gone
 GRACE = 3.0  # once a rank has failed, the others are probably waiting for it in a collective
 
 Answer = tuple[Any, ...]
@@ -153,7 +153,7 @@ class Member:
         theirs.close()
 
     def output(self) -> str:
-        """What the process has written."""
+        """The output of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def end(self) -> None:
@@ -165,7 +165,7 @@ class Member:
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes: a server, begun at the first call, that has the imports done."""
+    """The fork server that starts processes, with all imports done; started at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     # This process may have switched Triton's interpreter on: far too slow for training.
