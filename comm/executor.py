@@ -148,7 +148,7 @@ class Executor:
 
         Args:
             task: function from a workspace to the algorithm's coroutine.
-            name: of its profiler ranges; see `Driver`.
+            name: name of its profiler ranges; see `Driver`.
         """
         raise NotImplementedError
 

@@ -386,7 +386,7 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
             let_go_of_locals(error)
             values.append(None)
         finally:
-            del future  # as above
+            del future  # it holds the error, too
     return values
 
 

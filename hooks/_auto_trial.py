@@ -155,7 +155,7 @@ class Cost(NamedTuple):
     decode: float
 
 
-Costs = Sequence[Mapping[str, Cost]]  # of each bucket, by exchange, the most precise one first
+Costs = Sequence[Mapping[str, Cost]]  # a mapping per bucket, by exchange, the most precise one first
 
 
 def slowest_times(

@@ -94,7 +94,7 @@ class Reducer:
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
         self.forward_is_running = False
         self._forget_forward()
-        self._divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left
+        self._divisor = 1  # divisor of sums: the world size; in `join`, the number of ranks with inputs left
         self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._used = UsedParameters(len(self.parameters), exchange.device)

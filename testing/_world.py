@@ -42,7 +42,7 @@ LAST_RESORT = 600.0  # ends a hanging rank after the calling process has gone
 GRACE = 3.0  # once a rank has failed, the others are probably waiting for it in a collective
 
 Answer = tuple[Any, ...]
-EXITED: Answer = ("exited",)  # in place of the answer of a process that has ended without one
+EXITED: Answer = ("exited",)  # the answer of a process that has ended without one
 
 
 class CaseFailed(Exception):
@@ -64,7 +64,7 @@ class World:
 
     Args:
         size: number of ranks.
-        folder: for logs; None for a temporary one.
+        folder: folder of the logs; None for a temporary one.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None) -> None:
@@ -78,7 +78,7 @@ class World:
         """Call ``function(**arguments)`` on every rank; returns one result per rank.
 
         Args:
-            function: at the top level of a module that the ranks can import.
+            function: a function at the top level of a module that the ranks can import.
             limit: seconds after which the ranks are killed and their stacks reported.
             arguments: passed on; must be picklable.
 
@@ -185,7 +185,7 @@ def collect(members: Sequence[Member], limit: float, grace: float | None = None)
 
     Args:
         members: the processes.
-        limit: in seconds.
+        limit: time limit in seconds.
         grace: the limit once a member has failed.
     """
     answers: list[Answer | None] = [None] * len(members)
