@@ -105,7 +105,7 @@ class AllReduce(Collective):
     each waits for the one before it.
 
     Args:
-        tensors: modified in place. A sparse one counts with its values and indices.
+        tensors: the tensors. Modified in place. Values and indices of a sparse tensor count.
         op: the reduction.
         latest_sparse: the future of the transport's latest sparse all-reduce, if any.
     """

@@ -93,8 +93,8 @@ class Trial:
     """The measurement of one candidate in one step, bucket by bucket, each on its own.
 
     Args:
-        candidate: its name.
-        exchange: runs on copies of the gradients. Candidates keep theirs from step to step.
+        candidate: name of the candidate.
+        exchange: its exchange, which runs on copies of the gradients and is kept from step to step.
 
     Attributes:
         buckets: the parameter names of each bucket.
