@@ -104,7 +104,7 @@ class AllReduce(Collective):
     each waits for the one before it.
 
     Args:
-        tensors: modified in place. A sparse one counts with its values and indices.
+        tensors: the tensors. Modified in place. Values and indices of a sparse tensor count.
         op: the reduction.
         latest_sparse: the future of the transport's latest sparse all-reduce, if any.
     """
@@ -385,7 +385,7 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
             let_go_of_locals(error)
             values.append(None)
         finally:
-            del future  # as above
+            del future  # it holds the error, too
     return values
 
 
