@@ -40,13 +40,16 @@ class Parameter:
     exponent: int = 0
 
     def new(self) -> nn.Parameter:
-        """The parameter, filled with zeros."""
-        if self.layout == "transposed":
+        """The parameter, filled with zeros.
+
+        With fewer than two dimensions to transpose, or one element, it is contiguous: PyTorch's DDP cannot broadcast a
+        lone parameter whose strides differ from those of its flat view in dimensions of size 1 only.
+        """
+        data = torch.zeros(self.shape, dtype=self.dtype)
+        if self.layout == "transposed" and sum(size > 1 for size in self.shape) > 1:
             data = torch.zeros(self.shape[::-1], dtype=self.dtype).permute(tuple(reversed(range(len(self.shape)))))
-        elif self.layout == "strided":
+        elif self.layout == "strided" and data.numel() > 1:
             data = torch.zeros(*self.shape, 2, dtype=self.dtype)[..., 0]
-        else:
-            data = torch.zeros(self.shape, dtype=self.dtype)
         return nn.Parameter(data)
 
     def gradient(self, generator: torch.Generator) -> Tensor:

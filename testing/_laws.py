@@ -40,8 +40,8 @@ def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
     has_text = type(state).__repr__ is not object.__repr__  # type: ignore[comparison-overlap]
     text = repr(state) if has_text else type(state).__name__
     name = getattr(state, "start_option", "start_iter")
-    start = getattr(getattr(state, "options", None), name, None) or getattr(state, "start_iter", 0)
-    return text, start, hasattr(state, "state_dict")
+    start: Any = getattr(getattr(state, "options", None), name, None) or getattr(state, "start_iter", 0)
+    return text, int(start), hasattr(state, "state_dict")
 
 
 def train(case: Case, wrapper: str, steps: int, start: int, make_state: Callable[[], Any], hook: Any) -> Trained:
