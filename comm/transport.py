@@ -105,7 +105,7 @@ class AllReduce(Collective):
 class SparseTurn:
     """Lets a transport's sparse all-reduces run one at a time.
 
-    Two in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log.md).
+    Two in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log/communication.md).
     """
 
     def __init__(self) -> None:

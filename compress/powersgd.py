@@ -23,7 +23,7 @@ from torch import Tensor
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress.powersgd_bucket import LowRankBucket
-from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct_and_renew
+from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct
 
 
 async def powersgd_all_reduce(
@@ -68,18 +68,18 @@ async def powersgd_all_reduce(
         >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm())
         True
     """
-    table, mean = bucket.table, 1 / transport.world_size
-    step = bucket.start_step(source, target, iteration, workspace, sent=table.p, basis=table.p, answer=table.q)
-    m, p, q = step.matrices, step.basis, step.answer
+    table, scale = bucket.table, 1 / transport.world_size
+    step = bucket.start_step(source, target, iteration, workspace, sends=(table.p, table.q), basis=table.p)
+    m, (p_wire, q_wire), p = step.matrices, step.wires, step.basis
     if not warm_start:
         draw(table.q, table.keys, bucket.counter_at(iteration), bucket.q)
 
-    project(m, bucket.q, step.sent, scale=mean, pack=step.uncompressed)
+    project(m, bucket.q, p_wire, scale=scale)
     await transport.all_reduce(*step.messages)
-    orthogonalize(step.sent, table.p, p, bucket.finite)
-    backproject(m, p, q, scale=mean)
-    await transport.all_reduce(q)
-    reconstruct_and_renew(m, p, q, bucket.finite, step.renewal, unpack=step.uncompressed)
+    orthogonalize(p_wire, table.p, p, bucket.finite)
+    backproject(m, p, q_wire, scale=scale)
+    await transport.all_reduce(q_wire)
+    reconstruct(m, p, q_wire, bucket.finite)
 
 
 async def alternating_all_reduce(
@@ -108,18 +108,18 @@ async def alternating_all_reduce(
         transport: the all-reduce over the ranks.
         workspace: provides the wire buffers.
     """
-    table, mean = bucket.table, 1 / transport.world_size
+    table, scale = bucket.table, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
     if iteration % 2 == 0:
-        step = bucket.start_step(source, target, iteration, workspace, sent=table.p, basis=table.q)
-        m, p, q = step.matrices, step.sent, step.basis
+        step = bucket.start_step(source, target, iteration, workspace, sends=(table.p,), basis=table.q)
+        m, (p,), q = step.matrices, step.wires, step.basis
         orthogonalize(bucket.q, table.q, q, bucket.finite)
-        project(m, q, p, scale=mean, pack=step.uncompressed)
+        project(m, q, p, scale=scale)
         await transport.all_reduce(*step.messages)
     else:
-        step = bucket.start_step(source, target, iteration, workspace, sent=table.q, basis=table.p)
-        m, p, q = step.matrices, step.basis, step.sent
+        step = bucket.start_step(source, target, iteration, workspace, sends=(table.q,), basis=table.p)
+        m, (q,), p = step.matrices, step.wires, step.basis
         orthogonalize(bucket.p, table.p, p, bucket.finite)
-        backproject(m, p, q, scale=mean, pack=step.uncompressed)
+        backproject(m, p, q, scale=scale)
         await transport.all_reduce(*step.messages)
-    reconstruct_and_renew(m, p, q, bucket.finite, step.renewal, unpack=step.uncompressed)
+    reconstruct(m, p, q, bucket.finite)

@@ -7,8 +7,7 @@ is contiguous.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
-from gradwire.compress._options import check_error_shape
+from gradwire.compress._validation import check_error_shape
 from gradwire.compress.policy import MatrixShape
 from gradwire.kernels import (
     ALIGN_NUMEL,
@@ -35,42 +34,32 @@ from gradwire.kernels import (
     random_key,
 )
 
+# Memory of a state or of buckets: "errors", "q" and "p", each by parameter name.
+#
+# errors: E, the residual of this rank, in the shape and strides of the gradient, in fp32, or fp64 for fp64 gradients.
+# q: unit columns of Q, [matrices, r, m]; equal on all ranks. p: unit columns of P, [matrices, r, n], likewise; only
+# `alternating_all_reduce` needs it. Nothing is lost: over all ranks and steps, gradients = results + remaining error.
+Memory = Mapping[str, Mapping[str, Tensor]]
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PowerSGDMemory:
-    """PowerSGD's state of one parameter, kept from step to step. Its tensors are updated in place.
 
-    Nothing is lost: summed over ranks and steps, gradients = results + remaining error.
+def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """``error``, as a copy if it has another layout or dtype; zeros if there is none yet.
 
-    Attributes:
-        error: E, the residual of this rank: in the shape and strides of the gradient, in fp32, or fp64 for fp64
-            gradients. None without error feedback.
-        p: unit columns of P, in shape [matrices, r, n]; equal on all ranks. Only
-            `alternating_all_reduce` needs it.
-        q: unit columns of Q, in shape [matrices, r, m]; equal on all ranks.
+    Args:
+        error: error memory of a parameter.
+        layout: a real dense tensor with the shape, strides and device of the gradient.
+        dtype: dtype of the arithmetic.
+        name: parameter name, for the error message.
+
+    Raises:
+        ValueError: the error has another shape.
     """
-
-    error: Tensor | None = None
-    p: Tensor | None = None
-    q: Tensor | None = None
-
-    def error_like(self, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-        """``error``, as a copy if it has another layout or dtype; zeros if there is none yet.
-
-        Args:
-            layout: a real dense tensor with the shape, strides and device of the gradient.
-            dtype: dtype of the arithmetic.
-            name: parameter name, for the error message.
-
-        Raises:
-            ValueError: the error has another shape.
-        """
-        if self.error is not None:
-            check_error_shape(name, self.error, layout)
-            if (self.error.dtype, self.error.device, self.error.stride()) == (dtype, layout.device, layout.stride()):
-                return self.error
-        error = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
-        return error.zero_() if self.error is None else error.copy_(self.error)
+    if error is not None:
+        check_error_shape(name, error, layout)
+        if (error.dtype, error.device, error.stride()) == (dtype, layout.device, layout.stride()):
+            return error
+    like = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
+    return like.zero_() if error is None else like.copy_(error)
 
 
 class Step(NamedTuple):
@@ -80,22 +69,18 @@ class Step(NamedTuple):
     P or Q, of all matrices of the bucket.
 
     Attributes:
-        matrices: gradients, results and errors of the compressed parameters, zero-copy.
-        messages: the payload of the first all-reduce: ``sent`` and ``uncompressed``, one tensor if their dtypes agree.
-        sent: the factors among ``messages``.
-        uncompressed: the other gradients, with their part of ``messages``; None if there are none.
+        matrices: gradients, results and errors of the compressed parameters, zero-copy. The kernels that work on them
+            also move the other gradients and renew the factors of the last all-reduce, for the next step.
+        messages: the payload of the first all-reduce: the first of ``wires`` and the other gradients, in one tensor if
+            their dtypes agree.
+        wires: the factors of each all-reduce.
         basis: factors with orthonormal columns, in the dtype of the arithmetic.
-        answer: the factors of the second all-reduce; empty in a step that has only one.
-        renewal: how the factors of the last all-reduce become those that the next step starts from.
     """
 
     matrices: Operands
     messages: list[Tensor]
-    sent: Tensor
-    uncompressed: Uncompressed | None
+    wires: list[Tensor]
     basis: Tensor
-    answer: Tensor
-    renewal: Renewal
 
 
 class LowRankBucket:
@@ -133,7 +118,7 @@ class LowRankBucket:
         shapes: Sequence[MatrixShape | None],
         *,
         names: Sequence[str] | None = None,
-        memory: Mapping[str, PowerSGDMemory] | None = None,
+        memory: Memory | None = None,
         error_feedback: bool = True,
         factor_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -143,7 +128,7 @@ class LowRankBucket:
     ) -> None:
         dtype, device = layouts[0].dtype, layouts[0].device
         names = names if names is not None else [str(i) for i in range(len(layouts))]
-        memory = memory if memory is not None else {}
+        earlier = memory if memory is not None else {}
         self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
         self._others = [i for i, shape in enumerate(shapes) if shape is None]
         self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
@@ -159,24 +144,18 @@ class LowRankBucket:
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
 
-        compressed = [names[i] for i, _ in self._compressed]
-        known = [memory.get(name, PowerSGDMemory()) for name in compressed]
+        compressed = {names[i]: layouts[i] for i, _ in self._compressed}
+        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}, "q": {}, "p": {}}
         self._errors: list[Tensor] | None = None
         if error_feedback:
-            of = [layouts[i] for i, _ in self._compressed]
-            errors = [
-                each.error_like(layout, self.table.compute, name)
-                for each, layout, name in zip(known, of, compressed, strict=True)
-            ]
-            known = [replace(each, error=error) for each, error in zip(known, errors, strict=True)]
-            self._errors = self._matrices(errors)
-        self.q, views = self._packed(self.table.q, [each.q for each in known])
-        known = [replace(each, q=q) for each, q in zip(known, views, strict=True)]
+            errors = earlier.get("errors", {})
+            for name, layout in compressed.items():
+                self.memory["errors"][name] = error_like(errors.get(name), layout, self.table.compute, name)
+            self._errors = self._matrices(list(self.memory["errors"].values()))
+        self.q, self.memory["q"] = self._packed(self.table.q, compressed, earlier.get("q", {}))
         self.p: Tensor | None = None
         if alternating:
-            self.p, views = self._packed(self.table.p, [each.p for each in known])
-            known = [replace(each, p=p) for each, p in zip(known, views, strict=True)]
-        self.memory = dict(zip(compressed, known, strict=True))
+            self.p, self.memory["p"] = self._packed(self.table.p, compressed, earlier.get("p", {}))
 
     def sent_numel(self, iteration: int) -> int:
         """Payload of a step in real elements."""
@@ -191,9 +170,8 @@ class LowRankBucket:
         iteration: int,
         workspace: Workspace,
         *,
-        sent: FactorLayout,
+        sends: Sequence[FactorLayout],
         basis: FactorLayout,
-        answer: FactorLayout | None = None,
     ) -> Step:
         """Lay out the tensors of a step.
 
@@ -202,40 +180,36 @@ class LowRankBucket:
             target: where the result goes; may be ``source``.
             iteration: the number of the step.
             workspace: provides the buffers.
-            sent: layout of the factors of the first all-reduce, ``table.p`` or ``table.q``.
+            sends: layout of the factors of each all-reduce, ``table.p`` or ``table.q``: one or two.
             basis: layout of the factors to orthogonalize.
-            answer: layout of the factors of the second all-reduce; None in a step that has only one.
         """
         is_in_place = _is_in_place(source, target)
         gradients = self._matrices([source[i] for i, _ in self._compressed])
         results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
-        reads_twice = answer is not None  # the step reads M twice: `project` may leave it in the target
-        keep = reads_twice and self._errors is not None and can_keep(self.table)
-        matrices = Operands(self.table, gradients, results, self._errors, keep)
+        # A step that reads M twice may leave it in the target.
+        keep = len(sends) == 2 and self._errors is not None and can_keep(self.table)
 
-        dtype, compute, on_wire = self.table.dtype, self.table.compute, self._factor_dtype
-        sizes = [(basis.numel, compute), (answer.numel if answer is not None else 0, on_wire)]
+        dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
+        sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
         if on_wire == dtype:  # then one tensor holds both parts
-            message, of_basis, of_answer = workspace.wires((sent.numel + self._others_numel, dtype), *sizes)
-            first, others = message.split([sent.numel, self._others_numel])
+            message, of_basis, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
+            first, others = message.split([sent, self._others_numel])
             messages = [message]
         else:
-            first, others, of_basis, of_answer = workspace.wires(
-                (sent.numel, on_wire), (self._others_numel, dtype), *sizes
-            )
+            first, others, of_basis, *later = workspace.wires((sent, on_wire), (self._others_numel, dtype), *sizes)
             messages = [first, others] if self._others else [first]
         uncompressed = None
         if self._others_table is not None:
             others_source = [source[i] for i in self._others]
             others_target = others_source if is_in_place else [target[i] for i in self._others]
-            uncompressed = Uncompressed(self._others_table, others_source, others_target, others)
+            uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
         advance_to = None if is_capturing(self.counter.device) else iteration + 1
-        last, wire = (sent, first) if answer is None else (answer, of_answer)
-        kept = self.q if last is self.table.q else self.p
+        kept = self.q if sends[-1] is self.table.q else self.p
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
-        renewal = Renewal(wire, last, self.table.keys, self.counter, kept, advance_to)
-        return Step(matrices, messages, first, uncompressed, of_basis, of_answer, renewal)
+        renewal = Renewal(sends[-1], kept, self.counter, advance_to)
+        matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
+        return Step(matrices, messages, [first, *later], of_basis)
 
     def counter_at(self, iteration: int) -> Tensor:
         """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
@@ -283,22 +257,24 @@ class LowRankBucket:
                 matrices.append(tensor.as_strided((rows, columns), (columns, 1), start + k * rows * columns))
         return matrices
 
-    def _packed(self, factors: FactorLayout, known: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    def _packed(
+        self, factors: FactorLayout, names: Iterable[str], earlier: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """One buffer with P or Q of all matrices, and the view of each parameter.
 
-        A view holds the factors in ``known`` if they have its shape, and random columns otherwise,
-        as when r has changed.
+        A view holds the ``earlier`` factors if they have its shape, and random columns otherwise, as when r has
+        changed.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
         draw(factors, self.table.keys, self.counter, buffer)
-        views, first = [], 0
-        for (_, shape), remembered in zip(self._compressed, known, strict=True):
+        views, first = {}, 0
+        for (_, shape), name in zip(self._compressed, names, strict=True):
             length = factors.lengths[first]
             distance = -(-factors.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
             size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
-            views.append(buffer.as_strided(size, stride, factors.offsets[first]))
-            if remembered is not None and remembered.shape == views[-1].shape:
-                views[-1].copy_(remembered)
+            view = views[name] = buffer.as_strided(size, stride, factors.offsets[first])
+            if name in earlier and earlier[name].shape == view.shape:
+                view.copy_(earlier[name])
             first += shape.matrices
         return buffer, views
 
@@ -312,7 +288,7 @@ def flat_low_rank_bucket(
     rank: int,
     *,
     names: Sequence[str],
-    memory: Mapping[str, PowerSGDMemory],
+    memory: Memory,
     error_feedback: bool = True,
     **options: Any,
 ) -> LowRankBucket | None:
@@ -341,22 +317,21 @@ def flat_low_rank_bucket(
     flat = torch.empty(table.numel, dtype=table.dtype, device=table.device)
     parts = flat.split([rows * columns, table.numel - rows * columns])
     name = f"{names[0]} ... {names[-1]}, {len(names)} parameters"
-    known, errors = memory.get(name, PowerSGDMemory()), {}
+    earlier, errors = dict(memory), {}
     if error_feedback:
         error = torch.zeros_like(flat, dtype=compute_dtype(table.dtype))
-        known = replace(known, error=error[: rows * columns])
-        for of, view in zip(names, table.views(error), strict=True):
-            remembered = memory.get(of, PowerSGDMemory())
-            if remembered.error is not None:
-                view.copy_(remembered.error_like(view, error.dtype, of))
-            errors[of] = replace(remembered, error=view)
+        earlier["errors"] = {name: error[: rows * columns]}
+        for parameter, view in zip(names, table.views(error), strict=True):
+            if (known := memory.get("errors", {}).get(parameter)) is not None:
+                view.copy_(error_like(known, view, error.dtype, parameter))
+            errors[parameter] = view
     bucket = LowRankBucket(
         parts,
         [MatrixShape(1, rows, columns, rank), None],
         names=[name, "remainder"],
-        memory={name: known},
+        memory=earlier,
         error_feedback=error_feedback,
         **options,
     )
-    bucket.memory = {**errors, name: replace(bucket.memory[name], error=None)}
+    bucket.memory["errors"] = errors
     return bucket

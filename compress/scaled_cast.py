@@ -10,7 +10,7 @@ of a bucket in a process group sends one, of 12 bytes: the ranks agree on their 
 limit is the largest value of the wire dtype / 2^(ceil(log2 n) + 1). The sum of n contributions cannot overflow in any
 order and with any rounding of partial sums, so a non-finite result means a non-finite gradient.
 
-Delayed scaling is from the fp8 recipe of NVIDIA's Transformer Engine; here it applies to a sum over ranks.
+Source: delayed scaling is the fp8 recipe of NVIDIA's Transformer Engine; here it applies to a sum over ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress._options import check_whole_number
+from gradwire.compress._validation import check_whole_number
 from gradwire.compress.cast import Gradients
-from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale
+from gradwire.kernels import MAX_EXPONENT, update_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,16 @@ async def scaled_cast_all_reduce(
         transport: the all-reduce over the ranks.
         workspace: provides the wire buffer.
     """
-    if scale.transport is not transport:
+    if scale.transport is not transport:  # the first step: ranks may remember different exponents
         await _agree(source, scale, transport)
         _update(scaling, scale, counters, False, transport)
     wire = workspace.wire(source.table.numel, scaling.dtype)
+    # Dividing by n before the cast, and clamping each contribution, keeps every partial sum in range.
     limit = scaling.limit(transport.world_size)
-    flatten(source.tensors, wire, table=source.table, scale=scale.scales[0], limit=limit, counters=counters)
+    source.flatten(wire, scale=scale.scales[0], limit=limit, counters=counters)
     await transport.all_reduce(wire)
-    unflatten(wire, target.tensors, table=target.table, scale=scale.scales[1], absmax=scale.absmax)
+    # The next scale depends on the result only, which has the same bits on all ranks: so no message is needed.
+    target.unflatten(wire, scale=scale.scales[1], absmax=scale.absmax)
     _update(scaling, scale, counters, is_last, transport)
 
 

@@ -1,8 +1,9 @@
-"""mkdocs hooks: the site's links, which are written so that they also work in the repository.
+"""mkdocs hooks: one source for pages of the repository and of the site.
 
-CONTRIBUTING.md and CHANGELOG.md of the repository become pages of the site; all programs of examples/ become one page.
-A link to a file that is not on the site, such as a test, leads to ``repo_url``; without one its text remains. Plots
-link to their full size, and long names in tables may break after an underscore.
+README.md, CONTRIBUTING.md and CHANGELOG.md of the repository become pages of the site, README.md its home page; the
+programs of examples/ become one page. Links are written for the repository and translated for the site: a link to a
+file that is not on the site, such as a test, leads to ``repo_url``, or becomes plain text without one. Plots link to
+their full size. Long test names may break after an underscore. The development log stays out of the search.
 """
 
 import posixpath
@@ -12,19 +13,19 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-FROM_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # page of the site by file
+FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 EXAMPLES = "examples.md"
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def site_links(markdown, folder, page_folder, repo_url):
-    """The text with its relative links turned into those of the site.
+    """Translate the relative links and images of a page.
 
     Args:
-        markdown: the text.
-        folder: that it lies in, relative to the repository.
-        page_folder: that its page lies in, relative to docs/.
-        repo_url: of the repository, or None.
+        markdown: the page's text.
+        folder: the folder of its source, relative to the repository.
+        page_folder: the folder of its page on the site.
+        repo_url: URL of the repository, or None.
     """
 
     def replaced(match):
@@ -44,7 +45,7 @@ def site_links(markdown, folder, page_folder, repo_url):
 
 
 def on_files(files, config):
-    """Add the pages whose files lie outside of docs/."""
+    """Add the pages whose sources are outside docs/."""
     for name, page in FROM_ROOT.items():
         text = site_links((ROOT / name).read_text(), "", "", config.repo_url)
         files.append(File.generated(config, page, content=text))
@@ -53,22 +54,24 @@ def on_files(files, config):
 
 
 def examples_page():
-    """All programs of examples/, each under its name."""
+    """All programs of examples/, one section each."""
     programs = sorted((ROOT / "examples").glob("*.py"))
-    parts = [f"## {path.name}\n\n```python\n{path.read_text()}```\n" for path in programs]
-    introduction = "Complete programs. The docstring of each tells how to run it, on GPUs or on CPUs.\n"
-    return "\n".join(["# Examples\n", introduction, *parts])
+    sections = [f"## {path.name}\n\n```python\n{path.read_text()}```\n" for path in programs]
+    introduction = "Complete programs. Their docstrings contain the commands that run them, on GPUs or CPUs.\n"
+    return "\n".join(["# Examples\n", introduction, *sections])
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Turn the links of a page of docs/ into those of the site."""
+    """Translate the links of a page in docs/, and keep the log out of the search."""
     if page.file.src_uri in (*FROM_ROOT.values(), EXAMPLES):
         return markdown
     folder = posixpath.dirname(page.file.src_uri)
+    if folder == "log":
+        page.meta["search"] = {"exclude": True}
     return site_links(markdown, posixpath.join("docs", folder), folder, config.repo_url)
 
 
 def on_page_content(html, page, config, files):
-    """Link plots to their files, and let names of tests break."""
+    """Link plots to their files, and let test names break."""
     html = re.sub(r'<img [^>]*src="([^"]*plots/[^"]+)"[^>]*/?>', r'<a href="\1" title="Full size">\g<0></a>', html)
     return re.sub(r"(?<=<code>)test_\w+(?=\*?</code>)", lambda name: name[0].replace("_", "_<wbr>"), html)

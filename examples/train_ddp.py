@@ -1,4 +1,4 @@
-"""Train a small network with PowerSGD: the complete program for the README's diff.
+"""Train a small network with PowerSGD.
 
     torchrun --nproc-per-node 2 examples/train_ddp.py
 

@@ -1,4 +1,4 @@
-"""Train with 4-bit gradients, save, and resume on another number of ranks.
+"""Train with 4-bit gradients, save, and resume on another number of ranks: the README's diff as a complete program.
 
     torchrun --nproc-per-node 2 examples/train_int4.py checkpoint.pt
     torchrun --nproc-per-node 3 examples/train_int4.py checkpoint.pt
@@ -30,7 +30,7 @@ def main(path: Path) -> None:
     teacher = torch.randn(64, 64, device=device) / 8
 
     model = DistributedDataParallel(model)
-    state = QuantizationState(None, wire="int4")
+    state = QuantizationState(wire="int4")
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     dist.barrier()  # so that no rank saves while another still looks for the checkpoint

@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Steps, Transport, Workspace
+from gradwire.comm import Executor
 from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
-from gradwire.compress import Gradients
-from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_work, is_sparse
-from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.hooks._bucket import CommHook, GradBucket, ModelBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.hooks.telemetry import Algorithm, Mark, Recorder, T, Timeline, mark
-from gradwire.kernels import WIRE_FORMATS, flatten
+from gradwire.hooks.telemetry import Mark, Stopwatch, durations
+from gradwire.kernels import WIRE_FORMATS
 
 PLAIN = "plain"
 CASTS: dict[str, CommHook] = {PLAIN: allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
@@ -32,7 +30,7 @@ class Exchange(NamedTuple):
     state: CastState | QuantizationState | PowerSGDState
     hook: CommHook
 
-    def run(self, bucket: GradBucket, iteration: int, recorder: Recorder | None) -> Future[Tensor]:
+    def run(self, bucket: GradBucket, iteration: int, recorder: Stopwatch | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, HookState):
             self.state.continue_at(iteration)  # it gets some of the buckets only
@@ -59,42 +57,6 @@ def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int
         f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
         "rank N, such as powersgd-r4."
     )
-
-
-class Stopwatch:
-    """Measures the buckets of one step of one exchange; see `gradwire.hooks.telemetry.Recorder`.
-
-    Attributes:
-        timelines: of the buckets, in order.
-    """
-
-    def __init__(self) -> None:
-        self.timelines: list[Timeline] = []
-
-    def recorder(self, bucket: GradBucket) -> "Stopwatch":
-        return self
-
-    def settings(self) -> dict[str, object]:
-        return {}
-
-    def agreed(self) -> None:
-        pass
-
-    def observed(self, algorithm: Algorithm) -> Algorithm:
-        def timed(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
-            return self._start(source.table.device).of(algorithm(source, target, transport, workspace))
-
-        return timed
-
-    def uncompressed(self, steps: Steps[T], device: torch.device) -> Steps[T]:
-        return self._start(device).of(steps)
-
-    def finish(self, device: torch.device) -> None:
-        pass
-
-    def _start(self, device: torch.device) -> Timeline:
-        self.timelines.append(Timeline(device))
-        return self.timelines[-1]
 
 
 class CopiedBucket:
@@ -124,7 +86,7 @@ class CopiedBucket:
 def _flat_copy(bucket: GradBucket) -> Tensor:
     source = bucket_work(bucket, {}).source
     table = source.table
-    return flatten(source.tensors, torch.empty(table.numel, dtype=table.dtype, device=table.device), table=table)
+    return source.flatten(torch.empty(table.numel, dtype=table.dtype, device=table.device))
 
 
 class Trial:
@@ -146,7 +108,7 @@ class Trial:
         self._marks: list[Mark] = []  # begin and end of each bucket
 
     def run(
-        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Exchange, recorder: Recorder | None
+        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Exchange, recorder: Stopwatch | None
     ) -> Future[Tensor]:
         """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``; wait for both.
 
@@ -159,11 +121,11 @@ class Trial:
         """
         self.buckets.append(names)
         device = bucket_device(bucket)
-        self._marks.append(mark(device))
+        self._marks.append(Mark(device))
         self.exchange.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
         result = plain.run(bucket, iteration, recorder)
         result.wait()
-        self._marks.append(mark(device))
+        self._marks.append(Mark(device))
         return result
 
     def costs(self) -> list[list[float]]:
@@ -172,8 +134,7 @@ class Trial:
 
     def ready(self) -> list[float]:
         """Milliseconds from the first complete gradient to each bucket, without the waiting."""
-        gaps = [begin.milliseconds_since(end) for end, begin in zip(self._marks[1::2], self._marks[2::2], strict=False)]
-        return list(accumulate(gaps, initial=0.0))
+        return list(accumulate(durations(self._marks[1:]), initial=0.0))
 
 
 # A plan may take this much longer than the fastest one, if it rounds less.
@@ -195,6 +156,39 @@ class Cost(NamedTuple):
 
 
 Costs = Sequence[Mapping[str, Cost]]  # of each bucket, by exchange, the most precise one first
+
+
+def slowest_times(
+    counted: Mapping[str, Sequence[Trial]], executor: Executor, device: torch.device
+) -> tuple[list[float], list[dict[str, Cost]]]:
+    """`predicted_ms`' arguments for every candidate, from the times of the slowest rank. A collective call.
+
+    The times of the plain exchange count as their minimum and all others as their median: load on the machine favors
+    plain.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    costs = torch.stack(
+        [
+            _samples([trial.costs() for trial in trials]).quantile(0.0 if candidate == PLAIN else 0.5, 0)
+            for candidate, trials in counted.items()
+        ],
+        1,
+    )
+    ready = _samples([trial.ready() for trials in counted.values() for trial in trials]).amin(0)
+    times = torch.cat([costs.flatten(), ready]).to(device)
+
+    async def largest() -> None:
+        await executor.transport.all_reduce_max(times)
+
+    executor.submit(lambda _: largest()).wait()
+    costs_ms, ready_ms = times[: costs.numel()].view(costs.shape).tolist(), times[costs.numel() :].tolist()
+    by_name = [{name: Cost(*cost) for name, cost in zip(counted, bucket, strict=True)} for bucket in costs_ms]
+    return ready_ms, by_name
+
+
+def _samples(times: Sequence[Any]) -> Tensor:
+    return torch.tensor(times, dtype=torch.float64, device="cpu")
 
 
 def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:

@@ -2,15 +2,14 @@
 
 Each family has a reference in plain PyTorch, Triton kernels, and CPU paths where these are faster than the reference:
 
-    flattening           gradients <-> one flat wire buffer, with scale, saturation and cast
-    delayed_scaling      the scale of a 16-bit wire, from the previous step's largest magnitude
-    lowrank              PowerSGD's three passes over the matrices of a bucket
-    orthogonalization    an orthonormal basis of every low-rank factor
-    column_norms         the factors of the next step, with unit columns
-    quantization         gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
+    flatten            gradients <-> one flat wire buffer, with scale, saturation and cast
+    delayed_scaling    the scale of a 16-bit wire, from the previous step's largest magnitude
+    lowrank            PowerSGD's three passes over the matrices of a bucket, and the factors of the next step
+    orthogonalize      an orthonormal basis of every low-rank factor
+    quantize           gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
 
-`segment_table`, `block_table` and `matrix_table` describe a bucket to the kernels; `dispatch` chooses the
-implementation.
+A family's Triton kernels are in ``NAME_triton``. `segment_table`, `block_table` and `matrix_table` describe a bucket to
+the kernels, `program_table` decodes these tables, and `dispatch` chooses the implementation.
 """
 
 from gradwire.kernels.block_table import (
@@ -21,11 +20,10 @@ from gradwire.kernels.block_table import (
     MessageLayout,
     Section,
 )
-from gradwire.kernels.column_norms import Renewal, draw, renew, renew_bytes, renew_reference
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
-from gradwire.kernels.dtypes import WIRE_DTYPES, compute_dtype
-from gradwire.kernels.flattening import (
+from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype
+from gradwire.kernels.flatten import (
     flatten,
     flatten_bytes,
     flatten_reference,
@@ -38,12 +36,15 @@ from gradwire.kernels.lowrank import (
     backproject_reference,
     can_capture,
     can_keep,
+    draw,
     lowrank_bytes,
     project,
     project_reference,
     reconstruct,
-    reconstruct_and_renew,
     reconstruct_reference,
+    renew,
+    renew_bytes,
+    renew_reference,
 )
 from gradwire.kernels.matrix_table import (
     ALIGN_NUMEL,
@@ -52,23 +53,23 @@ from gradwire.kernels.matrix_table import (
     Matrix,
     MatrixTable,
     Operands,
+    Renewal,
     Uncompressed,
 )
-from gradwire.kernels.orthogonalization import orthogonalize, orthogonalize_bytes, orthogonalize_reference
-from gradwire.kernels.quantization import (
+from gradwire.kernels.orthogonalize import orthogonalize, orthogonalize_bytes, orthogonalize_reference
+from gradwire.kernels.program_table import is_capturing, upload
+from gradwire.kernels.quantize import (
     commit_errors,
     commit_errors_bytes,
+    commit_errors_reference,
     dequantize,
     dequantize_bytes,
+    dequantize_reference,
     quantize,
     quantize_bytes,
+    quantize_reference,
     reduce_quantized,
     reduce_quantized_bytes,
-)
-from gradwire.kernels.quantization_reference import (
-    commit_errors_reference,
-    dequantize_reference,
-    quantize_reference,
     reduce_quantized_reference,
 )
 from gradwire.kernels.segment_table import (
@@ -79,7 +80,6 @@ from gradwire.kernels.segment_table import (
     layout_in_dtype,
     memory_order,
 )
-from gradwire.kernels.uploads import is_capturing, upload
 from gradwire.kernels.wire_formats import WIRE_FORMATS, Rounding, WireFormat
 
 __all__ = [
@@ -135,7 +135,6 @@ __all__ = [
     "quantize_reference",
     "random_key",
     "reconstruct",
-    "reconstruct_and_renew",
     "reconstruct_reference",
     "reduce_quantized",
     "reduce_quantized_bytes",

@@ -15,25 +15,23 @@ A kernel reads one packed int64 table per section,
 
     addresses[S] | lengths[S] | first_blocks[S] | keys[S] | chunk_segment[C] | chunk_start[C]
 
-for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements, which `load_block_chunk` decodes.
+for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements, which `load_chunk` decodes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.language import jit, tl
-from gradwire.kernels.segment_table import SegmentTable
-from gradwire.kernels.uploads import Upload, pinned
-from gradwire.kernels.wire_formats import WireFormat
+from gradwire.kernels.program_table import pinned
+from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs
+from gradwire.kernels.wire_formats import SCALE_BYTES, Blocks, WireFormat
 
 HEADER_BYTES = 16
 ALIGN_BYTES = 16
@@ -41,48 +39,6 @@ ALIGN_BYTES = 16
 # of the cache. Smaller runs would fit the second level, but pay more for calls: 0.1 ms a run.
 RUN_NUMEL = 1 << 19
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 1024
-
-
-@jit
-def load_block_chunk(table_ptr, n_segments, n_chunks, chunk):
-    """Decode one chunk of a packed `BlockTable`.
-
-    Returns:
-        The address, the length, the first block and the key of the chunk's segment, and the chunk's start within it.
-    """
-    chunks_ptr = table_ptr + 4 * n_segments  # [2, C]
-    segment = tl.load(chunks_ptr + chunk)
-    start = tl.load(chunks_ptr + n_chunks + chunk)
-    address = tl.load(table_ptr + segment)
-    length = tl.load(table_ptr + n_segments + segment)
-    first_block = tl.load(table_ptr + 2 * n_segments + segment)
-    key = tl.load(table_ptr + 3 * n_segments + segment)
-    return address, length, first_block, key, start
-
-
-class Blocks(NamedTuple):
-    """Contents of consecutive blocks: int64, one element per block.
-
-    Attributes:
-        counts: the number of elements.
-        keys: the key of the tensor.
-        starts: the index, in the tensor's memory order, of the first element.
-    """
-
-    counts: Tensor
-    keys: Tensor
-    starts: Tensor
-
-
-class Run(NamedTuple):
-    """Consecutive blocks that the CPU paths handle at once: of several whole tensors, or of a piece of a large one."""
-
-    first: int  # index of the first tensor
-    last: int  # one past the index of the last tensor
-    first_block: int
-    last_block: int  # one past the last block
-    start: int  # the element of the first tensor at which the run begins
-    is_piece: bool  # whether it is a piece of one tensor
 
 
 class BlockTable:
@@ -97,7 +53,7 @@ class BlockTable:
         keys: for each tensor, a signed 64-bit number that its random numbers depend on (`random_key`).
 
     Attributes:
-        segments: the tensors, without blocks. `Fitting(tensors, table.segments)` passes `check` at once.
+        segments: the tensors, without blocks.
         dtype: of the tensors' real elements; a complex element counts twice.
         lengths: the number of real elements of each tensor.
         first_blocks: the number of blocks before each tensor.
@@ -126,26 +82,11 @@ class BlockTable:
         self.first_blocks = [0, *accumulate(self.block_counts)][:-1]
         self.n_blocks = sum(self.block_counts)
         self.numel = self.n_blocks * block_size
-        self._addresses: list[int] = []  # as uploaded
-        self._packed: Upload | None = None
+        self.segments.fields = [self.lengths, self.first_blocks, self.keys]
+        self._views: tuple[int, list[list[Tensor]]] = (0, [])  # address of the memory of a run, `run_views`
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError unless ``tensors`` fit the table."""
-        self.segments.check_tensors(tensors)
-
-    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The packed int64 table on the device, with the addresses of ``tensors``, which must fit."""
-        addresses = list(map(Tensor.data_ptr, tensors))
-        if self._packed is None:
-            rows = (addresses, self.lengths, self.first_blocks, self.keys, self.segments.chunks())
-            self._packed = Upload([number for row in rows for number in row], self.device)
-        elif addresses != self._addresses:
-            self._packed.replace(addresses)
-        self._addresses = addresses
-        return self._packed.tensor
 
     @cached_property
     def layout(self) -> Tensor:
@@ -178,34 +119,28 @@ class BlockTable:
 
     def partial_between(self, first: int, last: int) -> list[tuple[int, int]]:
         """The `partial_blocks` from ``first`` to ``last - 1``."""
-        start, stop = (bisect_left(self.partial_blocks, (block, 0)) for block in (first, last))
-        return self.partial_blocks[start:stop]
+        blocks = self.partial_blocks
+        return blocks[bisect_left(blocks, (first, 0)) : bisect_left(blocks, (last, 0))]
 
     @cached_property
     def runs(self) -> list[Run]:
         """All blocks, in order, cut into runs of at most ``RUN_NUMEL`` elements."""
-        runs: list[Run] = []
-        room = RUN_NUMEL // self.block_size
-        for i, (first, count) in enumerate(zip(self.first_blocks, self.block_counts, strict=True)):
-            end = first + count
-            if count > room:
-                starts = range(first, end, room)
-                runs += [Run(i, i + 1, at, min(at + room, end), (at - first) * self.block_size, True) for at in starts]
-            elif runs and not runs[-1].is_piece and end - runs[-1].first_block <= room:
-                runs[-1] = runs[-1]._replace(last=i + 1, last_block=end)
-            else:
-                runs.append(Run(i, i + 1, first, end, 0, False))
-        return runs
+        return cut_runs(self.block_counts, RUN_NUMEL // self.block_size)
 
     def error_views(self, flat: Tensor) -> list[Tensor]:
         """Views of an error memory, [numel], in the shapes and strides of the tensors; complex ones as real pairs."""
-        return self.views(flat, 0, len(self))
+        starts = [first * self.block_size for first in self.first_blocks]
+        return [self.segments.view(i, flat, start) for i, start in enumerate(starts)]
 
-    def views(self, flat: Tensor, first: int, last: int) -> list[Tensor]:
-        """Views of the blocks of the tensors ``first`` to ``last - 1``, which ``flat`` holds, as in `error_views`."""
-        base = self.first_blocks[first]
-        starts = {i: (self.first_blocks[i] - base) * self.block_size for i in range(first, last)}
-        return [self.segments.view(i, flat, start) for i, start in starts.items()]
+    def run_views(self, memory: Tensor) -> list[list[Tensor]]:
+        """For each run of whole tensors, views of the run's blocks in ``memory``, as in `error_views`. Cached."""
+        if self._views[0] != memory.data_ptr():
+            views: list[list[Tensor]] = [[] for _ in self.runs]
+            for of_run, run in zip(views, self.runs, strict=True):
+                for i in range(run.first, run.last) if not run.is_piece else ():
+                    of_run.append(self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size))
+            self._views = (memory.data_ptr(), views)
+        return self._views[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,12 +160,43 @@ class Section:
     blocks_per_cell: int
     scales_at: int
     payload_at: int
+    checked: dict[str, object] = field(default_factory=dict)  # layouts of the arguments that fitted last, by function
 
     def cell_blocks(self, cell: int) -> tuple[int, int]:
         """The first block of a cell, and one past its last. They are equal if the cell is empty."""
         n_blocks = self.table.n_blocks
         first = cell * self.blocks_per_cell
         return min(first, n_blocks), min(first + self.blocks_per_cell, n_blocks)
+
+    def parts(self, cells: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Views of the section in ``cells``, [cells, cell_bytes].
+
+        Returns:
+            The scales, [cells, blocks_per_cell] in bf16 (None if the format has none), and the payloads, [cells,
+            blocks_per_cell, bytes] in uint8.
+        """
+        count, width = self.blocks_per_cell, self.payload_bytes
+        payload = cells[:, self.payload_at : self.payload_at + count * width].view(len(cells), count, width)
+        if not self.format.is_scaled:
+            return None, payload
+        return cells[:, self.scales_at : self.scales_at + count * SCALE_BYTES].view(torch.bfloat16), payload
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of one block's payload."""
+        return self.format.payload_bytes(self.table.block_size)
+
+    @cached_property
+    def run_cells(self) -> list[tuple[Run, list[tuple[int, int, int, int]]]]:
+        """Each run of the table, and the cells of its blocks: cell, first slot, first block, one past the last."""
+        found, room = [], self.blocks_per_cell
+        for run in self.table.runs:
+            cells = []
+            for cell in range(run.start // room, -(-run.stop // room)):
+                first, last = max(run.start, cell * room), min(run.stop, (cell + 1) * room)
+                cells.append((cell, first - cell * room, first, last))
+            found.append((run, cells))
+        return found
 
 
 def _aligned(size: int) -> int:

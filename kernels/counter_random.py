@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.dispatch import jit, tl
 
 # As signed 64-bit numbers: torch has no unsigned arithmetic.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)

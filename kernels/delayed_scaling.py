@@ -18,8 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.language import jit, kernel, tl
+from gradwire.kernels.dispatch import jit, kernel, tl, use_triton
 
 # How far the scale rises while absmax is 0. At 2^32, fp16's smallest number, 2^-24, stands for a gradient of 2^-56.
 BLIND_EXPONENT = 32

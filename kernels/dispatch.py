@@ -1,18 +1,56 @@
-"""Dispatch: Triton kernels on a GPU or in Triton's interpreter, plain PyTorch elsewhere.
+"""Triton where it is installed, and the choice between Triton kernels, CPU paths and references.
 
-The environment variable ``GRADWIRE_KERNELS`` overrides the choice: ``auto`` (the default), ``triton``, or ``torch``.
+Triton kernels run on a GPU or in Triton's interpreter. The environment variable ``GRADWIRE_KERNELS`` overrides the
+choice: ``auto`` (the default), ``triton``, or ``torch``. Without Triton, the kernel files can be imported, and their
+kernels cannot be launched.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from gradwire.kernels.language import HAS_TRITON, jit
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+    jit: Any = triton.jit
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    HAS_TRITON = False
+    tl: Any = None  # type: ignore[no-redef]
+
+    jit = staticmethod
 
 CHOICES = ("auto", "triton", "torch")
+WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def kernel(function: Any) -> Any:
+    """`triton.jit` for a function that is launched. Its pointers are named ``*_ptr``.
+
+    Triton compiles a kernel anew for an integer argument that is 1, a multiple of 16, or neither. The counts that our
+    kernels take gain nothing from it, and differ between the buckets of a model: every new combination would stop
+    training for a compilation. Here only pointers (by their alignment) and constexprs are specialized.
+    """
+    if not HAS_TRITON:
+        return jit(function)
+    scalars = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if not name.endswith("_ptr") and "constexpr" not in str(parameter.annotation)
+    ]
+    return jit(function, do_not_specialize=scalars)
 
 
 @jit
@@ -54,3 +92,39 @@ def use_triton(device: torch.device) -> bool:
             "or TRITON_INTERPRET=1 set before gradwire is imported. Set GRADWIRE_KERNELS=auto to choose by device."
         )
     return possible and choice != "torch"
+
+
+def choose(
+    device: torch.device, triton: Function, cpu: Function, reference: Function, takes_triton: bool = True
+) -> Function:
+    """The implementation for tensors of ``device``; the Triton kernels only if they accept the operands."""
+    if takes_triton and use_triton(device):
+        return triton
+    return cpu if device.type == "cpu" else reference
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``, a positive integer."""
+    return 1 << (number - 1).bit_length()
+
+
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic between these dtypes: fp64 if one of them is fp64, else fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def triton_dtype(dtype: torch.dtype) -> object:
+    """The Triton type of a torch dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast from the dtype of the arithmetic. fp64 is rounded to fp32 on its way to 16 bits, as in PyTorch."""
+    return x if dtype == torch.float64 else x.to(torch.float32).to(dtype)
+
+
+@jit
+def narrow(x, DTYPE: tl.constexpr):
+    """`narrow_reference` in Triton."""
+    # One return: Triton type-checks all of a function's, also one that the constexpr rules out.
+    return x if DTYPE == tl.float64 else x.to(tl.float32).to(DTYPE)

@@ -4,12 +4,18 @@
     backproject   Q = scale M^T P
     reconstruct   out = P Q^T,  E = M - out          if the factors are finite; otherwise out = NaN and E stays
 
+    renew         next_c = q_c / |q_c|               for each column c of the factors to start the next step from
+                  next_c = a random unit vector      where q_c is zero: otherwise that column would stay zero
+
 ``out`` saturates at the largest finite value of the gradients' dtype; the part that is cut off stays in E. Factors are
 stored transposed (`matrix_table`).
 
 E is the error memory. The update conserves G + E = out + E (new) to the rounding of one subtraction; the rounding of a
 16-bit result is part of the new E. Only the last pass overwrites E, when every rank knows whether all factors are
-finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was, without a host synchronisation.
+finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was, without a host synchronization.
+
+Unit columns give the columns of the next P the magnitude of the gradient. Random columns come from a counter-based
+generator. Its counters are the key of the matrix, the step and the place in the factor, so all ranks draw the same.
 
 Traffic for N elements of s bytes, with e bytes per element of the error memory (factors, r (n + m) elements, are small
 beside it):
@@ -21,20 +27,21 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-from gradwire.kernels.column_norms import Renewal, check_renewal, renew
-from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.dtypes import compute_dtype
-from gradwire.kernels.flattening import flatten, unflatten
-from gradwire.kernels.lowrank_cpu import backproject_cpu, project_cpu, reconstruct_cpu
+from gradwire.kernels.counter_random import uniform
+from gradwire.kernels.dispatch import choose, compute_dtype
+from gradwire.kernels.flatten import flatten, unflatten
+from gradwire.kernels.lowrank_reconstruct_triton import reconstruct_triton, renew_triton
 from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
-from gradwire.kernels.matrix_table import MAX_RANK, FactorLayout, MatrixTable, Operands, Uncompressed
-from gradwire.kernels.reconstruction_triton import reconstruct_and_renew_triton, reconstruct_triton
+from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
+from gradwire.kernels.program_table import check_step
 
-# The Triton kernels address the elements of a tile of up to 32 rows by 32-bit offsets.
-MAX_COLUMNS = 1 << 26
+# Norms whose squares are far from the ends of fp64's range. Outside lie some rows in fp64, zeros, and non-finite rows.
+SAFE_NORMS = (1e-140, 1e140)
 
 
 def lowrank_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -43,6 +50,11 @@ def lowrank_bytes(numel: int, dtype: torch.dtype) -> int:
     if gradient == error:  # M is kept in the target
         return numel * ((2 * gradient + error) + gradient + (2 * gradient + error))
     return numel * ((gradient + error) + (gradient + error) + (2 * gradient + 2 * error))
+
+
+def renew_bytes(numel: int, wire: torch.dtype, following: torch.dtype) -> int:
+    """Bytes that renewing ``numel`` elements of factors reads and writes: the wire twice, because norms come first."""
+    return numel * (2 * wire.itemsize + following.itemsize)
 
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
@@ -65,7 +77,7 @@ def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float
 
 
 def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """`reconstruct` in plain PyTorch, matrix by matrix."""
+    """`reconstruct` in plain PyTorch, matrix by matrix, of the matrices alone."""
     table = operands.table
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).clamp(-table.limit, table.limit).to(table.dtype)
@@ -84,154 +96,261 @@ def _compensated(operands: Operands, index: int) -> Tensor:
     return m if operands.error is None else m + operands.error[index]
 
 
-def can_use_triton(table: MatrixTable) -> bool:
-    """Whether the Triton kernels accept these matrices: ranks up to `MAX_RANK`, rows below 2^26 elements, no fp64."""
-    is_in_range = table.largest_rank <= MAX_RANK and max(table.q.lengths) <= MAX_COLUMNS
-    return use_triton(table.device) and is_in_range and table.compute == torch.float32
+def renew_reference(
+    wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
+) -> None:
+    """`renew` in plain PyTorch, factor by factor."""
+    for i, (q, after) in enumerate(zip(layout.views(wire), layout.views(following), strict=True)):
+        finite[i] *= q.isfinite().all()
+        drawn = uniform(keys[i], step, torch.arange(q.numel(), device=q.device).view_as(q))
+        columns = torch.where((q == 0).all(1, keepdim=True), drawn.to(after.dtype), q.to(after.dtype))
+        scaled = columns / columns.abs().amax(1, keepdim=True)
+        unit = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+        after.copy_(torch.where(finite[i] > 0, unit, after))
+
+
+def _in_blocks(step: int, by_rows: Sequence[Tensor], factor: Tensor) -> Iterable[Sequence[Tensor]]:
+    """Matrices and a factor P, r x n, cut into blocks of ``step`` rows of the matrices.
+
+    BLAS works block by block, so that each block of M is still in cache when it is used again.
+    """
+    if step >= factor.shape[1]:  # a split costs as much as a small product
+        return [(*by_rows, factor)]
+    return zip(*[tensor.split(step) for tensor in by_rows], factor.split(step, 1), strict=True)
+
+
+def _products(layout: FactorLayout, wire: Tensor, compute: torch.dtype) -> list[Tensor]:
+    """Where factors are computed: in the wire itself if it has the dtype of the arithmetic, else in a buffer."""
+    if wire.dtype == compute:
+        return layout.cached_views(wire)
+    return layout.views(torch.empty_like(wire, dtype=compute))
+
+
+def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
+    """`project` on a CPU."""
+    table, keep, error = operands.table, operands.keep, operands.error
+    products = zip(table.q.cached_views(q), _products(table.p, p, table.compute), table.p.cached_views(p), strict=True)
+    for i, (q_i, product, p_i) in enumerate(products):
+        by_rows = [operands.source[i], operands.target[i], *([] if error is None else [error[i]])]
+        for source, target, *of_error, columns in _in_blocks(table.block_rows[i], by_rows, product):
+            m = _add(source, of_error, table.scratch[i])
+            torch.mm(q_i, m.t(), out=columns)
+            if keep:
+                target.copy_(m)
+        torch.mul(product, scale, out=p_i)
+
+
+def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
+    """`backproject` on a CPU."""
+    table, error = operands.table, None if operands.keep else operands.error
+    products = zip(table.p.cached_views(p), _products(table.q, q, table.compute), table.q.cached_views(q), strict=True)
+    for i, (p_i, product, q_i) in enumerate(products):
+        by_rows = [(operands.target if operands.keep else operands.source)[i], *([] if error is None else [error[i]])]
+        product.zero_()
+        for m, *of_error, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
+            torch.addmm(product, columns, _add(m, of_error, table.scratch[i]), out=product)
+        torch.mul(product, scale, out=q_i)
+
+
+def _add(m: Tensor, error: Sequence[Tensor], scratch: Tensor) -> Tensor:
+    """A block of M in the scratch: BLAS may round by alignment, and gradients have any alignment."""
+    out = scratch[: len(m)]
+    return torch.add(m, error[0], out=out) if error else out.copy_(m)
+
+
+def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
+    """`reconstruct` on a CPU, of the matrices alone."""
+    table = operands.table
+    factors = [
+        layout.cached_views(factor) if factor.dtype == table.compute else layout.views(factor.to(table.compute))
+        for layout, factor in ((table.p, p), (table.q, q))
+    ]
+    for i, (p_i, q_i, is_finite) in enumerate(zip(*factors, finite.tolist(), strict=True)):
+        if not is_finite:
+            operands.target[i].fill_(torch.nan)
+            continue
+        by_rows = [operands.source[i], operands.target[i], *([] if operands.error is None else [operands.error[i]])]
+        for source, target, *of_error, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
+            product = torch.mm(columns.t(), q_i, out=table.scratch[i][: len(target)])
+            if table.dtype != table.compute:
+                product.clamp_(-table.limit, table.limit)
+            if operands.keep:
+                torch.sub(target, product, out=of_error[0])
+                target.copy_(product)
+            elif of_error:
+                of_error[0].add_(source).sub_(target.copy_(product))
+            else:
+                target.copy_(product)
+
+
+def renew_cpu(
+    wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
+) -> None:
+    """`renew` on a CPU."""
+    rows, targets = layout.views(wire.to(torch.float64, copy=True)), layout.cached_views(following)
+    norms = [torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in rows]
+    smallest, largest = torch.aminmax(torch.cat(norms))
+    if not (SAFE_NORMS[0] < smallest.item() and largest.item() < SAFE_NORMS[1] and finite.all()):
+        easy = []
+        for i, norm in enumerate(norms):
+            if not ((norm > SAFE_NORMS[0]) & (norm < SAFE_NORMS[1])).all():
+                finite[i] *= rows[i].isfinite().all()
+                if finite[i]:
+                    _renew_carefully(rows[i], targets[i], keys[i], step)
+            elif finite[i]:
+                easy.append(i)
+        rows, norms, targets = ([of_factors[i] for i in easy] for of_factors in (rows, norms, targets))
+    if rows:
+        torch._foreach_div_(rows, norms)
+        torch._foreach_copy_(targets, rows)
+
+
+def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
+    """Renew a finite factor with rows that are zero, or whose squares leave the range of fp64."""
+    largest = q.abs().amax(1, keepdim=True).to(after.dtype)
+    torch.div(q, torch.where(largest > 0, largest, 1), out=after)
+    if not largest.all():
+        rows = (largest == 0).nonzero()[:, :1]
+        after[rows[:, 0]] = uniform(key, step, rows * q.shape[1] + torch.arange(q.shape[1])).to(after.dtype)
+    after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 
 def can_keep(table: MatrixTable) -> bool:
     """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
 
-    On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at
-    no cost.
+    On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
     """
-    return can_use_triton(table) and table.dtype == table.compute
+    return table.can_use_triton() and table.dtype == table.compute
 
 
 def can_capture(table: MatrixTable) -> bool:
     """Whether a CUDA graph of a step serves later steps: if the kernels read the matrices' addresses on the device."""
-    return can_use_triton(table)
+    return table.can_use_triton()
 
 
-def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float, pack: Uncompressed | None = None) -> None:
+def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket.
 
     Args:
-        operands: the matrices. With ``keep``, the target is overwritten with M; nothing else is modified.
+        operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
+            with P, they are written onto their wire, times ``scale``. Nothing else is modified.
         q: the packed factors Q, fp32 or fp64 as ``table.compute``.
         p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
             of P is not finite if that row of M is not.
         scale: for example 1 / world size.
-        pack: gradients that `flatten` writes onto the wire, times ``scale``, in the same launches.
 
     Raises:
         ValueError: an operand does not fit its table.
     """
-    table = operands.table
-    operands.check()
-    table.q.check(q, "q")
-    table.p.check(p, "p")
-    if can_use_triton(table):
-        _check(pack)
-        project_triton(operands, q, p, scale, pack)
-    else:
-        run = project_cpu if table.device.type == "cpu" else project_reference
-        run(operands, q, _without_gaps(table.p, p), scale)
-        _pack(pack, scale)
+    operands.check(p, q)
+    if operands.table.can_use_triton():
+        project_triton(operands, q, p, scale)
+        return
+    _clear_gaps(operands.table.p, p)
+    (project_cpu if p.device.type == "cpu" else project_reference)(operands, q, p, scale)
+    _pack(operands, operands.table.p, scale)
 
 
-def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float, pack: Uncompressed | None = None) -> None:
+def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
     """Q = scale M^T P, for every matrix of a bucket.
 
     Args:
-        operands: the matrices, after `project` if it keeps M. Not modified.
+        operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
+            Q, they are written onto their wire, times ``scale``.
         p: the packed factors P, fp32 or fp64 as ``table.compute``.
         q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
         scale: for example 1 / world size.
-        pack: gradients that `flatten` writes onto the wire, times ``scale``, in the same launches.
 
     Raises:
         ValueError: an operand does not fit its table.
     """
-    table = operands.table
-    operands.check()
-    table.p.check(p, "p")
-    table.q.check(q, "q")
-    if can_use_triton(table):
-        _check(pack)
-        backproject_triton(operands, p, q, scale, pack)
-    else:
-        run = backproject_cpu if table.device.type == "cpu" else backproject_reference
-        run(operands, p, _without_gaps(table.q, q), scale)
-        _pack(pack, scale)
+    operands.check(p, q)
+    if operands.table.can_use_triton():
+        backproject_triton(operands, p, q, scale)
+        return
+    _clear_gaps(operands.table.q, q)
+    (backproject_cpu if q.device.type == "cpu" else backproject_reference)(operands, p, q, scale)
+    _pack(operands, operands.table.q, scale)
 
 
-def _without_gaps(layout: FactorLayout, factors: Tensor) -> Tensor:
-    """The buffer ``factors``, with zeros where there is no factor, if there are such places."""
-    return factors.zero_() if layout.has_gaps else factors
+def _clear_gaps(layout: FactorLayout, factors: Tensor) -> None:
+    if layout.has_gaps:
+        factors.zero_()
 
 
-def _check(uncompressed: Uncompressed | None) -> None:
-    if uncompressed is not None:
-        uncompressed.check()
-
-
-def _pack(pack: Uncompressed | None, scale: float) -> None:
-    if pack is not None:
-        flatten(pack.source, pack.wire, table=pack.table, scale=scale)
+def _pack(operands: Operands, computed: FactorLayout, scale: float) -> None:
+    others = operands.uncompressed
+    if others is not None and others.sent_with is computed:
+        flatten(others.source, others.wire, table=others.table, scale=scale)
 
 
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite.
 
+    With ``operands.renewal``, P or Q is renewed first, as by `renew`, and the number of the step advances. With
+    ``operands.uncompressed``, these gradients are read from their wire.
+
     Args:
         operands: the matrices, after `project` if it keeps M. Target and error memory are overwritten.
-        p: the packed factors P, of any dtype: as received or orthogonalised.
+        p: the packed factors P, of any dtype: as received or orthogonalized.
         q: the packed factors Q, of any dtype.
-        finite: int32, one element per matrix: 0 leaves the matrix's error memory alone and makes its result NaN.
+        finite: int32, one element per matrix: 0 leaves the matrix's error memory alone and makes its result NaN. Set
+            to 0 where the factor to renew is not finite, before it is used.
 
     Raises:
         ValueError: an operand does not fit the table.
     """
-    table = operands.table
-    operands.check()
-    table.p.check(p, "p")
-    table.q.check(q, "q")
-    if can_use_triton(table):
+    table, renewal, others = operands.table, operands.renewal, operands.uncompressed
+    operands.check(p, q)
+    if table.can_use_triton():
         reconstruct_triton(operands, p, q, finite)
+        if renewal is not None:
+            return  # its launch has read the uncompressed gradients, too
     else:
-        run = reconstruct_cpu if table.device.type == "cpu" else reconstruct_reference
-        run(operands, p, q, finite)
+        if renewal is not None:
+            if renewal.advance_to is None:
+                renewal.step.add_(1)
+            else:
+                renewal.step.fill_(renewal.advance_to)
+            wire = p if renewal.layout is table.p else q
+            _renew(wire, renewal.layout, table.keys, renewal.step, renewal.following, finite)
+        (reconstruct_cpu if p.device.type == "cpu" else reconstruct_reference)(operands, p, q, finite)
+    if others is not None:
+        unflatten(others.wire, others.target, table=others.target_table)
 
 
-def reconstruct_and_renew(
-    operands: Operands,
-    p: Tensor,
-    q: Tensor,
-    finite: Tensor,
-    renewal: Renewal,
-    *,
-    unpack: Uncompressed | None = None,
+def renew(
+    wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
-    """`renew` a factor for the next step, and `reconstruct`: in two launches for both.
+    """Write the unit columns of every finite factor into ``following``, and random ones where they are zero.
 
     Args:
-        operands: as in `reconstruct`.
-        p: as in `reconstruct`.
-        q: as in `reconstruct`.
-        finite: int32, one element per matrix: 0 for a matrix that is not finite. Set to 0 where the factor to renew is
-            not finite, before it is used.
-        renewal: the factor to renew, P or Q, and the number of the step, which advances.
-        unpack: gradients that `unflatten` reads from the wire, in the same launches.
+        wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.
+        layout: layout of the factors.
+        keys: keys of the matrices' random columns.
+        step: int64, one element, on the device of the factors: the number of the step, equal on all ranks. Kernels
+            read it on the device, where a CUDA graph must advance it.
+        following: the packed factors of the next step, fp32 or fp64. Overwritten where the flag is not 0.
+        finite: int32, one element per matrix. Set to 0 where the factor is not finite.
 
     Raises:
-        ValueError: an operand does not fit its table.
+        ValueError: a buffer does not fit the layout, or ``step`` is not such a tensor.
     """
-    table = operands.table
-    if can_use_triton(table):
-        operands.check()
-        table.p.check(p, "p")
-        table.q.check(q, "q")
-        check_renewal(renewal.wire, renewal.layout, renewal.step, renewal.following)
-        _check(unpack)
-        reconstruct_and_renew_triton(operands, p, q, finite, renewal, unpack)
-        return
-    if renewal.advance_to is None:
-        renewal.step.add_(1)
-    else:
-        renewal.step.fill_(renewal.advance_to)
-    renew(*renewal[:5], finite)
-    reconstruct(operands, p, q, finite)
-    if unpack is not None:
-        unflatten(unpack.wire, unpack.target, table=unpack.target_table)
+    layout.check(wire, "wire")
+    layout.check(following, "following")
+    check_step(step, "step", following.device)
+    _renew(wire, layout, keys, step, following, finite)
+
+
+def _renew(
+    wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
+) -> None:
+    run = choose(following.device, renew_triton, renew_cpu, renew_reference, following.dtype == torch.float32)
+    run(wire, layout, keys, step, following, finite)
+
+
+def draw(layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor) -> None:
+    """Fill ``following`` with random unit columns: those that `renew` draws for zero factors."""
+    zeros = torch.zeros_like(following)
+    finite = torch.ones(len(keys), dtype=torch.int32, device=following.device)
+    renew(zeros, layout, keys, step, following, finite)

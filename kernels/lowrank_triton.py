@@ -2,47 +2,35 @@
 
 Further programs of the second one pack the gradients that are sent uncompressed, which saves a launch.
 
-A program of a product works through a strip of M and stores a partial sum (`lowrank_programs`). Strips keep the number
-of programs high for matrices of few rows or columns; partial sums that are added in a fixed order need no float
-atomics, and give the same bits in every run.
+A program of a product works through a strip of one matrix, tile by tile: along a few rows to compute P or the result,
+or down a few columns to compute Q. It stores a partial sum. Strips keep the number of programs high for matrices of few
+rows or columns; partial sums that are added in a fixed order need no float atomics, and give the same bits in every
+run.
 
 Offsets within a tile are 32 bits wide, on a 64-bit address of its first element.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import has_tf32
-from gradwire.kernels.dtypes import triton_dtype
-from gradwire.kernels.flattening import flatten_chunk
-from gradwire.kernels.language import jit, kernel, tl
-from gradwire.kernels.lowrank_programs import (
+from gradwire.kernels.dispatch import has_tf32, jit, kernel, tl, triton_dtype
+from gradwire.kernels.flatten_triton import flatten_chunk
+from gradwire.kernels.matrix_table import (
+    ALIGN_NUMEL,
     ELEMENTWISE_RANK,
+    MatrixTable,
+    Operands,
     chunks,
-    keep_m,
-    load_chunk,
-    load_m,
-    load_partial_start,
-    load_strip,
-    n_partials,
     padded_rank,
+    sides,
     strips,
     tiling,
 )
-from gradwire.kernels.matrix_table import (
-    ALIGN_NUMEL,
-    MatrixTable,
-    Operands,
-    Uncompressed,
-    load_addresses,
-    load_offsets,
-    load_sizes,
-    reload_rows_and_rank,
-)
+from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
 # Pipeline stages of products by `tl.dot`. Those of M' P depend on element size and precision: more stages would spill.
@@ -54,6 +42,47 @@ DOT_WIDTH = 32
 # A program adds up a chunk of this many elements of a factor, this many partial sums at a time.
 SUM_NUMEL = 128
 SUM_STRIPS = 32
+
+
+@jit
+def load_m(
+    memory,  # addresses of source, target and error, [n, m]
+    first,  # the tile's first element, int64
+    offs,  # [tile] int32, from there
+    mask,  # [tile]
+    SOURCE: tl.constexpr,
+    KEPT: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """A tile of M in fp32: from the target if `project` kept it there, else G + E."""
+    source, target, error = memory
+    source_ptr = (target if KEPT else source).to(tl.pointer_type(SOURCE)) + first
+    error_ptr = error.to(tl.pointer_type(tl.float32)) + first
+    if ALIGNED:
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        error_ptr = tl.multiple_of(error_ptr, 16)
+    m = tl.load(source_ptr + offs, mask=mask, other=0).to(tl.float32)
+    if HAS_ERROR and not KEPT:
+        m += tl.load(error_ptr + offs, mask=mask, other=0)
+    return m
+
+
+@jit
+def keep_m(
+    target,  # address of [n, m]
+    first,  # the tile's first element, int64
+    offs,  # [tile] int32, from there
+    mask,  # [tile]
+    m,  # [tile] fp32
+    SOURCE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Store a tile of M in the target, where `load_m` finds it."""
+    target_ptr = target.to(tl.pointer_type(SOURCE)) + first
+    if ALIGNED:
+        target_ptr = tl.multiple_of(target_ptr, 16)
+    tl.store(target_ptr + offs, m, mask=mask)
 
 
 @jit
@@ -70,16 +99,12 @@ def _sum_rows(
 
 @jit
 def _multiply_elementwise(
-    source,  # address of [n, m]
-    target,  # address of [n, m]
-    error,  # address of [n, m] fp32
+    memory,  # addresses of source, target and error, [n, m]
     factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
     first,  # row of M for P, column for Q
     begin,  # column of M for P, row for Q
     end,
-    rows,
-    columns,
-    rank,
+    sizes,  # rows, columns, rank
     SOURCE: tl.constexpr,
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
@@ -95,6 +120,7 @@ def _multiply_elementwise(
     A thread keeps a sum for each of its elements of a tile and each column: these are added up once, after the loop;
     for Q, [ROWS, COLUMNS], by the caller.
     """
+    rows, columns, rank = sizes
     across = columns if TO_P else rows  # the side that is summed over
     stride = columns.to(tl.int32)
     if ALIGNED:
@@ -115,9 +141,9 @@ def _multiply_elementwise(
         mask_m = offs_m < n_columns
         mask = mask_n & mask_m
         first_m = row * columns + column
-        m = load_m(source, target, error, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
+        m = load_m(memory, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
         if KEEP and TO_P:
-            keep_m(target, first_m, offs, mask, m, SOURCE, ALIGNED)
+            keep_m(memory[1], first_m, offs, mask, m, SOURCE, ALIGNED)
         added = tl.tuple(())
         for r in tl.static_range(RANK):
             # The columns added to the rank are copies of the last, whose sums are not stored.
@@ -140,16 +166,12 @@ def _multiply_elementwise(
 
 @jit
 def _multiply_dot(
-    source,  # address of [n, m]
-    target,  # address of [n, m]
-    error,  # address of [n, m] fp32
+    memory,  # addresses of source, target and error, [n, m]
     factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
     first,  # row of M for P, column for Q
     begin,  # column of M for P, row for Q
     end,
-    rows,
-    columns,
-    rank,
+    sizes,  # rows, columns, rank
     SOURCE: tl.constexpr,
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
@@ -161,6 +183,7 @@ def _multiply_dot(
     BLOCK: tl.constexpr,
 ):
     """The product of a strip of M and a factor by `tl.dot`, in parts: [BLOCK, WIDTH] for P, [WIDTH, BLOCK] for Q."""
+    rows, columns, rank = sizes
     across = columns if TO_P else rows  # the side that is summed over
     stride = columns.to(tl.int32)
     if ALIGNED:
@@ -182,9 +205,9 @@ def _multiply_dot(
         mask_m = offs_block < n_columns
         mask = mask_n[:, None] & mask_m[None, :]
         first_m = row * columns + column
-        m = load_m(source, target, error, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
+        m = load_m(memory, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
         if KEEP and TO_P:
-            keep_m(target, first_m, offs, mask, m, SOURCE, ALIGNED)
+            keep_m(memory[1], first_m, offs, mask, m, SOURCE, ALIGNED)
         added = tl.tuple(())
         for part in tl.static_range(RANK // WIDTH):
             columns_of_part = part * WIDTH + offs_r
@@ -224,20 +247,21 @@ def _multiply_kernel(
 ):
     """One block of P (TO_P) or of Q, summed over one strip of M. With KEEP, M is stored on the way to P."""
     program = tl.program_id(0).to(tl.int64)
-    matrix, first, begin, end = load_strip(strips_ptr, n_programs, program)
-    rows, columns, rank = load_sizes(layout_ptr, n_matrices, matrix)
-    p_offset, q_offset = load_offsets(layout_ptr, n_matrices, matrix)
-    source, target, error = load_addresses(addresses_ptr, n_matrices, matrix)
+    matrix, first, begin, end = load_fields(strips_ptr, n_programs, program, 0, 4)
+    sizes = load_fields(layout_ptr, n_matrices, matrix, 0, 3)
+    rows, columns, rank = sizes
+    p_offset, q_offset = load_fields(layout_ptr, n_matrices, matrix, 3, 5)
+    memory = load_fields(addresses_ptr, n_matrices, matrix, 0, 3)
     # As a number, because AMD's compiler forgets the alignment of a pointer that derives from an argument.
     factor = (factor_ptr + (q_offset if TO_P else p_offset)).to(tl.int64)
     # The aligned branch moves 16 bytes at a time, the other one element.
-    is_aligned = (source | target | error | factor | columns * 2) % 16 == 0
+    is_aligned = (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0
     if PRECISION is None:
-        partial_ptr += load_partial_start(strips_ptr, n_programs, program)
+        partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
         # Both branches add in the same order, so that the bits do not depend on the alignment.
         if is_aligned:
             totals = _multiply_elementwise(
-                source, target, error, factor, first, begin, end, rows, columns, rank,
+                memory, factor, first, begin, end, sizes,
                 SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS, COLUMNS if TO_P else ROWS,
             )  # fmt: skip
         else:
@@ -245,11 +269,11 @@ def _multiply_kernel(
                 # Half of each tile after the other, because an address and a mask for every element take registers.
                 HALF: tl.constexpr = COLUMNS // 2
                 left = _multiply_elementwise(
-                    source, target, error, factor, first, begin, end, rows, columns, rank,
+                    memory, factor, first, begin, end, sizes,
                     SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, COLUMNS,
                 )  # fmt: skip
                 right = _multiply_elementwise(
-                    source, target, error, factor, first, begin + HALF, end, rows, columns, rank,
+                    memory, factor, first, begin + HALF, end, sizes,
                     SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, COLUMNS,
                 )  # fmt: skip
                 totals = tl.tuple(())
@@ -257,7 +281,7 @@ def _multiply_kernel(
                     totals += (left[r] + right[r],)
             else:
                 totals = _multiply_elementwise(
-                    source, target, error, factor, first, begin, end, rows, columns, rank,
+                    memory, factor, first, begin, end, sizes,
                     SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, COLUMNS, ROWS,
                 )  # fmt: skip
         along = rows if TO_P else columns
@@ -270,18 +294,19 @@ def _multiply_kernel(
         WIDTH: tl.constexpr = min(RANK, DOT_WIDTH)
         if is_aligned:
             totals = _multiply_dot(
-                source, target, error, factor, first, begin, end, rows, columns, rank,
+                memory, factor, first, begin, end, sizes,
                 SOURCE, TO_P, KEEP, HAS_ERROR, True, PRECISION, RANK, WIDTH, ROWS,
             )  # fmt: skip
         else:
             totals = _multiply_dot(
-                source, target, error, factor, first, begin, end, rows, columns, rank,
+                memory, factor, first, begin, end, sizes,
                 SOURCE, TO_P, KEEP, HAS_ERROR, False, PRECISION, RANK, WIDTH, ROWS,
             )  # fmt: skip
         # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
-        partial_ptr += load_partial_start(strips_ptr, n_programs, program)
+        partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
         if TO_P:
-            rows, rank = reload_rows_and_rank(layout_ptr, n_matrices, matrix)
+            rows = load_fields(layout_ptr, n_matrices, matrix, 0, 1, VOLATILE=True)[0]
+            rank = load_fields(layout_ptr, n_matrices, matrix, 2, 3, VOLATILE=True)[0]
         along = rows if TO_P else columns
         offs_along = tl.arange(0, ROWS)
         mask_along = offs_along < along - first
@@ -309,7 +334,7 @@ def _sum_chunk(
     ALIGN: tl.constexpr,
 ):
     """A chunk of a factor: its partial sums, added in a fixed order, times ``scale``, cast to the wire dtype."""
-    start, size, n_strips, partial_start, offset = load_chunk(chunks_ptr, n_programs, program)
+    start, size, n_strips, partial_start, offset = load_fields(chunks_ptr, n_programs, program, 0, 5)
     offs = start + tl.arange(0, CHUNK)
     mask = offs < size
     offs_s = tl.arange(0, STRIPS)
@@ -363,29 +388,21 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-class _Plan(NamedTuple):
+def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any], dict[str, Any]]:
     """What the launches of a product have in common from step to step.
 
-    Attributes:
-        n_strips: programs of `_multiply_kernel`.
-        n_sums: programs of `_sum_partials_kernel` that add.
-        n_partials: elements of the partial sums.
-        multiply: arguments of `_multiply_kernel`.
-        sum: arguments of `_sum_partials_kernel`.
+    Returns:
+        The programs of `_multiply_kernel`, those of `_sum_partials_kernel` that add, the elements of the partial sums,
+        and the arguments of the two kernels.
     """
-
-    n_strips: int
-    n_sums: int
-    n_partials: int
-    multiply: dict[str, Any]
-    sum: dict[str, Any]
-
-
-def _plan(table: MatrixTable, to_p: bool) -> _Plan:
-    device, cache = table.device, table.on_device
-    of_strips = cache.get(("strips", to_p), device, lambda: strips(table, to_p))
-    of_chunks = cache.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
+    device = table.device
+    of_strips = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
+    of_chunks = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
     rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
+    n_partials = sum(
+        -(-across // length) * size
+        for (_, across, length), size in zip(sides(table, to_p), (table.p if to_p else table.q).sizes, strict=True)
+    )
     multiply = {
         "layout_ptr": table.packed(),
         "strips_ptr": of_strips,
@@ -412,27 +429,30 @@ def _plan(table: MatrixTable, to_p: bool) -> _Plan:
         "PACK": CHUNK_NUMEL,
         "num_warps": 8,
     }
-    return _Plan(of_strips.shape[1], of_chunks.shape[1], n_partials(table, to_p), multiply, add)
+    return of_strips.shape[1], of_chunks.shape[1], n_partials, multiply, add
 
 
-def _multiply(
-    operands: Operands, factor: Tensor, out: Tensor, scale: float, pack: Uncompressed | None, to_p: bool
-) -> None:
+def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
     """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
-    table = operands.table
+    table, pack = operands.table, operands.uncompressed
+    if pack is not None and pack.sent_with is not (table.p if to_p else table.q):
+        pack = None
+    if pack is not None:
+        pack.check(pack.source)
     plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _plan(table, to_p))
-    partials = torch.empty(plan.n_partials, dtype=torch.float32, device=table.device)
+    n_strips, n_sums, n_partials, multiply, add = plan
+    partials = torch.empty(n_partials, dtype=torch.float32, device=table.device)
     n_packs = 0 if pack is None else pack.table.n_chunks
     with torch.cuda.device_of(out):
-        _multiply_kernel[(plan.n_strips,)](
+        _multiply_kernel[(n_strips,)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
             factor_ptr=factor,
             partial_ptr=partials,
             KEEP=operands.keep,
             HAS_ERROR=operands.error is not None,
-            **plan.multiply,
+            **multiply,
         )
-        _sum_partials_kernel[(plan.n_sums + n_packs,)](
+        _sum_partials_kernel[(n_sums + n_packs,)](
             partial_ptr=partials,
             out_ptr=out,
             segments_ptr=None if pack is None else pack.table.packed(pack.source),
@@ -440,15 +460,15 @@ def _multiply(
             n_segments=0 if pack is None else len(pack.table),
             n_packs=n_packs,
             scale=scale,
-            **plan.sum,
+            **add,
         )
 
 
-def project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float, pack: Uncompressed | None) -> None:
+def project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """`project` in two launches."""
-    _multiply(operands, q, p, scale, pack, to_p=True)
+    _multiply(operands, q, p, scale, to_p=True)
 
 
-def backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float, pack: Uncompressed | None) -> None:
+def backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """`backproject` in two launches."""
-    _multiply(operands, p, q, scale, pack, to_p=False)
+    _multiply(operands, p, q, scale, to_p=False)

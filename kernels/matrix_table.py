@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dtypes import compute_dtype
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.dispatch import compute_dtype, next_power_of_2, use_triton
+from gradwire.kernels.program_table import ProgramTables, Upload, check_step
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
-from gradwire.kernels.uploads import Upload, UploadCache
 
 # Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once.
 ALIGN_NUMEL = 16
@@ -30,78 +29,39 @@ ALIGN_NUMEL = 16
 ROW_GAP_NUMEL = 16
 # The highest rank that the Triton kernels accept. Above it, the passes run in plain PyTorch.
 MAX_RANK = 64
+# The Triton kernels address the elements of a tile of up to 32 rows by 32-bit offsets.
+MAX_COLUMNS = 1 << 26
+# Buffers whose views a `FactorLayout` keeps: P or Q on the wire, orthogonalized, and from step to step.
+CACHED_BUFFERS = 3
+
+# Up to this rank, padded, products are formed element by element in fp32 registers; above, by `tl.dot`.
+ELEMENTWISE_RANK = 8
 
 
-@jit
-def load_factor(layout_ptr, n_factors, factor):
-    """Decode one row of `FactorLayout.packed`.
+class Tiling(NamedTuple):
+    """How the kernels cut matrices.
 
-    Returns:
-        The rank, the length and the offset of factor number ``factor``.
+    Attributes:
+        rows: of a tile of M.
+        columns: of a tile of M.
+        strip_rows: the number of rows that a program for Q sums over, about.
+        strip_columns: the number of columns that a program for P, or for the result, works through, about.
     """
-    rank = tl.load(layout_ptr + factor)
-    length = tl.load(layout_ptr + n_factors + factor)
-    offset = tl.load(layout_ptr + 2 * n_factors + factor)
-    return rank, length, offset
+
+    rows: int
+    columns: int
+    strip_rows: int
+    strip_columns: int
 
 
-@jit
-def reload_factor_size(layout_ptr, n_factors, factor):
-    """Load rank and length again, for a store after a long loop.
-
-    The loads are volatile, so the compiler cannot merge them with those before the loop: the sizes,
-    and the masks made of them, occupy no registers in the loop. Only fields that the store needs
-    are loaded, because the compiler keeps every volatile load.
-    """
-    rank = tl.load(layout_ptr + factor, volatile=True)
-    length = tl.load(layout_ptr + n_factors + factor, volatile=True)
-    return rank, length
-
-
-@jit
-def load_sizes(layout_ptr, n_matrices, matrix):
-    """Decode the sizes in `MatrixTable.packed`.
-
-    Returns:
-        Rows, columns and rank of matrix number ``matrix``.
-    """
-    rows = tl.load(layout_ptr + matrix)
-    columns = tl.load(layout_ptr + n_matrices + matrix)
-    rank = tl.load(layout_ptr + 2 * n_matrices + matrix)
-    return rows, columns, rank
-
-
-@jit
-def reload_rows_and_rank(layout_ptr, n_matrices, matrix):
-    """Load rows and rank again, for a store after a long loop: see `reload_factor_size`."""
-    rows = tl.load(layout_ptr + matrix, volatile=True)
-    rank = tl.load(layout_ptr + 2 * n_matrices + matrix, volatile=True)
-    return rows, rank
-
-
-@jit
-def load_offsets(layout_ptr, n_matrices, matrix):
-    """Decode the places of the factors in `MatrixTable.packed`.
-
-    Returns:
-        The offsets of P and of Q of matrix number ``matrix``.
-    """
-    p_offset = tl.load(layout_ptr + 3 * n_matrices + matrix)
-    q_offset = tl.load(layout_ptr + 4 * n_matrices + matrix)
-    return p_offset, q_offset
-
-
-@jit
-def load_addresses(addresses_ptr, n_matrices, matrix):
-    """Decode `Operands.addresses`.
-
-    Returns:
-        The addresses of source, target and error of matrix number ``matrix``.
-    """
-    source = tl.load(addresses_ptr + matrix)
-    target = tl.load(addresses_ptr + n_matrices + matrix)
-    error = tl.load(addresses_ptr + 2 * n_matrices + matrix)
-    return source, target, error
+# A tile of 8 elements a thread: with 16, the registers of `project` leave room for 12 warps on a multiprocessor, not
+# 20. Its rows are shorter than a program has threads: Triton then loads a factor's elements in every thread that needs
+# them, from the L1 cache. Those of longer rows it would load once and distribute through shared memory.
+ELEMENTWISE = Tiling(rows=16, columns=64, strip_rows=128, strip_columns=512)
+# Two tiles in fp32 and one of a factor are in flight three times over, within 64 KiB of shared memory.
+DOT = Tiling(rows=32, columns=32, strip_rows=512, strip_columns=512)
+# The largest number of partial sums of a factor: the strips of longer matrices are longer.
+MAX_STRIPS = 128
 
 
 class Matrix(NamedTuple):
@@ -139,14 +99,15 @@ class FactorLayout:
         self.offsets = [0, *accumulate(padded)][:-1]
         self.numel = sum(padded)
         self.has_gaps = padded != self.sizes
-        self.on_device = UploadCache()
+        self.on_device = ProgramTables()
+        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def packed(self, device: torch.device) -> Tensor:
-        """Ranks, lengths and offsets on the device, int64, [3, factors]: what `load_factor` decodes."""
-        return self.on_device.get("layout", device, lambda: (self.ranks, self.lengths, self.offsets))
+        """Ranks, lengths and offsets on the device: int64 [3, factors]."""
+        return self.on_device.get("layout", device, lambda: zip(self.ranks, self.lengths, self.offsets, strict=True))
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The factor of each matrix, r x length, as a view of the flat ``buffer``."""
@@ -155,6 +116,15 @@ class FactorLayout:
             buffer.as_strided((rank, length), (length, 1), start + offset)
             for rank, length, offset in zip(self.ranks, self.lengths, self.offsets, strict=True)
         ]
+
+    def cached_views(self, buffer: Tensor) -> list[Tensor]:
+        """`views` of a buffer that is used in every step."""
+        key = (buffer.data_ptr(), buffer.dtype)
+        if key not in self._views:
+            if len(self._views) == CACHED_BUFFERS:
+                self._views.clear()
+            self._views[key] = self.views(buffer)
+        return self._views[key]
 
     def check(self, buffer: Tensor, name: str) -> None:
         """Raise ValueError unless ``buffer`` is a flat buffer of this layout."""
@@ -174,13 +144,15 @@ class MatrixTable:
         precision: of the products M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
 
     Attributes:
-        compute: the dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for
-            fp64 gradients.
-        p: the layout of the P factors.
-        q: the layout of the Q factors.
-        keys: of the matrices' random columns.
-        block_rows: the number of rows of each matrix that the CPU paths handle at once: as many as stay in cache.
-        plans: what launchers derive from the table, once.
+        compute: dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for fp64
+            gradients.
+        limit: largest finite value of the gradients' dtype.
+        p: layout of the P factors.
+        q: layout of the Q factors.
+        largest_rank: largest rank of a matrix.
+        keys: keys of the matrices' random columns.
+        block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
+        plans: arguments that launches have in common, built once.
 
     Raises:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
@@ -201,59 +173,147 @@ class MatrixTable:
         self.device = device
         self.precision = precision
         self.compute = compute_dtype(dtype)
+        self.limit = torch.finfo(dtype).max
         ranks = [matrix.rank for matrix in matrices]
         self.p = FactorLayout(ranks, [matrix.rows for matrix in matrices])
         self.q = FactorLayout(ranks, [matrix.columns for matrix in matrices])
+        self.largest_rank = max(ranks)
         self.keys = [matrix.key for matrix in matrices]
         self.block_rows = [max(1, min(matrix.rows, CPU_BLOCK_NUMEL // matrix.columns)) for matrix in matrices]
-        self.on_device = UploadCache()
+        self.on_device = ProgramTables()
         self.plans: dict[object, Any] = {}
-        self._addresses: list[int] = []  # as uploaded
         self._uploaded: Upload | None = None
-        self._scratch: list[Tensor] = []  # a view for each matrix, all of the same memory
+        is_in_range = self.largest_rank <= MAX_RANK and max(self.q.lengths) <= MAX_COLUMNS
+        self._fits_triton = is_in_range and self.compute == torch.float32
 
     def __len__(self) -> int:
         return len(self.matrices)
 
-    @property
-    def limit(self) -> float:
-        """The largest finite value of the gradients' dtype."""
-        return torch.finfo(self.dtype).max
-
-    @cached_property
-    def largest_rank(self) -> int:
-        """The largest rank of a matrix."""
-        return max(self.p.ranks)
+    def can_use_triton(self) -> bool:
+        """Whether the Triton kernels run: not for fp64, ranks above `MAX_RANK`, or rows of more than 2^26 elements."""
+        return self._fits_triton and use_triton(self.device)
 
     def packed(self) -> Tensor:
-        """Rows, columns, ranks and offsets of P and of Q, on the device: int64, [5, matrices].
-
-        `load_sizes` and `load_offsets` decode it.
-        """
+        """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""
         p, q = self.p, self.q
-        return self.on_device.get("layout", self.device, lambda: (p.lengths, q.lengths, p.ranks, p.offsets, q.offsets))
+        fields = (p.lengths, q.lengths, p.ranks, p.offsets, q.offsets)
+        return self.on_device.get("layout", self.device, lambda: zip(*fields, strict=True))
 
     def on_device_addresses(self, addresses: list[int]) -> Tensor:
-        """`Operands.addresses` on the device: int64, the same tensor in every call.
-
-        They are uploaded again only after one of them has changed.
-        """
+        """`Operands.addresses` on the device: int64, the same tensor in every call."""
         if self._uploaded is None:
-            self._uploaded = Upload(addresses, self.device)
-        elif self._addresses is not addresses and self._addresses != addresses:
-            self._uploaded.replace(addresses)
-        self._addresses = addresses
-        return self._uploaded.tensor
+            self._uploaded = Upload(self.device, addresses)
+        return self._uploaded.replace(addresses)
 
-    def scratch(self, index: int) -> Tensor:
-        """An uninitialised block of rows of matrix ``index``, for the CPU paths."""
-        if not self._scratch:
-            sizes = [(rows, matrix.columns) for rows, matrix in zip(self.block_rows, self.matrices, strict=True)]
-            memory = torch.empty(
-                max(rows * (columns + ROW_GAP_NUMEL) for rows, columns in sizes), dtype=self.compute, device=self.device
-            )
-            self._scratch = [memory.as_strided(size, (size[1] + ROW_GAP_NUMEL, 1)) for size in sizes]
-        return self._scratch[index]
+    @cached_property
+    def scratch(self) -> list[Tensor]:
+        """An uninitialized block of rows of each matrix, for the CPU paths. All share their memory."""
+        sizes = [(rows, matrix.columns) for rows, matrix in zip(self.block_rows, self.matrices, strict=True)]
+        numel = max(rows * (columns + ROW_GAP_NUMEL) for rows, columns in sizes)
+        memory = torch.empty(numel, dtype=self.compute, device=self.device)
+        return [memory.as_strided(size, (size[1] + ROW_GAP_NUMEL, 1)) for size in sizes]
+
+
+def padded_rank(table: MatrixTable) -> int:
+    """The rank that the kernels are compiled for; beyond `ELEMENTWISE_RANK` at least 16, as `tl.dot` demands."""
+    return next_power_of_2(table.largest_rank)
+
+
+def tiling(table: MatrixTable) -> Tiling:
+    """How these matrices are cut."""
+    return ELEMENTWISE if padded_rank(table) <= ELEMENTWISE_RANK else DOT
+
+
+def sides(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int]]:
+    """For each matrix: the length of a side of the result, the length that strips cut, and the length of a strip.
+
+    Strips are whole tiles, about as long as `Tiling` says, and as nearly equal as tiles allow.
+    """
+    cut, found = tiling(table), []
+    tile, wanted = (cut.columns, cut.strip_columns) if to_p else (cut.rows, cut.strip_rows)
+    for m in table.matrices:
+        along, across = (m.rows, m.columns) if to_p else (m.columns, m.rows)
+        n_strips = min(-(-across // wanted), MAX_STRIPS)
+        found.append((along, across, -(-across // (n_strips * tile)) * tile))
+    return found
+
+
+def strips(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int, int, int]]:
+    """The programs of a product; `reconstruct` has those of P.
+
+    Fields: matrix; first row for P, or column for Q; first and last column of the strip for P, or row for Q; start of
+    the partial sum.
+    """
+    cut, programs, base = tiling(table), [], 0
+    block = cut.rows if to_p else cut.columns
+    for i, (along, across, length) in enumerate(sides(table, to_p)):
+        size = table.matrices[i].rank * along
+        for first in range(0, along, block):
+            for s, begin in enumerate(range(0, across, length)):
+                programs.append((i, first, begin, min(begin + length, across), base + s * size))
+        base += -(-across // length) * size
+    return programs
+
+
+def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, int, int, int]]:
+    """The programs that add up partial sums, ``chunk`` elements each.
+
+    Fields: start of the chunk in its factor, size of the factor, number of strips, start of the factor's partial sums,
+    offset of the factor in the packed result.
+    """
+    layout, programs, base = table.p if to_p else table.q, [], 0
+    for i, (_, across, length) in enumerate(sides(table, to_p)):
+        size, n_strips = layout.sizes[i], -(-across // length)
+        programs += [(start, size, n_strips, base, layout.offsets[i]) for start in range(0, size, chunk)]
+        base += n_strips * size
+    return programs
+
+
+@dataclass(frozen=True, eq=False)
+class Uncompressed:
+    """The gradients of a bucket that are sent uncompressed, next to the factors.
+
+    Attributes:
+        table: their layout.
+        source: the gradients.
+        target: where the result goes. May be the source.
+        wire: 1-D, ``table.numel`` elements of the gradients' dtype.
+        sent_with: layout of the factors that are sent at the same time, P or Q. The product that computes them also
+            writes these gradients onto the wire.
+    """
+
+    table: SegmentTable
+    source: Sequence[Tensor]
+    target: Sequence[Tensor]
+    wire: Tensor
+    sent_with: FactorLayout
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError unless the source, or target, and the wire fit the table."""
+        self.table.check(tensors, self.wire)
+        if self.wire.dtype != self.table.dtype:
+            raise ValueError(f"The wire is {self.wire.dtype}; expected {self.table.dtype}, as the gradients.")
+
+    @property
+    def target_table(self) -> SegmentTable:
+        """The layout of the target, with addresses of its own unless the target is the source."""
+        return self.table if self.target is self.source else self.table.for_results
+
+
+class Renewal(NamedTuple):
+    """The factors, P or Q, that `reconstruct` renews for the next step.
+
+    Attributes:
+        layout: layout of the factors.
+        following: the packed factors of the next step. Overwritten.
+        step: int64, one element, on the device: the number of the step, for the random columns. Modified.
+        advance_to: new value of ``step``; None: one more than it is, as in a CUDA graph, which repeats numbers.
+    """
+
+    layout: FactorLayout
+    following: Tensor
+    step: Tensor
+    advance_to: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +329,8 @@ class Operands:
         error: the error memory E, or None without error feedback.
         keep: whether `project` stores M = G + E in the target, where the later passes read it. Otherwise they add G
             and E again, as they must where the target is narrower than the arithmetic.
+        uncompressed: other gradients of the bucket, which move in the same launches; None: there are none.
+        renewal: the factors to renew for the next step; None: none.
     """
 
     table: MatrixTable
@@ -276,16 +338,20 @@ class Operands:
     target: Sequence[Tensor]
     error: Sequence[Tensor] | None
     keep: bool
+    uncompressed: Uncompressed | None = None
+    renewal: Renewal | None = None
 
     @cached_property
     def addresses(self) -> list[int]:
-        """The addresses of source, target and error memory, for `load_addresses`."""
+        """The addresses of source, target and error memory: [3, matrices]."""
         # Without error feedback nothing is read at the third address, but the kernels test its alignment.
         return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
 
-    def check(self) -> None:
-        """Raise ValueError unless the matrices fit the table. Those that fit once are not looked at again."""
+    def check(self, p: Tensor, q: Tensor) -> None:
+        """Raise ValueError unless matrices and packed factors fit the table. Matrices are checked once per object."""
         _ = self._fits
+        self.table.p.check(p, "p")
+        self.table.q.check(q, "q")
 
     @cached_property
     def _fits(self) -> bool:
@@ -307,39 +373,7 @@ class Operands:
                         f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
                         f"a contiguous {dtype} {shape}."
                     )
-        return True
-
-
-@dataclass(frozen=True, eq=False)
-class Uncompressed:
-    """The gradients of a bucket that are sent uncompressed, and their place on the wire.
-
-    Attributes:
-        table: their layout.
-        source: the gradients.
-        target: where the result goes. May be the source.
-        wire: 1-D, ``table.numel`` elements of the gradients' dtype.
-    """
-
-    table: SegmentTable
-    source: Sequence[Tensor]
-    target: Sequence[Tensor]
-    wire: Tensor
-
-    def check(self) -> None:
-        """Raise ValueError unless the tensors fit the table. Those that fit once are not looked at again."""
-        _ = self._fits
-
-    @property
-    def target_table(self) -> SegmentTable:
-        """The layout of the target, with addresses of its own unless the target is the source."""
-        return self.table if self.target is self.source else self.table.for_results
-
-    @cached_property
-    def _fits(self) -> bool:
-        self.table.check(self.source, self.wire)
-        if self.target is not self.source:
-            self.table.check_tensors(self.target)
-        if self.wire.dtype != self.table.dtype:
-            raise ValueError(f"The wire is {self.wire.dtype}; expected {self.table.dtype}, as the gradients.")
+        if self.renewal is not None:
+            self.renewal.layout.check(self.renewal.following, "following")
+            check_step(self.renewal.step, "step", self.table.device)
         return True

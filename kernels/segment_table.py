@@ -6,6 +6,7 @@ A kernel reads one packed int64 table per bucket instead of one argument per ten
 
 for S tensors (segments), cut into C chunks of at most ``CHUNK_NUMEL`` elements. One program handles one chunk, which
 `load_chunk` decodes. The table is uploaded once; the addresses are uploaded again only after one of them has changed.
+A block table has other rows in place of the offsets.
 """
 
 from __future__ import annotations
@@ -13,40 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
-from gradwire.kernels.language import jit, tl
-from gradwire.kernels.torch_internals import layout_guard
-from gradwire.kernels.uploads import Upload
+from gradwire.kernels.dispatch import WIRE_DTYPES
+from gradwire.kernels.program_table import Upload
 
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight, and 64 KiB of
 # fp32 for the 4 programs of a multiprocessor. Smaller programs make no smaller waves: more of them run at once.
 CHUNK_NUMEL = 4096
 # Elements that the CPU paths handle at once: 1 MiB of fp32 scratch, which stays in cache.
 CPU_BLOCK_NUMEL = 1 << 18
-
-
-@jit
-def load_chunk(table_ptr, n_segments, n_chunks, chunk):
-    """Decode one chunk of a packed `SegmentTable`.
-
-    It returns integers, no pointers: `tl.multiple_of` marks the operation that made its argument, and the result of a
-    call would lose the mark, and with it all wide accesses.
-
-    Returns:
-        The address of the chunk's segment, its offset in the wire, its length, and the chunk's start within it.
-    """
-    chunks_ptr = table_ptr + 3 * n_segments  # [2, C]
-    segment = tl.load(chunks_ptr + chunk)
-    start = tl.load(chunks_ptr + n_chunks + chunk)
-    address = tl.load(table_ptr + segment)
-    length = tl.load(table_ptr + n_segments + segment)
-    offset = tl.load(table_ptr + 2 * n_segments + segment)
-    return address, offset, length, start
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -90,14 +72,40 @@ def _lazy_view(index: int) -> str:
     return f"Tensor {index} is a lazy conjugate or negative view. Pass resolve_conj().resolve_neg()."
 
 
-class Block(NamedTuple):
-    """The part of the wire that the CPU paths handle at once: several whole tensors, or a piece of a large one."""
+def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors that compares all of them with ``tensors`` at once, in C++.
+
+    True: each has the shape, strides, dtype, device, memory format and lazy conjugation of its counterpart. False says
+    nothing, because more is compared than a layout: also the Python type and ``requires_grad``.
+
+    It is the check by which TorchDynamo decides whether compiled code fits its inputs. It keeps no tensor alive.
+    """
+    make: Any = guards.TensorGuards  # a private name of PyTorch; the stub lacks the tensors
+    return cast("Callable[..., bool]", make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check)
+
+
+class Run(NamedTuple):
+    """What the CPU paths handle at once: several whole tensors, or a piece of a large one."""
 
     first: int  # index of the first tensor
     last: int  # one past the index of the last tensor
-    start: int  # first wire element
-    stop: int  # one past the last wire element
-    is_piece: bool  # whether it is a piece of one tensor that has more than CPU_BLOCK_NUMEL elements
+    start: int  # the first element, or block, of all tensors
+    stop: int  # one past the last
+    is_piece: bool
+
+
+def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
+    """Cut tensors, of ``sizes`` elements or blocks, into runs of at most ``room``, in order."""
+    runs: list[Run] = []
+    for i, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        start = stop - size
+        if size > room:
+            runs += [Run(i, i + 1, at, min(at + room, stop), True) for at in range(start, stop, room)]
+        elif runs and not runs[-1].is_piece and stop - runs[-1].start <= room:
+            runs[-1] = runs[-1]._replace(last=i + 1, stop=stop)
+        else:
+            runs.append(Run(i, i + 1, start, stop, False))
+    return runs
 
 
 class Fitting(tuple[Tensor, ...]):
@@ -131,9 +139,10 @@ class SegmentTable:
         tensors: the list to describe. Only their layouts are kept.
 
     Attributes:
-        source_dtype: the dtype of the tensors; ``dtype``: that of their real elements.
-        blocks: what the CPU paths handle at once, in wire order.
-        n_chunks: the number of programs of a kernel.
+        source_dtype: dtype of the tensors; ``dtype``: that of their real elements.
+        runs: what the CPU paths handle at once, in wire order.
+        n_chunks: number of programs of a kernel.
+        fields: rows of the packed table between the addresses and the chunks.
 
     Raises:
         ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,
@@ -169,20 +178,22 @@ class SegmentTable:
         self.lengths = [tensor.numel() * pair for tensor in tensors]
         self.offsets = [0, *accumulate(self.lengths)][:-1]
         self.numel = sum(self.lengths)
-        self.blocks = self._cut_blocks()
+        self.runs = cut_runs(self.lengths, CPU_BLOCK_NUMEL)
         self.n_chunks = sum(-(-length // CHUNK_NUMEL) for length in self.lengths)
+        self.fields = [self.lengths, self.offsets]
         self._guard: Callable[..., bool] | None = None  # `layout_guard` of the first list that was checked
-        self._addresses: list[int] = []  # as uploaded
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
         self._scratch: Tensor | None = None
-        self._scratch_views: list[list[Tensor]] = []  # of each block; empty for a piece
+        self._scratch_views: list[list[Tensor]] = []  # of each run; empty for a piece
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def check(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
-        """Raise ValueError unless ``tensors`` and ``wire`` fit the table."""
+        """Raise ValueError unless ``tensors`` and ``wire`` fit the table, and ``wire`` has a wire dtype."""
+        if wire.dtype not in WIRE_DTYPES:
+            raise ValueError(f"The wire is {wire.dtype}; expected one of {', '.join(map(str, WIRE_DTYPES))}.")
         if wire.dim() != 1 or wire.numel() != self.numel or not wire.is_contiguous() or wire.device != self.device:
             raise ValueError(
                 f"The wire buffer is {tuple(wire.shape)} on {wire.device}; expected a contiguous 1-D tensor of "
@@ -194,7 +205,7 @@ class SegmentTable:
         """Raise ValueError unless ``tensors`` fit the table."""
         if isinstance(tensors, Fitting) and tensors.table is self:
             return
-        if len(tensors) != len(self):
+        if len(tensors) != len(self.lengths):
             raise ValueError(f"Got {len(tensors)} tensors for a table of {len(self)}.")
         if self._guard is not None and self._guard(*tensors):  # 0.05 us a tensor; the loop below takes 0.25
             return
@@ -217,11 +228,10 @@ class SegmentTable:
         """The packed int64 table on the device, with the addresses of ``tensors``, which must fit."""
         addresses = list(map(Tensor.data_ptr, tensors))
         if self._packed is None:
-            self._packed = Upload([*addresses, *self.lengths, *self.offsets, *self.chunks()], self.device)
-        elif addresses != self._addresses:
-            self._packed.replace(addresses)
-        self._addresses = addresses
-        return self._packed.tensor
+            starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
+            chunk_segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
+            self._packed = Upload(self.device, addresses, chain(*self.fields, chunk_segments, *starts))
+        return self._packed.replace(addresses)
 
     @cached_property
     def for_results(self) -> SegmentTable:
@@ -231,40 +241,15 @@ class SegmentTable:
         addresses.
         """
         table = copy(self)
-        table._addresses, table._packed, table._views = [], None, None
-        table._scratch, table._scratch_views = None, []
+        table._packed, table._views, table._scratch, table._scratch_views = None, None, None, []
         return table
 
     def views(self, wire: Tensor) -> list[Tensor]:
         """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""
         if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):
-            self._views = (wire.data_ptr(), wire.dtype, self._shaped(wire, range(len(self)), 0))
+            views = [self.view(i, wire, offset) for i, offset in enumerate(self.offsets)]
+            self._views = (wire.data_ptr(), wire.dtype, views)
         return self._views[2]
-
-    def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`as_real` of each tensor."""
-        return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
-
-    def scratch(self, dtype: torch.dtype) -> Tensor:
-        """An uninitialised 1-D buffer in ``dtype``, as long as the largest block. The last result is cached."""
-        if self._scratch is None or self._scratch.dtype != dtype:
-            size = max((block.stop - block.start for block in self.blocks), default=0)
-            self._scratch = torch.empty(size, dtype=dtype, device=self.device)
-            self._scratch_views = [
-                [] if block.is_piece else self._shaped(self._scratch, range(block.first, block.last), block.start)
-                for block in self.blocks
-            ]
-        return self._scratch
-
-    def pieces(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors (or the piece) of block ``index``, and views of the scratch in the same shapes."""
-        block = self.blocks[index]
-        if not block.is_piece:
-            return self.real(tensors[block.first : block.last]), self._scratch_views[index]
-        assert self._scratch is not None
-        begin = block.start - self.offsets[block.first]
-        length = block.stop - block.start
-        return [memory_order(tensors[block.first])[begin : begin + length]], [self._scratch[:length]]
 
     def view(self, index: int, flat: Tensor, start: int) -> Tensor:
         """The elements of ``flat`` from ``start`` on, in the layout of one tensor, a complex one as in `as_real`."""
@@ -273,30 +258,27 @@ class SegmentTable:
             shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
         return flat[start : start + self.lengths[index]].as_strided(shape, stride)
 
-    def _shaped(self, wire: Tensor, indices: range, base: int) -> list[Tensor]:
-        """Views of ``wire``, which begins at wire element ``base``, in the layouts of the tensors ``indices``."""
-        views = []
-        for i in indices:
-            views.append(self.view(i, wire, self.offsets[i] - base))
-        return views
+    def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`as_real` of each tensor."""
+        return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
 
-    def chunks(self) -> list[int]:
-        """The last two rows of a packed table: the segment of each chunk, then the start of each chunk."""
-        starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
-        segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
-        return [*segments, *(start for of_segment in starts for start in of_segment)]
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """An uninitialized 1-D buffer in ``dtype``, as long as the longest run. The last result is cached."""
+        if self._scratch is None or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(max(run.stop - run.start for run in self.runs), dtype=dtype, device=self.device)
+            self._scratch_views = [
+                [self.view(i, self._scratch, self.offsets[i] - run.start) for i in range(run.first, run.last)]
+                if not run.is_piece
+                else []
+                for run in self.runs
+            ]
+        return self._scratch
 
-    def _cut_blocks(self) -> list[Block]:
-        blocks: list[Block] = []
-        for i, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            if length > CPU_BLOCK_NUMEL:
-                stop = offset + length
-                blocks += [
-                    Block(i, i + 1, start, min(start + CPU_BLOCK_NUMEL, stop), True)
-                    for start in range(offset, stop, CPU_BLOCK_NUMEL)
-                ]
-            elif blocks and not blocks[-1].is_piece and offset + length - blocks[-1].start <= CPU_BLOCK_NUMEL:
-                blocks[-1] = Block(blocks[-1].first, i + 1, blocks[-1].start, offset + length, False)
-            else:
-                blocks.append(Block(i, i + 1, offset, offset + length, False))
-        return blocks
+    def parts(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors, or the piece, of run ``index``, and views of the scratch in the same shapes."""
+        run = self.runs[index]
+        if not run.is_piece:
+            return self.real(tensors[run.first : run.last]), self._scratch_views[index]
+        assert self._scratch is not None
+        begin, length = run.start - self.offsets[run.first], run.stop - run.start
+        return [memory_order(tensors[run.first])[begin : begin + length]], [self._scratch[:length]]

@@ -28,10 +28,14 @@ grid stay as they are; the expectation is y plus at most 2^-24.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import floor, frexp, ldexp
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gradwire.kernels.counter_random import random_bits
 
 FP32_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -58,27 +62,27 @@ class WireFormat:
     levels: int = 0
     dtype: torch.dtype | None = None
 
-    @property
+    @cached_property
     def is_scaled(self) -> bool:
         """Whether each block has a scale."""
         return self.levels > 0
 
-    @property
+    @cached_property
     def is_integer(self) -> bool:
         """Whether the codes are integers of two bits or more."""
         return self.dtype is None and self.bits > 1
 
-    @property
+    @cached_property
     def offset(self) -> int:
         """Added to an integer to make its code. A byte holds any integer of int8 as it is."""
         return 0 if self.bits == 8 else 1 << self.bits - 1
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of one block's scale."""
         return SCALE_BYTES if self.is_scaled else 0
 
-    @property
+    @cached_property
     def max_scale(self) -> float:
         """The largest scale: the largest bf16 number whose product with the levels is finite in fp32."""
         mantissa, exponent = frexp(FP32_MAX / self.levels)
@@ -128,6 +132,20 @@ class Rounding:
     def error_salt(self) -> int:
         """The salt for the rounding of the error memory: signed, 64 bits."""
         return (self.salt + ERROR_SALT + 2**63) % 2**64 - 2**63
+
+
+class Blocks(NamedTuple):
+    """Contents of consecutive blocks: int64, one element per block.
+
+    Attributes:
+        counts: the number of elements.
+        keys: the key of the tensor.
+        starts: the index, in the tensor's memory order, of the first element.
+    """
+
+    counts: Tensor
+    keys: Tensor
+    starts: Tensor
 
 
 def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
@@ -196,6 +214,28 @@ def decode(scales: Tensor | None, payload: Tensor, wire: WireFormat) -> Tensor:
         codes = (payload.view(torch.int8) if wire.bits == 8 else unpack(payload, wire.bits)).to(torch.float32)
         values = 2 * codes - 1 if wire.bits == 1 else codes - wire.offset
     return values if scales is None else values * scales.to(torch.float32)
+
+
+def encode_with_errors(
+    values: Tensor, blocks: Blocks, wire: WireFormat, pending: Tensor | None, rounding: Rounding | None
+) -> tuple[Tensor | None, Tensor]:
+    """`encode` blocks, [n, block_size], and write their errors to ``pending``."""
+
+    def draws(salt: int) -> Tensor:
+        assert rounding is not None
+        return random_bits(blocks.keys.unsqueeze(1) + salt, rounding.step, blocks.starts.unsqueeze(1) + columns)
+
+    columns = torch.arange(values.shape[1], device=values.device)
+    is_stochastic = rounding is not None and rounding.stochastic
+    scales, payload = encode(values, blocks.counts, wire, draws(rounding.salt) if rounding and is_stochastic else None)
+    if pending is not None:
+        error = values - decode(scales, payload, wire)
+        error = torch.where(columns < blocks.counts.unsqueeze(1), error, 0.0) + 0.0  # -0 becomes 0: codes have no -0
+        if pending.dtype == torch.bfloat16:
+            assert rounding is not None
+            error = round_to_bf16(error, draws(rounding.error_salt))
+        pending.copy_(error.view_as(pending))
+    return scales, payload
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

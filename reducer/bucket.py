@@ -373,7 +373,7 @@ class DenseBucket(BucketBase):
 
     def _flat(self) -> Gradients:
         assert self._buffer is not None and self._flat_table is not None
-        return Gradients([self._buffer], self._flat_table)
+        return Gradients([self._buffer], self._flat_table, self._table)
 
     def _outside(self) -> list[int]:
         """Indices of the gradients that are not views of the buffer."""

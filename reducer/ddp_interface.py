@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
-from gradwire.hooks._registration import check_pairing, in_group
+from gradwire.hooks._handshake import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import ForwardResults, Phase

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks._bucket import check_process_group
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket, check_process_group
 from gradwire.reducer import torch_internals
 
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."

@@ -24,6 +24,11 @@ def page_id(path):
     return str(path.relative_to(ROOT))
 
 
+def is_log(page):
+    """The development log uses the names of its day."""
+    return page.parent.name == "log"
+
+
 def anchor_of(heading):
     """The fragment that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -46,22 +51,23 @@ def test_links_lead_to_files_and_headings(page):
     assert broken == []
 
 
-def test_every_finding_of_the_log_is_in_its_index():
-    """A heading is a finding, unless others follow it at once."""
-    log = (ROOT / "docs" / "log.md").read_text()
-    index, _, _ = log.partition("\n## 20")
-    findings = re.findall(r"^#{2,3} (.+)\n\n(?!#)", log.removeprefix(index), re.MULTILINE)
-    assert len(findings) > 30
-    assert {anchor_of(heading) for heading in findings} == set(re.findall(r"\(#([^)]+)\)", index))
+def test_log_index_lists_every_finding_with_its_date():
+    folder = ROOT / "docs" / "log"
+    findings = [
+        f"- [{title}]({path.name}#{anchor_of(title)}), {date}"
+        for path in sorted(folder.glob("*.md"))
+        if path.name != "index.md"
+        for title, date in re.findall(r"^## (.+)\n\n\*(.+)\*$", path.read_text(), re.MULTILINE)
+    ]
+    listed = re.findall(r"^- .*$", (folder / "index.md").read_text(), re.MULTILINE)
+    assert len(findings) > 70
+    assert sorted(listed) == sorted(findings)
 
 
 def test_make_targets_in_the_docs_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
-        name
-        for page in PAGES
-        if page.name != "log.md"
-        for name in re.findall(r"\bmake ([a-z][\w-]+)`", page.read_text())
+        name for page in PAGES if not is_log(page) for name in re.findall(r"\bmake ([a-z][\w-]+)`", page.read_text())
     }
     assert {"check", "test", "wheel"} <= named
     assert named - targets == set()
@@ -81,7 +87,7 @@ def test_paths_named_in_the_docs_exist():
     named = {
         path
         for page in PAGES
-        if page.name not in ("log.md", "CHANGELOG.md")
+        if not is_log(page) and page.name != "CHANGELOG.md"
         for path in re.findall(r"`((?:\w+/)+(?:\w[\w.-]*)?)`", CODE.sub("", page.read_text()))
     }
     assert "tests/support/training.py" in named
@@ -96,7 +102,7 @@ def test_tests_named_in_the_docs_exist():
     missing = []
     for page in PAGES:
         text = page.read_text()
-        if page.name in ("log.md", "CHANGELOG.md"):
+        if is_log(page) or page.name == "CHANGELOG.md":
             continue
         ours = re.sub(r"PyTorch's (five )?`test_\w+\*?`(, `test_\w+`)*", "", text)
         for name in re.findall(r"`(test_\w+(?:\*|\.py)?)`", ours):
@@ -147,10 +153,25 @@ def test_messages_quoted_in_troubleshooting_exist_in_the_source():
     assert [message for _, message in quoted if message.removeprefix("… ") not in templates] == []
 
 
-def test_readme_migration_is_the_example():
+def table_rows(page, name):
+    """The cells of each row of a generated table, by its first cells."""
+    table = re.search(rf"<!-- begin {name} -->\n(.*?)<!-- end", (ROOT / page).read_text(), re.DOTALL)[1]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+
+
+def test_readme_numbers_in_prose_are_those_of_the_tables():
+    readme = (ROOT / "README.md").read_text()
+    converge, hooks = table_rows("README.md", "converge_text"), table_rows("docs/benchmarks.md", "hooks")
+    int4 = next(row for row in converge if row[:2] == ["int4", "gradwire"])[-1]
+    powersgd = next(row for row in hooks if row[0] == "powersgd-r4")[4]  # the first table: one rank
+    assert f"reaches its target loss {float(int4.rstrip('x')):.1f} times as fast" in readme
+    assert f"at rank 4, compression is {float(powersgd.rstrip('x')):.1f} times as fast on a CPU" in readme
+
+
+def test_readme_diff_is_the_example():
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     after = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ") and line.strip()]
-    program = [line.strip() for line in (ROOT / "examples" / "train_ddp.py").read_text().splitlines()]
+    program = [line.strip() for line in (ROOT / "examples" / "train_int4.py").read_text().splitlines()]
     assert [line for line in program if line in after] == after
 
 
@@ -199,7 +220,7 @@ def public_names_of_integrations():
 
 
 def test_readme_states_the_gpu_status_on_its_first_screen():
-    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
     assert "not yet run on a GPU" in first_screen
     assert "pip install" in first_screen
 
@@ -220,6 +241,14 @@ def test_picture_of_the_packages_is_the_import_rule():
     expected = {pair for above, below in itertools.pairwise(levels) for pair in itertools.product(above, below)}
     picture = re.search(r"```mermaid\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[1]
     assert set(re.findall(r"^\s*(\w+) --> (\w+)$", picture, re.MULTILINE)) == expected
+
+
+def test_names_in_the_glossary_exist_in_the_source():
+    _, _, glossary = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Glossary\n")
+    names = set(re.findall(r"`(\w+)`", glossary))
+    source = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).glob("*.py"))
+    assert len(names) > 8
+    assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
 
 
 def test_code_on_the_trainers_page_is_that_of_the_examples():

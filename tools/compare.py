@@ -28,7 +28,7 @@ LEAST_BAND = 0.05
 # The assumed noise of a ratio where a state was measured once.
 UNREPEATED_BAND = 0.15
 # This fraction of all ratios varies by less than the noise. Of 160 ratios with a standard deviation of 5 %, 0.3 seem
-# slower on unchanged code after two runs of each state, and none after three (simulated; docs/log.md).
+# slower on unchanged code after two runs of each state, and none after three (simulated; docs/log/benchmarks.md).
 _NOISE_QUANTILE = 0.9
 
 

@@ -39,12 +39,12 @@ from gradwire.kernels import (
     orthogonalize,
     project,
     quantize,
-    reconstruct_and_renew,
+    reconstruct,
     reduce_quantized,
     unflatten,
     update_scale,
 )
-from gradwire.kernels.language import HAS_TRITON
+from gradwire.kernels.dispatch import HAS_TRITON
 
 if TYPE_CHECKING:
     from tools.ahead_of_time import Launch
@@ -104,20 +104,19 @@ def _powersgd(gradient: torch.dtype, wire: torch.dtype, rank: int) -> Calls:
     table = MatrixTable(matrices, gradient, torch.device("cpu"))
     gradients = [torch.empty(m.rows, m.columns, dtype=gradient) for m in matrices]
     errors = [torch.empty(m.rows, m.columns) for m in matrices]
-    operands = Operands(table, gradients, gradients, errors, keep=gradient == torch.float32)
     q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
     p_sent, q_sent = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
     finite, step = torch.ones(len(table), dtype=torch.int32), torch.tensor([5])
     of_others = SegmentTable(others)
-    uncompressed = Uncompressed(of_others, others, others, torch.empty(of_others.numel, dtype=gradient))
-    renewal = Renewal(q_sent, table.q, table.keys, step, q, 6)
+    uncompressed = Uncompressed(of_others, others, others, torch.empty(of_others.numel, dtype=gradient), table.p)
+    renewal = Renewal(table.q, q, step, 6)
+    keep = gradient == torch.float32
+    operands = Operands(table, gradients, gradients, errors, keep, uncompressed, renewal)
     return {
-        "project": lambda: project(operands, q, p_sent, scale=1 / RANKS, pack=uncompressed),
+        "project": lambda: project(operands, q, p_sent, scale=1 / RANKS),
         "orthogonalize": lambda: orthogonalize(p_sent, table.p, basis, finite),
         "backproject": lambda: backproject(operands, basis, q_sent, scale=1 / RANKS),
-        "reconstruct_and_renew": lambda: reconstruct_and_renew(
-            operands, basis, q_sent, finite, renewal, unpack=uncompressed
-        ),
+        "reconstruct": lambda: reconstruct(operands, basis, q_sent, finite),
         "draw": lambda: draw(table.q, table.keys, step, q),
     }
 

@@ -25,8 +25,8 @@ from gradwire.bench.gpu.checks import (
     skip_if_rehearsed,
     within,
 )
-from gradwire.kernels.lowrank_programs import ELEMENTWISE_RANK, MAX_STRIPS
 from gradwire.kernels.lowrank_triton import dot_precision
+from gradwire.kernels.matrix_table import ELEMENTWISE_RANK, MAX_STRIPS
 
 SOURCES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
 RANKS = (1, 4, 7, 16, 32, 64)

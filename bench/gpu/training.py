@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket
 
 StateAndHook = tuple[Any, Callable[..., Any]]
 

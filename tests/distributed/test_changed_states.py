@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.hooks import default_hooks
-from gradwire.hooks._state_validation import MAX_COUNT
+from gradwire.hooks._checkpoint import MAX_COUNT
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook

@@ -89,8 +89,8 @@ DIFFERENCES = {
     "alternating": pair("alternating", power_sgd, False, True),
     "precision": pair("precision", power_sgd, "tf32", "fp32"),
     "steps": (power_sgd(), power_sgd(prepare=at_step_three), "iter: 0 on", "; 3 on"),
-    "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "factors q: nothing on", "; 1, digest"),
-    "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "factors q: 1, digest", "; 1,"),
+    "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "memory q: nothing on", "; 1, digest"),
+    "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "memory q: 1, digest", "; 1,"),
     "16 bit hooks": (
         stateless(default_hooks.fp16_compress_hook),
         stateless(default_hooks.bf16_compress_hook),

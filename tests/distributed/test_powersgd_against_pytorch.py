@@ -1,8 +1,8 @@
 """gradwire's `powerSGD_hook` where PyTorch's goes wrong: what ours does is asserted, what PyTorch's does is recorded.
 
 A PyTorch that has mended a defect fails nothing here. The record is the property ``pytorch`` of each test in the
-report, and a summary at the end of the run: one line, or all of it with ``-v``, which is the source of the table in
-docs/powersgd-against-pytorch.md.
+report, and a summary at the end of the run: one line, or all of it with ``-v``, the source of the tables in
+docs/migrating.md.
 """
 
 import io
@@ -641,7 +641,8 @@ def test_matrices_of_one_shape_are_normalised_separately(worlds, pytorch):
 
 
 def test_table_in_documentation_names_every_test():
-    table = Path(__file__).parents[2] / "docs" / "powersgd-against-pytorch.md"
-    named = set(re.findall(r"`(test_\w+)`", table.read_text()))
+    page = Path(__file__).parents[2] / "docs" / "migrating.md"
+    _, _, section = page.read_text().partition("\n## PowerSGD\n")
+    named = set(re.findall(r"`(test_\w+)`", section.partition("\n## ")[0]))
     here = {name for name in globals() if name.startswith("test_")} - {"test_table_in_documentation_names_every_test"}
     assert named == here

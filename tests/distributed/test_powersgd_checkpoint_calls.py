@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks import hook_state
+from gradwire.hooks import _checkpoint
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.training import SMALL, WRAPPERS, build, gradients, register
@@ -18,7 +18,7 @@ EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 
 def soon():
     """Lets `state_dict` wait half a second for the other ranks."""
-    return mock.patch.object(hook_state, "STATE_DICT_TIMEOUT", timedelta(seconds=0.5))
+    return mock.patch.object(_checkpoint, "STATE_DICT_TIMEOUT", timedelta(seconds=0.5))
 
 
 def message_of(call):
@@ -73,7 +73,7 @@ def test_save_on_some_ranks_only_raises_and_names_the_others(worlds, wrapper):
 
 
 def test_save_on_one_rank_only_times_out_within_seconds():
-    assert timedelta(seconds=5) <= hook_state.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
+    assert timedelta(seconds=5) <= _checkpoint.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
 
 
 def save_after_failures(callers):
@@ -105,7 +105,7 @@ def refuse(*_, **__):
 
 def nobody_else():
     """Lets every meeting with other ranks fail."""
-    return mock.patch.object(hook_state, "named_barrier", refuse)
+    return mock.patch.object(_checkpoint, "named_barrier", refuse)
 
 
 def save_a_prepared_copy(wrapper, saver):
@@ -149,7 +149,7 @@ def test_prepared_copy_outlives_changes_of_a_returned_dictionary(worlds):
 
 def prepare_on_one_rank():
     training = Training()
-    with mock.patch.object(hook_state, "PREPARE_TIMEOUT", timedelta(seconds=0.5)):
+    with mock.patch.object(_checkpoint, "PREPARE_TIMEOUT", timedelta(seconds=0.5)):
         message = message_of(training.state.prepare_checkpoint) if dist.get_rank() == 0 else None
         dist.barrier()
     training.state.prepare_checkpoint()

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, LowRankPolicy, PowerSGDMemory, flat_low_rank_bucket
+from gradwire.compress import LowRankBucket, LowRankPolicy, flat_low_rank_bucket
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
@@ -37,18 +37,20 @@ def test_bucket_continues_from_memory_and_does_not_modify_it(alternating):
     step(first, 0)
     memory = copy.deepcopy(first.memory)
     expected = step(first, 1)
-    known = dict(memory)
+    known = {entry: dict(tensors) for entry, tensors in memory.items()}
     second = LowRankBucket(gradients, shapes, names=["w", "b"], memory=memory, alternating=alternating)
     assert memory == known
-    assert second.memory["w"].error is memory["w"].error  # updated in place by the next step, as the state expects
-    assert second.memory["w"].q is not memory["w"].q
+    assert (
+        second.memory["errors"]["w"] is memory["errors"]["w"]
+    )  # updated in place by the next step, as the state expects
+    assert second.memory["q"]["w"] is not memory["q"]["w"]
     assert_same_bits(step(second, 1), expected)
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (384,), (24, 17), (2, 12, 16)], ids=str)
 @pytest.mark.parametrize("is_flat", [False, True], ids=["matrices", "flat"])
 def test_bucket_rejects_an_error_of_another_shape(is_flat, shape):
-    gradients, memory = [torch.ones(24, 16)], {"w": PowerSGDMemory(error=torch.zeros(shape))}
+    gradients, memory = [torch.ones(24, 16)], {"errors": {"w": torch.zeros(shape)}}
     with pytest.raises(ValueError, match=re.escape(f"error memory of w has shape {shape}, its gradient (24, 16)")):
         if is_flat:
             flat_low_rank_bucket(gradients, 1, names=["w"], memory=memory)

@@ -247,11 +247,6 @@ def test_bad_options_raise(options, named):
         LowRankPolicy(**options)
 
 
-def test_compression_starts_at_start_iteration():
-    policy = LowRankPolicy(start_iteration=3)
-    assert [policy.has_started(iteration) for iteration in range(5)] == [False, False, False, True, True]
-
-
 # --- the paper's table
 
 

@@ -186,6 +186,6 @@ def test_state_follows_its_process_group_to_other_ranks(worlds, kind, move, wrap
     assert_same_on_all_ranks(moved)
     if kind == "powersgd_alternating" and len(first) > 1:
         # Each group has factors of its own, of which a step sends one side only.
-        assert "factors p: 4, digest" in moved[0]
+        assert "memory p: 4, digest" in moved[0]
     else:
         assert moved[0][1] == [], "law 1"

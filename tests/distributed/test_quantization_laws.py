@@ -369,7 +369,9 @@ def test_new_bucket_continues_from_folded_errors():
     for name, gradient, result in zip(["w", "b"], gradients, results, strict=True):
         torch.testing.assert_close(folded[name] + result, gradient, rtol=0, atol=4e-7)
     before = copy.deepcopy(folded)
-    second = QuantizedBucket(gradients, formats, LocalTransport(), Quantization(), names=["w", "b"], memory=folded)
+    second = QuantizedBucket(
+        gradients, formats, LocalTransport(), Quantization(), names=["w", "b"], memory={"errors": folded}
+    )
     assert_same_bits(folded, before)
     assert_same_bits(second.folded_errors(), before)
 
@@ -377,6 +379,6 @@ def test_new_bucket_continues_from_folded_errors():
 @pytest.mark.parametrize("shape", [(5,), (8, 4), (32,), (2, 2, 8)], ids=str)
 def test_bucket_rejects_an_error_of_another_shape(shape):
     gradients, formats = [torch.ones(4, 8)], [WIRE_FORMATS["int4"]]
-    memory = {"w": torch.zeros(shape)}
+    memory = {"errors": {"w": torch.zeros(shape)}}
     with pytest.raises(ValueError, match=re.escape(f"error memory of w has shape {shape}, its gradient (4, 8)")):
         QuantizedBucket(gradients, formats, LocalTransport(), Quantization(), names=["w"], memory=memory)

@@ -75,7 +75,7 @@ def test_process_group_that_is_none_raises():
 )
 def test_wire_format_of_a_parameter(name, shape, dtype, expected):
     state = QuantizationState(None, "int4", wires={"head.*": "int8"})
-    assert state.options.policy.wire_format(name, torch.empty(shape, dtype=dtype)) is WIRE_FORMATS[expected]
+    assert state.options.wire_format(name, torch.empty(shape, dtype=dtype)) is WIRE_FORMATS[expected]
 
 
 def test_pattern_that_matches_no_parameter_raises():

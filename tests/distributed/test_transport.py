@@ -33,7 +33,7 @@ class Unfinished:
         self.is_done = True
 
 
-# Two of a group corrupt the heap, within seconds (docs/log.md).
+# Two of a group corrupt the heap, within seconds (docs/log/communication.md).
 def test_sparse_all_reduces_run_one_at_a_time():
     works = []
 

@@ -20,14 +20,14 @@ NAMES = {80: "sm_80", 90: "sm_90", 100: "sm_100", "gfx942": "gfx942"}
 TARGETS = {target: ahead_of_time.TARGETS[name] for target, name in NAMES.items()}
 
 
-def recorded_launches(modules, call):
-    """The launches of ``modules``'s kernels by ``call()``, in order: name, kernel and arguments."""
-    return [launch[:3] for launch in ahead_of_time.recorded_launches(call, modules)]
+def recorded_launches(call):
+    """The launches by ``call()``, in order: name, kernel and arguments."""
+    return [launch[:3] for launch in ahead_of_time.recorded_launches(call)]
 
 
-def recorded(modules, call):
-    """The kernels of ``modules`` that ``call()`` launches, with their arguments, by name; the last launch of each."""
-    return {name: (kernel, arguments) for name, kernel, arguments in recorded_launches(modules, call)}
+def recorded(call):
+    """The kernels that ``call()`` launches, with their arguments, by name; the last launch of each."""
+    return {name: (kernel, arguments) for name, kernel, arguments in recorded_launches(call)}
 
 
 def _launch(kernel, arguments):

@@ -10,6 +10,7 @@ import pytest
 import triton
 
 from tests.kernels.ahead_of_time import TARGETS
+from tools.ahead_of_time import kernel_modules
 
 # Of all drivers: a kernel stays bound to the driver that it was compiled for.
 _launches = []
@@ -47,13 +48,13 @@ class EmptyDriver:
 
 
 @contextmanager
-def empty_gpu(*modules):
-    """Yields the driver; meanwhile the public functions of ``modules`` launch Triton kernels on CPU tensors."""
+def empty_gpu():
+    """Yields the driver; meanwhile the public functions launch Triton kernels on CPU tensors."""
     driver, before = EmptyDriver(), triton.runtime.driver._active
     triton.runtime.driver.set_active(driver)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for module in modules:
+            for module in kernel_modules():
                 patch.setattr(module, "use_triton", lambda device: True, raising=False)
             yield driver
     finally:

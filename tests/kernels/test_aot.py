@@ -5,11 +5,11 @@ What is compiled is what the public functions launch: their arguments are record
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 
 import pytest
 import torch
 
+from gradwire.kernels import flatten, unflatten, update_scale
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
 from tests.kernels.cases import REALS, name
@@ -29,11 +29,7 @@ LIMITS = {
     ("unflatten", FP64, True): {80: 72, 90: 72, 100: 72, "gfx942": 64},  # 69/69  69/69  69/69  55/58
     ("update_scale", FP32, True): {80: 32, 90: 32, 100: 32, "gfx942": 16},  # 26/26  30/30  30/30  8/8
 }
-MODULES = {
-    "flatten": "gradwire.kernels.flattening",
-    "unflatten": "gradwire.kernels.flattening",
-    "update_scale": "gradwire.kernels.delayed_scaling",
-}
+FUNCTIONS = {"flatten": flatten, "unflatten": unflatten, "update_scale": update_scale}
 
 # Gradient dtype and wire dtype.
 PAIRS = [(gradient, wire) for gradient in REALS for wire in (FP32, FP16, BF16)] + [(FP64, FP64)]
@@ -63,9 +59,7 @@ class Launch:
 @cache
 def recorded(launch):
     """The kernel that a call launches, and its arguments."""
-    module = import_module(MODULES[launch.function])
-    call = getattr(module, launch.function)
-    return ahead_of_time.recorded([module], lambda: _call(call, launch))[launch.function]
+    return ahead_of_time.recorded(lambda: _call(FUNCTIONS[launch.function], launch))[launch.function]
 
 
 def _call(function, launch):

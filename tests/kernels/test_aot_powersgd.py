@@ -13,15 +13,14 @@ from gradwire.kernels import (
     Renewal,
     SegmentTable,
     Uncompressed,
-    cholesky_qr_triton,
-    column_norms,
-    lowrank,
-    lowrank_triton,
-    orthogonalization,
-    orthogonalization_triton,
-    reconstruction_triton,
+    backproject,
+    draw,
+    orthogonalize,
+    project,
+    reconstruct,
 )
-from gradwire.kernels.language import next_power_of_2
+from gradwire.kernels.dispatch import next_power_of_2
+from gradwire.kernels.orthogonalize_triton import SHORTENING, longest_small
 from tests.kernels.ahead_of_time import (
     BF16,
     FP16,
@@ -62,42 +61,33 @@ VARIANTS = [
     (FP16, BF16, False, True),
 ]
 RANKS = (4, 8, 16, 32, 64)
-MODULES = [
-    lowrank,
-    lowrank_triton,
-    reconstruction_triton,
-    orthogonalization,
-    orthogonalization_triton,
-    cholesky_qr_triton,
-    column_norms,
-]
 
 
 @cache
 def launches(gradient, wire, keep, error, rank, shortening=1, precision="tf32"):
     """The kernels of one step on aligned matrices, one with the longest P that is small, one with a large P."""
-    longest = orthogonalization.longest_small(next_power_of_2(rank))
+    longest = longest_small(next_power_of_2(rank))
 
     def step():
         matrices = [Matrix(longest // shortening, max(64, rank), rank), Matrix(2 * longest, 64, rank)]
         table = MatrixTable(matrices, gradient, torch.device("cpu"), precision)
         matrices = [torch.zeros(matrix.rows, matrix.columns, dtype=gradient) for matrix in table.matrices]
         errors = [torch.zeros(matrix.shape) for matrix in matrices] if error else None
-        operands = Operands(table, matrices, matrices, errors, keep)
         q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
         p_wire, q_wire = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
         finite, number = torch.ones(2, dtype=torch.int32), torch.tensor([5])
         others = [torch.zeros(5000, dtype=gradient)]
-        uncompressed = Uncompressed(SegmentTable(others), others, others, torch.zeros(5000, dtype=gradient))
-        renewal = Renewal(q_wire, table.q, table.keys, number, q, 6)
-        column_norms.draw(table.q, table.keys, number, q)
-        lowrank.project(operands, q, p_wire, scale=0.5, pack=uncompressed)
-        orthogonalization.orthogonalize(p_wire, table.p, basis, finite)
-        lowrank.backproject(operands, basis, q_wire, scale=0.5)
-        lowrank.reconstruct_and_renew(operands, basis, q_wire, finite, renewal, unpack=uncompressed)
+        uncompressed = Uncompressed(SegmentTable(others), others, others, torch.zeros(5000, dtype=gradient), table.p)
+        renewal = Renewal(table.q, q, number, 6)
+        operands = Operands(table, matrices, matrices, errors, keep, uncompressed, renewal)
+        draw(table.q, table.keys, number, q)
+        project(operands, q, p_wire, scale=0.5)
+        orthogonalize(p_wire, table.p, basis, finite)
+        backproject(operands, basis, q_wire, scale=0.5)
+        reconstruct(operands, basis, q_wire, finite)
 
     found = {}
-    for kernel, function, arguments in recorded_launches(MODULES, step):
+    for kernel, function, arguments in recorded_launches(step):
         if kernel == "apply":
             kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
         if kernel == "sum_partials" and arguments["segments_ptr"] is not None:
@@ -153,12 +143,12 @@ def test_gram_schmidt_of_longest_rows_for_sm_90_does_not_spill():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("shortening", [1, orthogonalization.SHORTENING], ids=["long", "short"])
+@pytest.mark.parametrize("shortening", [1, SHORTENING], ids=["long", "short"])
 def test_gram_schmidt_for_every_gpu_does_not_spill(shortening, rank, target):
-    if orthogonalization.longest_small(rank) // shortening < rank:
+    if longest_small(rank) // shortening < rank:
         pytest.skip("a factor is no shorter than its rank")
     function, arguments = launches(*VARIANTS[0], rank, shortening)["gram_schmidt"]
-    assert arguments["LENGTH"] == orthogonalization.longest_small(rank) // shortening
+    assert arguments["LENGTH"] == longest_small(rank) // shortening
     binary = compiled(function, arguments, target)
     assert (binary.spills, binary.fences) == (0, 0), binary
     assert binary.registers <= 128, binary

@@ -13,17 +13,13 @@ from gradwire.kernels import (
     Rounding,
     commit_errors,
     dequantize,
-    quantization,
-    quantization_triton,
     quantize,
-    quantized_reduction_triton,
     reduce_quantized,
 )
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
 from tests.kernels.cases import name
 
-MODULES = [quantization, quantization_triton, quantized_reduction_triton]
 # The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8
 # warps share a multiprocessor, 80 three, 128 two. Stochastic fp8 takes the most. The comments are the largest numbers
 # measured with Triton 3.7.1, on a sample of formats and dtypes.
@@ -80,7 +76,7 @@ def launch_all(launch, length=8192, world_size=2, pieces=1):
 
 @cache
 def recorded(launch):
-    return ahead_of_time.recorded(MODULES, lambda: launch_all(launch))
+    return ahead_of_time.recorded(lambda: launch_all(launch))
 
 
 @cache
@@ -170,6 +166,6 @@ def test_buckets_worlds_and_steps_share_one_variant_of_each_kernel(wire, errors)
         for n_tensors in (1, 2, 16):
             each = Launch(wire, errors=errors, n_tensors=n_tensors)
             call = lambda: launch_all(each, length, world_size, pieces)  # noqa: B023, E731
-            for kernel, function, arguments in ahead_of_time.recorded_launches(MODULES, call):
+            for kernel, function, arguments in ahead_of_time.recorded_launches(call):
                 variants.setdefault(kernel, set()).add(ahead_of_time.variant(function, arguments, 90))
     assert {kernel: len(keys) for kernel, keys in variants.items()} == dict.fromkeys(recorded(launch), 1)

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, BlockTable, Fitting, MessageLayout
+from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, BlockTable, MessageLayout
 from gradwire.kernels import block_table as block_table_module
+from gradwire.kernels.program_table import Upload
 from tests.kernels.cases import PROPERTY, layouts
 
 CPU = torch.device("cpu")
@@ -63,27 +64,16 @@ def test_error_views_have_shapes_and_strides_of_the_tensors():
 def test_packed_table_uploads_addresses_again_only_when_they_change(monkeypatch):
     tensors = empties([(100,), (5000,)])
     blocks = BlockTable(tensors, 64, [7, -9])
-    packed = blocks.packed(tensors)
+    packed = blocks.segments.packed(tensors)
     assert packed[:2].tolist() == [tensor.data_ptr() for tensor in tensors]
     assert packed[2:].tolist() == [100, 5000, 0, 2, 7, -9, 0, 1, 1, 0, 0, 4096]
     replaced = []
-    monkeypatch.setattr(type(blocks._packed), "replace", lambda self, numbers: replaced.append(numbers))
-    assert blocks.packed(tensors) is packed
+    monkeypatch.setattr(Upload, "_write", lambda self, numbers: replaced.append(numbers))
+    assert blocks.segments.packed(tensors) is packed
     assert not replaced
     others = empties([(100,), (5000,)])
-    assert blocks.packed(others) is packed
+    assert blocks.segments.packed(others) is packed
     assert replaced == [[tensor.data_ptr() for tensor in others]]
-
-
-def test_check_refuses_other_tensors():
-    tensors = empties([(100,), (64,)])
-    blocks = BlockTable(tensors, 64, [0, 1])
-    blocks.check(tensors)
-    blocks.check(Fitting(tensors[:1], blocks.segments))  # known to fit: not looked at
-    with pytest.raises(ValueError, match="table of 2"):
-        blocks.check(tensors[:1])
-    with pytest.raises(ValueError, match="Build a new table"):
-        blocks.check([tensors[1], tensors[0]])
 
 
 @pytest.mark.parametrize("block_size", [0, 16, 48, 2048, -64])
@@ -105,13 +95,11 @@ def test_runs_cover_all_blocks_once_in_order(items, room):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_table_module, "RUN_NUMEL", room)
         runs = blocks.runs
-    assert [block for run in runs for block in range(run.first_block, run.last_block)] == list(range(blocks.n_blocks))
-    tensors_seen = [i for run in runs if not run.is_piece or run.start == 0 for i in range(run.first, run.last)]
+    assert [block for run in runs for block in range(run.start, run.stop)] == list(range(blocks.n_blocks))
+    begins = [not run.is_piece or run.start == blocks.first_blocks[run.first] for run in runs]
+    tensors_seen = [i for run, b in zip(runs, begins, strict=True) if b for i in range(run.first, run.last)]
     assert tensors_seen == list(range(len(items)))
-    for run in runs:
-        assert (run.last_block - run.first_block) * 32 <= room
-        if run.is_piece:
-            assert run.start == (run.first_block - blocks.first_blocks[run.first]) * 32
+    assert all((run.stop - run.start) * 32 <= room for run in runs)
 
 
 GROUPS = st.lists(

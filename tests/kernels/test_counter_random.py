@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from gradwire.kernels import random_key, uniform
 from gradwire.kernels.counter_random import uniform_triton
-from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.dispatch import jit, tl, use_triton
 from tests.kernels.cases import PROPERTY
 from tests.kernels.exact import assert_same_bits
 from tests.kernels.random_oracle import at, splitmix64, uniform_oracle

@@ -19,7 +19,7 @@ from gradwire.comm import Workspace, graphs
 from gradwire.compress import LowRankBucket, LowRankPolicy, Quantization, powersgd_all_reduce
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from tests.kernels.empty_driver import empty_gpu
-from tests.kernels.test_variants import MODULES, OneRank, cast, powersgd, quantized
+from tests.kernels.test_variants import OneRank, cast, powersgd, quantized
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
 CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}
@@ -109,7 +109,7 @@ def replayed_powersgd(tensors, monkeypatch):
 
 def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
     tensors = [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[5]]
-    with empty_gpu(*MODULES) as driver:
+    with empty_gpu() as driver:
         step = replayed_powersgd(tensors, monkeypatch)
         for number in range(3):
             run(step(number))
@@ -126,7 +126,7 @@ def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
 def test_step_of_a_bucket_keeps_to_its_budget(hook):
     make, budgets = BUDGETS[hook]
     tensors = [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[5]]
-    with empty_gpu(*MODULES) as driver:
+    with empty_gpu() as driver:
         step = make([tensors])
         for number in range(3):
             run(*step(number))
@@ -146,7 +146,7 @@ def test_cast_of_a_bucket_makes_as_many_calls_for_many_tensors_as_for_one(functi
     tensors = [torch.empty(100) for _ in range(n_tensors)]
     table, wire = SegmentTable(tensors), torch.empty(100 * n_tensors, dtype=torch.bfloat16)
     arguments = (tensors, wire) if function is flatten else (wire, tensors)
-    with empty_gpu(*MODULES) as driver:
+    with empty_gpu() as driver:
         for _ in range(2):  # the first uploads the addresses, and makes the comparison of all layouts at once
             function(*arguments, table=table)
         driver.launches.clear()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.kernels.flattening import NUM_WARPS, _flatten_kernel, _unflatten_kernel
+from gradwire.kernels.flatten_triton import NUM_WARPS, _flatten_kernel, _unflatten_kernel
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from tests.kernels.cases import INTERPRETED, name
 from tests.kernels.exact import Guarded, as_float64, assert_same_bits, round_to

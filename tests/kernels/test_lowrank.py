@@ -24,18 +24,16 @@ from gradwire.kernels import (
     backproject_reference,
     flatten,
     lowrank,
-    lowrank_programs,
     lowrank_triton,
     matrix_table,
     project,
     project_reference,
     reconstruct,
-    reconstruct_and_renew,
     reconstruct_reference,
     renew,
     unflatten,
 )
-from gradwire.kernels.lowrank_programs import Tiling
+from gradwire.kernels.matrix_table import Tiling
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits, round_to
 from tests.kernels.matrix_cases import (
@@ -62,10 +60,10 @@ def shipped():
     """In the interpreter, tiles and strips so small that small matrices have several; yields them as shipped."""
     names = ("ELEMENTWISE", "DOT")
     with pytest.MonkeyPatch.context() as patch:
-        shipped = {name: getattr(lowrank_programs, name) for name in names}
+        shipped = {name: getattr(matrix_table, name) for name in names}
         if INTERPRETED:
-            patch.setattr(lowrank_programs, "ELEMENTWISE", Tiling(rows=8, columns=16, strip_rows=16, strip_columns=32))
-            patch.setattr(lowrank_programs, "DOT", Tiling(rows=16, columns=16, strip_rows=32, strip_columns=32))
+            patch.setattr(matrix_table, "ELEMENTWISE", Tiling(rows=8, columns=16, strip_rows=16, strip_columns=32))
+            patch.setattr(matrix_table, "DOT", Tiling(rows=16, columns=16, strip_rows=32, strip_columns=32))
         yield shipped
 
 
@@ -87,7 +85,7 @@ def check_product(left, right, scale, actual, compute, what, of_each=0.0):
 
 def error_of_each(filled):
     """The relative error of the products that `project` and `backproject` sum up: the interpreter's TF32 is fp32."""
-    runs_in_tf32 = filled.device.type == "cuda" and lowrank.can_use_triton(filled.table)
+    runs_in_tf32 = filled.device.type == "cuda" and filled.table.can_use_triton()
     return TF32 if runs_in_tf32 and lowrank_triton.dot_precision(filled.table) == "tf32" else 0.0
 
 
@@ -255,7 +253,7 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
     gradients[0][:2] = torch.tensor([torch.inf, torch.nan])
     table = SegmentTable(gradients)
 
-    def run(is_fused, advance_to=8):
+    def run(is_fused, advance_to=8, with_p=True):
         filled = Bucket(places).fill(dtype, device)
         of_matrices, compute = filled.table, filled.compute
         p, q = (filled.factor(side, compute).window for side in (of_matrices.p, of_matrices.q))
@@ -267,13 +265,17 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
         target = source if in_place else [torch.full_like(gradient, torch.nan) for gradient in gradients]
         finite, step = filled.flags(1, 1, 0).window, torch.tensor([7], device=device)
         following = torch.full_like(q, torch.nan)
+        of_matrices.keys[:] = [1, 2, 3]
         if is_fused:
-            uncompressed = Uncompressed(table, source, target, wire)
-            project(filled.operands, q, sent[0], scale=0.5, pack=uncompressed)
+            sent_with = of_matrices.p if with_p else of_matrices.q
+            uncompressed = Uncompressed(table, source, target, wire, sent_with)
+            renewal = Renewal(of_matrices.q, following, step, advance_to)
+            operands = replace(filled.operands, uncompressed=uncompressed, renewal=renewal)
+            project(operands, q, sent[0], scale=0.5)
+            assert wire.isnan().all() != with_p
+            backproject(operands, p, sent[1], scale=0.5)
             wires = [wire.clone()]
-            backproject(filled.operands, p, sent[1], scale=0.5, pack=uncompressed)
-            renewal = Renewal(q, of_matrices.q, [1, 2, 3], step, following, advance_to)
-            reconstruct_and_renew(filled.operands, p, q, finite, renewal, unpack=uncompressed)
+            reconstruct(operands, p, q, finite)
         else:
             project(filled.operands, q, sent[0], scale=0.5)
             flatten(source, wire, table=table, scale=0.5)
@@ -287,8 +289,8 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
         return [*sent, *wires, wire, *target, finite, step, following, *operands.target, *(operands.error or [])]
 
     expected = run(is_fused=False)
-    for advance_to in (8, None):
-        for i, (actual, wanted) in enumerate(zip(run(is_fused=True, advance_to=advance_to), expected, strict=True)):
+    for advance_to, with_p in ((8, True), (None, True), (8, False)):
+        for i, (actual, wanted) in enumerate(zip(run(True, advance_to, with_p), expected, strict=True)):
             assert_same_bits(actual, wanted, f"result {i}")
 
 
@@ -311,7 +313,7 @@ def test_passes_with_long_sums_match_oracle(sizes, dtype, device):
 @pytest.mark.parametrize("rank", [4, 16], ids=["element by element", "dot"])
 def test_passes_with_shipped_tiles_match_oracle(rank, dtype, shipped, device, monkeypatch):
     for name_, tiling in shipped.items():
-        monkeypatch.setattr(lowrank_programs, name_, tiling)
+        monkeypatch.setattr(matrix_table, name_, tiling)
     cut = shipped["ELEMENTWISE" if rank == 4 else "DOT"]
     sizes = (
         Place(17, 2 * cut.strip_columns + 64, rank),
@@ -635,13 +637,13 @@ def test_misfitting_matrix_raises(function, part, device):
 
 
 def test_rows_beyond_32_bit_offsets_are_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr(lowrank, "use_triton", lambda device: True)
-    longest = lowrank.MAX_COLUMNS
-    rows = max(lowrank_programs.ELEMENTWISE.rows, lowrank_programs.DOT.rows)
+    monkeypatch.setattr(matrix_table, "use_triton", lambda device: True)
+    longest = matrix_table.MAX_COLUMNS
+    rows = max(matrix_table.ELEMENTWISE.rows, matrix_table.DOT.rows)
     assert rows * longest <= 2**31
     for columns in (longest, longest + 1):
         table = MatrixTable([Matrix(2, columns, 1)], torch.float32, torch.device("cpu"))
-        assert lowrank.can_use_triton(table) == (columns == longest)
+        assert table.can_use_triton() == (columns == longest)
 
 
 def test_lowrank_bytes_matches_docstring():

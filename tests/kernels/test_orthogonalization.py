@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.kernels import FactorLayout, cholesky_qr_triton, orthogonalization, orthogonalize, orthogonalize_reference
-from gradwire.kernels.orthogonalization_cpu import orthogonalize_cpu
+from gradwire.kernels import FactorLayout, orthogonalize, orthogonalize_reference, orthogonalize_triton
+from gradwire.kernels.orthogonalize import ONE_ROUND_ERROR, orthogonalize_cpu
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits
 from tests.kernels.matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
@@ -223,9 +223,9 @@ def large(monkeypatch):
     """
     if not INTERPRETED:
         return (1, 5000), (4, 4099), (16, 3000), (33, 700), (64, 2000)
-    monkeypatch.setattr(orthogonalization, "SMALL_NUMEL", 64)
-    monkeypatch.setattr(orthogonalization, "TILE_LENGTH", 64)
-    monkeypatch.setattr(orthogonalization, "GRAMS_NUMEL", 2 * 16 * 16)
+    monkeypatch.setattr(orthogonalize_triton, "SMALL_NUMEL", 64)
+    monkeypatch.setattr(orthogonalize_triton, "TILE_LENGTH", 64)
+    monkeypatch.setattr(orthogonalize_triton, "GRAMS_NUMEL", 2 * 16 * 16)
     return (1, 100), (3, 130), (12, 64)
 
 
@@ -237,7 +237,7 @@ def test_span_of_large_factors_is_kept(wire, device, large):
 
 @pytest.mark.parametrize("max_tiles", [1, 2, 100])
 def test_large_factors_have_at_most_so_many_tiles(max_tiles, device, large, monkeypatch):
-    monkeypatch.setattr(orthogonalization, "MAX_TILES", max_tiles)
+    monkeypatch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
     well_conditioned(torch.float32, torch.float32, device, large, (100.0,))
 
 
@@ -250,8 +250,11 @@ def test_large_factors_have_at_most_so_many_tiles(max_tiles, device, large, monk
 def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
     layout = FactorLayout([1] * len(lengths), lengths)
     large = list(range(0, len(lengths), 2))
-    tiles = cholesky_qr_triton._tiles(layout, large, block, 128, max_tiles)
-    of_each = {member: [tile for tile in zip(*tiles, strict=True) if tile[3] == member] for member in range(len(large))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orthogonalize_triton, "TILE_LENGTH", 128)
+        patch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
+        tiles = orthogonalize_triton.tiles_of(layout, large, block)
+    of_each = {member: [tile for tile in tiles if tile[3] == member] for member in range(len(large))}
     members = []
     for member, mine in of_each.items():
         members.append((large[member], sum(n_tiles for _, _, n_tiles in members), len(mine)))
@@ -262,7 +265,7 @@ def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
         assert ends[-1] == lengths[large[member]]
         assert all((end - begin) % block == 0 for _, begin, end, _ in mine[:-1])
         assert len(mine) == 1 or mine[0][2] >= 128
-    assert [tuple(row) for row in zip(*cholesky_qr_triton._members(tiles), strict=True)] == members
+    assert orthogonalize_triton.members_of(tiles) == members
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -493,14 +496,9 @@ def test_second_round_on_cpus_reaches_error_of_single_round(condition):
     # Into fp64, because the rounding of fp32 is larger than what the second round mends.
     out, finite = torch.zeros(factor.numel, dtype=torch.float64), torch.zeros(3, dtype=torch.int32)
     wire = packed(factor, rows, torch.float64)
-    thresholds = {
-        "tolerance": orthogonalization.tolerance(torch.float32),
-        "one_round_error": orthogonalization.ONE_ROUND_ERROR,
-        "two_rounds_error": orthogonalization.TWO_ROUNDS_ERROR,
-    }
-    orthogonalize_cpu(wire, factor, out, finite, **thresholds)
+    orthogonalize_cpu(wire, factor, out, finite)
     for p in factor.views(out):
-        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= orthogonalization.ONE_ROUND_ERROR
+        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= ONE_ROUND_ERROR
 
 
 def test_second_round_makes_large_factor_orthonormal(device, large):

@@ -26,7 +26,6 @@ from gradwire.kernels import (
     project,
     quantize,
     reconstruct,
-    reconstruct_and_renew,
     reduce_quantized,
     renew,
     unflatten,
@@ -75,9 +74,9 @@ def scaled():
     return [exponent, scales, absmax, counters]
 
 
-def passes(step, dtype=FP32, error=True, keep=False, in_place=False, rank=3):
+def passes(step, dtype=FP32, error=True, keep=False, in_place=False, rank=3, renews=False):
     """The results of one of PowerSGD's passes over a bucket."""
-    table = MatrixTable([Matrix(*shape, rank) for shape in SHAPES], dtype, torch.device("cpu"))
+    table = MatrixTable([Matrix(*shape, rank, 11 + i) for i, shape in enumerate(SHAPES)], dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     source = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     errors = [torch.randn(shape, generator=generator) for shape in SHAPES] if error else None
@@ -85,23 +84,21 @@ def passes(step, dtype=FP32, error=True, keep=False, in_place=False, rank=3):
     p, q = (torch.randn(side.numel, generator=generator) for side in (table.p, table.q))
     if keep and step is not project:
         torch._foreach_copy_(target, [torch.randn(shape, generator=generator) for shape in SHAPES])
-    operands = Operands(table, source, target, errors, keep)
     out = torch.zeros(max(table.p.numel, table.q.numel))
     others = [torch.randn(length, generator=generator).to(dtype) for length in LENGTHS]
     results, wire = [nan(length, dtype=dtype) for length in LENGTHS], nan(sum(LENGTHS), dtype=dtype)
-    uncompressed = Uncompressed(SegmentTable(others), others, results, wire)
+    uncompressed = Uncompressed(SegmentTable(others), others, results, wire, table.p)
     finite, number = torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([5])
+    renewal = Renewal(table.q, out[: table.q.numel], number, None) if renews else None
+    operands = Operands(table, source, target, errors, keep, uncompressed, renewal)
     if step is project:
-        project(operands, q, out[: table.p.numel], scale=0.5, pack=uncompressed)
+        project(operands, q, out[: table.p.numel], scale=0.5)
     elif step is backproject:
         backproject(operands, p, out[: table.q.numel], scale=0.5)
-    elif step is reconstruct:
-        reconstruct(operands, p, q, finite)
     else:
         wire.copy_(torch.cat(others))
         table.q.views(q)[2][1] = 0
-        renewal = Renewal(q, table.q, [11, 12, 13], number, out[: table.q.numel], None)
-        reconstruct_and_renew(operands, p, q, finite, renewal, unpack=uncompressed)
+        reconstruct(operands, p, q, finite)
     return [out, *source, *target, *(errors or []), wire, *results, finite, number]
 
 
@@ -201,7 +198,7 @@ UPDATING = {
     "update_scale": scaled,
     "project in place, M kept": lambda: passes(project, keep=True, in_place=True),
     "reconstruct": lambda: passes(reconstruct),
-    "reconstruct and renew": lambda: passes(reconstruct_and_renew),
+    "reconstruct and renew": lambda: passes(reconstruct, renews=True),
     "reconstruct in place, M kept": lambda: passes(reconstruct, keep=True, in_place=True),
     "orthogonalize large factors": lambda: orthogonalized((300, 1100), 17),
 }

@@ -107,7 +107,7 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
     )
     for numel in (1024, 2048, 4096):
         monkeypatch.setattr(block_table_module, "RUN_NUMEL", numel)
-        monkeypatch.setattr("gradwire.kernels.quantization_cpu.RUN_NUMEL", numel)
+        monkeypatch.setattr("gradwire.kernels.quantize_cpu.RUN_NUMEL", numel)
         for dtype in (FP32, BF16):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
 

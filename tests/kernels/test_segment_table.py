@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import Fitting, SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels import Fitting, SegmentTable, memory_order, program_table, segment_table
 from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
 from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
 from tests.kernels.exact import as_float64
@@ -52,12 +52,12 @@ def test_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
 
 @PROPERTY
 @given(case=cases(), block=st.sampled_from((2, 64, 1000)))
-def test_blocks_cover_the_wire_once_in_order(case, block):
+def test_runs_cover_the_wire_once_in_order(case, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         table = SegmentTable(case.views(case.sources(torch.float32, "cpu")))
         end = 0
-        for piece in table.blocks:
+        for piece in table.runs:
             assert piece.start == end
             assert piece.stop - piece.start <= block
             is_whole = table.offsets[piece.first] == piece.start
@@ -68,8 +68,8 @@ def test_blocks_cover_the_wire_once_in_order(case, block):
 
 def test_addresses_are_uploaded_again_only_after_a_change(device, monkeypatch):
     sizes = []
-    pinned = uploads.pinned
-    monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
+    pinned = program_table.pinned
+    monkeypatch.setattr(program_table, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
     table = SegmentTable(first)
 

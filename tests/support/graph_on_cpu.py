@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
 from gradwire.compress import powersgd_bucket
-from gradwire.kernels import Operands, SegmentTable, column_norms, flattening, lowrank, orthogonalization, uploads
+from gradwire.kernels import Operands, SegmentTable, lowrank, program_table
 from gradwire.kernels.dispatch import is_interpreted
 
 Kernel = Callable[..., None]
@@ -186,7 +187,7 @@ def _tensor_at(address: int, like: Tensor) -> Tensor:
 
 
 def _refuse_uploads(replace_numbers: Callable[..., None]) -> Callable[..., None]:
-    def call(upload: uploads.Upload, numbers: Sequence[int]) -> None:
+    def call(upload: program_table.Upload, numbers: Sequence[int]) -> None:
         if GraphOnCpu.under_way is not None:
             raise RuntimeError("A table is uploaded in a capture, so every replay would upload it again: refresh it.")
         replace_numbers(upload, numbers)
@@ -203,16 +204,18 @@ def is_capturing(*_: object) -> bool:
 def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
     """A context in which ``torch.cuda.CUDAGraph`` is `GraphOnCpu`, which it yields with its counts at 0."""
     GraphOnCpu.captures = GraphOnCpu.replays = 0
+    # Modules of these names are hidden in their package by the functions.
+    flatten, orthogonalize = (import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize"))
     leaves: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (lowrank, "project_cpu", _of_matrices),
         (lowrank, "backproject_cpu", _of_matrices),
         (lowrank, "reconstruct_cpu", _of_matrices),
-        (flattening, "flatten_cpu", partial(_of_segments, position=0)),
-        (flattening, "unflatten_cpu", partial(_of_segments, position=1)),
-        (orthogonalization, "orthogonalize_cpu", _recorded),
-        (orthogonalization, "orthogonalize_reference", _recorded),
-        (column_norms, "_renew_cpu", _recorded),
-        (uploads.Upload, "replace", _refuse_uploads),
+        (lowrank, "renew_cpu", _recorded),
+        (flatten, "flatten_cpu", partial(_of_segments, position=0)),
+        (flatten, "unflatten_cpu", partial(_of_segments, position=1)),
+        (orthogonalize, "orthogonalize_cpu", _recorded),
+        (orthogonalize, "orthogonalize_reference", _recorded),
+        (program_table.Upload, "_write", _refuse_uploads),
     ]
     if is_interpreted():
         from triton.runtime.interpreter import GridExecutor
@@ -225,7 +228,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "CUDAGraph", GraphOnCpu),
             (torch.cuda, "graph_pool_handle", object),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
-            (uploads, "is_capturing", is_capturing),
+            (program_table, "is_capturing", is_capturing),
             (powersgd_bucket, "is_capturing", is_capturing),
             (powersgd_bucket, "can_capture", lambda _: True),
             (Workspace, "_is_capturing", is_capturing),

@@ -94,7 +94,7 @@ def one_thread_group():
     """A gloo group of all ranks that works on one collective at a time; made by all ranks.
 
     For those who have two sparse all-reduces under way on a group, as PyTorch's DDP has: that corrupts the heap when
-    gloo works on both (docs/log.md).
+    gloo works on both (docs/log/communication.md).
     """
     dist.Backend.register_backend("gloo_of_one_thread", _gloo_of_one_thread, devices=["cpu"])
     return dist.new_group(backend="gloo_of_one_thread")

@@ -1,4 +1,4 @@
-"""Quantisation: the two shots of a compressed all-reduce, between gradients and messages of bytes.
+"""Quantization: the two shots of a compressed all-reduce, between gradients and messages of bytes.
 
     quantize            M = g * scale + E;  message = encode(M);  pending = M - decode(message)
     reduce_quantized    S = sum_i decode(received_i) + E2;  result = encode(S);  pending = S - decode(result)
@@ -36,23 +36,24 @@ with one in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import ALIGN_BYTES, Section
-from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.quantization_cpu import commit_errors_cpu, dequantize_cpu, quantize_cpu, reduce_quantized_cpu
-from gradwire.kernels.quantization_reference import (
-    commit_errors_reference,
-    dequantize_reference,
-    quantize_reference,
-    reduce_quantized_reference,
+from gradwire.kernels.block_table import ALIGN_BYTES, BlockTable, Section
+from gradwire.kernels.dispatch import choose
+from gradwire.kernels.program_table import check_step
+from gradwire.kernels.quantize_cpu import commit_errors_cpu, dequantize_cpu, quantize_cpu, reduce_quantized_cpu
+from gradwire.kernels.quantize_triton import (
+    commit_errors_triton,
+    dequantize_triton,
+    quantize_triton,
+    reduce_quantized_triton,
 )
-from gradwire.kernels.quantization_triton import commit_errors_triton, dequantize_triton, quantize_triton
-from gradwire.kernels.quantized_reduction_triton import reduce_quantized_triton
-from gradwire.kernels.wire_formats import Rounding, WireFormat
+from gradwire.kernels.segment_table import memory_order
+from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode_with_errors
 
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -60,7 +61,7 @@ ERROR_DTYPES = (torch.float32, torch.bfloat16)
 def quantize_bytes(
     numel: int, source: torch.dtype, wire: WireFormat, block_size: int, errors: torch.dtype | None
 ) -> float:
-    """Bytes that quantising ``numel`` elements in full blocks reads and writes."""
+    """Bytes that quantizing ``numel`` elements in full blocks reads and writes."""
     error_bytes = 0 if errors is None else 2 * errors.itemsize
     return numel * (source.itemsize + error_bytes + wire.block_bytes(block_size) / block_size)
 
@@ -74,13 +75,24 @@ def reduce_quantized_bytes(
 
 
 def dequantize_bytes(numel: int, wire: WireFormat, block_size: int, target: torch.dtype) -> float:
-    """Bytes that dequantising ``numel`` elements in full blocks reads and writes."""
+    """Bytes that dequantizing ``numel`` elements in full blocks reads and writes."""
     return numel * (target.itemsize + wire.block_bytes(block_size) / block_size)
 
 
 def commit_errors_bytes(numel: int, errors: torch.dtype) -> int:
     """Bytes that committing ``numel`` elements of error memory reads and writes."""
     return 2 * numel * errors.itemsize
+
+
+def _check_once(check: Callable[..., None], section: Section, *arguments: Any) -> None:
+    """``check(section, *arguments)``, unless the last call had the same arguments, or tensors of the same layout."""
+    layouts = [
+        (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else each
+        for each in arguments
+    ]
+    if section.checked.get(check.__name__) != layouts:
+        check(section, *arguments)
+        section.checked[check.__name__] = layouts
 
 
 def _check_buffer(tensor: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
@@ -101,14 +113,14 @@ def _check_alignment(tensor: Tensor, name: str) -> None:
         )
 
 
-def _check_section(tensor: Tensor, name: str, section: Section) -> None:
+def _check_message(section: Section, tensor: Tensor, name: str) -> None:
     """Raise ValueError unless the message has room for the section."""
     table = section.table
     if tensor.dim() != 3:
         raise ValueError(f"{name} has {tensor.dim()} dimensions; expected [pieces, n, cell_bytes].")
     _check_buffer(tensor, name, tuple(tensor.shape), table.device)
     pieces, world_size, cell_bytes = tensor.shape
-    end = section.payload_at + section.blocks_per_cell * section.format.payload_bytes(table.block_size)
+    end = section.payload_at + section.blocks_per_cell * section.payload_bytes
     if pieces * world_size * section.blocks_per_cell < table.n_blocks or end > cell_bytes:
         raise ValueError(
             f"{name} has {pieces * world_size} cells of {cell_bytes} bytes; the section needs room for "
@@ -117,17 +129,10 @@ def _check_section(tensor: Tensor, name: str, section: Section) -> None:
         )
 
 
-def _check_errors(
-    errors: Tensor | None, pending: Tensor | None, numel: int, rounding: Rounding | None, device: torch.device
-) -> None:
+def _check_errors(errors: Tensor | None, pending: Tensor | None, step: Tensor | None, numel: int, device: Any) -> None:
     """Raise ValueError unless the error memories fit, and there are random numbers for what needs them."""
-    if rounding is not None:
-        step = rounding.step
-        if step.dtype != torch.int64 or step.numel() != 1 or step.device != device:
-            raise ValueError(
-                f"rounding.step is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of "
-                f"torch.int64 on {device}. Pass torch.tensor([step], device=...)."
-            )
+    if step is not None:
+        check_step(step, "rounding.step", device)
     if errors is None and pending is None:
         return
     if errors is None or pending is None:
@@ -141,8 +146,125 @@ def _check_errors(
         _check_alignment(tensor, name)
     if errors.dtype != pending.dtype:
         raise ValueError(f"errors is {errors.dtype}, pending is {pending.dtype}; expected one dtype.")
-    if pending.dtype == torch.bfloat16 and rounding is None:
+    if pending.dtype == torch.bfloat16 and step is None:
         raise ValueError("pending is torch.bfloat16, which is rounded stochastically; pass rounding=Rounding(step).")
+
+
+def _check_quantize(section: Section, message: Tensor, errors: Any, pending: Any, step: Tensor | None) -> None:
+    _check_message(section, message, "message")
+    _check_errors(errors, pending, step, section.table.numel, section.table.device)
+
+
+def _check_reduce(
+    section: Section, received: Tensor, result: Tensor, errors: Any, pending: Any, step: Tensor | None, rank: int
+) -> None:
+    _check_message(section, received, "received")
+    pieces, world_size, cell_bytes = received.shape
+    _check_buffer(result, "result", (pieces, cell_bytes), received.device)
+    numel = pieces * section.blocks_per_cell * section.table.block_size
+    _check_errors(errors, pending, step, numel, received.device)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; expected a number from 0 to {world_size - 1}, the shards in received.")
+
+
+def _store(cells: Tensor, section: Section, encoded: tuple[Tensor | None, Tensor]) -> None:
+    """Write encoded blocks into ``cells``, [cells, cell_bytes], from the first slot of the first cell on."""
+    scales, payload = encoded
+    index = torch.arange(payload.shape[0], device=cells.device)
+    at = index // section.blocks_per_cell, index % section.blocks_per_cell
+    scale_slots, payload_slots = section.parts(cells)
+    payload_slots[at] = payload
+    if scales is not None and scale_slots is not None:
+        scale_slots.view(torch.int16)[at] = scales.squeeze(1).view(torch.int16)
+
+
+def _decode_cells(cells: Tensor, section: Section, n_blocks: int) -> Tensor:
+    """Decode the first ``n_blocks`` blocks of ``cells``, [cells, cell_bytes]: [n_blocks, block_size], fp32."""
+    scales, payload = (None if part is None else part.flatten(0, 1)[:n_blocks] for part in section.parts(cells))
+    assert payload is not None
+    return decode(None if scales is None else scales.unsqueeze(1), payload.contiguous(), section.format)
+
+
+def quantize_reference(
+    tensors: Sequence[Tensor],
+    section: Section,
+    message: Tensor,
+    scale: float,
+    errors: Tensor | None,
+    pending: Tensor | None,
+    rounding: Rounding | None,
+) -> None:
+    """`quantize` in plain PyTorch."""
+    table = section.table
+    values = torch.zeros(table.numel, dtype=torch.float32, device=table.device)
+    for tensor, view in zip(tensors, _segments(values, table), strict=True):
+        view.copy_(memory_order(tensor))
+    values *= torch.tensor(scale, dtype=torch.float32, device=table.device)
+    if errors is not None:
+        values += errors.to(torch.float32)
+    blocks = table.blocks(0, table.n_blocks)
+    encoded = encode_with_errors(values.view(-1, table.block_size), blocks, section.format, pending, rounding)
+    _store(message.flatten(0, 1), section, encoded)
+
+
+def _segments(values: Tensor, table: BlockTable) -> list[Tensor]:
+    """The elements of each tensor in ``values``, [numel]."""
+    return [
+        values[first * table.block_size :][:length]
+        for first, length in zip(table.first_blocks, table.lengths, strict=True)
+    ]
+
+
+def reduce_quantized_reference(
+    received: Tensor,
+    section: Section,
+    result: Tensor,
+    rank: int,
+    errors: Tensor | None,
+    pending: Tensor | None,
+    rounding: Rounding | None,
+) -> None:
+    """`reduce_quantized` in plain PyTorch, piece by piece."""
+    table = section.table
+    pieces, world_size, _ = received.shape
+    room = section.blocks_per_cell * table.block_size
+    for piece in range(pieces):
+        first, last = section.cell_blocks(piece * world_size + rank)
+        numel = (last - first) * table.block_size
+        if pending is not None:
+            pending[piece * room :][:room].zero_()
+        if numel == 0:
+            continue
+        total = torch.zeros(last - first, table.block_size, dtype=torch.float32, device=received.device)
+        for cell in received[piece]:
+            total += _decode_cells(cell.unsqueeze(0), section, last - first)
+        if errors is not None:
+            total += errors[piece * room :][:numel].view_as(total).to(torch.float32)
+        blocks = table.blocks(first, last)
+        is_valid = torch.arange(table.block_size, device=total.device) < blocks.counts.unsqueeze(1)
+        total = torch.where(is_valid, total, 0.0)
+        of_piece = None if pending is None else pending[piece * room :][:numel]
+        encoded = encode_with_errors(total, blocks, section.format, of_piece, rounding)
+        _store(result[piece : piece + 1], section, encoded)
+        header = result[piece, :4].view(torch.int32)
+        header |= (~total.isfinite()).any().to(torch.int32)
+
+
+def dequantize_reference(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
+    """`dequantize` in plain PyTorch."""
+    table = section.table
+    values = _decode_cells(gathered.flatten(0, 1), section, table.n_blocks).flatten()
+    if table.dtype.itemsize == 2:
+        limit = torch.finfo(table.dtype).max
+        values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
+    for tensor, view in zip(tensors, _segments(values, table), strict=True):
+        memory_order(tensor).copy_(view)
+
+
+def commit_errors_reference(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
+    """`commit_errors` in plain PyTorch."""
+    is_flagged = (gathered[..., :4] != 0).any()
+    errors.copy_(torch.where(is_flagged, errors, pending))
 
 
 def quantize(
@@ -170,17 +292,11 @@ def quantize(
     Raises:
         ValueError: an argument does not fit the section.
     """
-    table = section.table
-    table.check(tensors)
-    _check_section(message, "message", section)
-    _check_errors(errors, pending, table.numel, rounding, table.device)
-    if table.n_blocks == 0:
-        return
-    if use_triton(message.device):
-        implementation = quantize_triton
-    else:
-        implementation = quantize_cpu if message.device.type == "cpu" else quantize_reference
-    implementation(tensors, section, message, scale=scale, errors=errors, pending=pending, rounding=rounding)
+    section.table.segments.check_tensors(tensors)
+    _check_once(_check_quantize, section, message, errors, pending, rounding and rounding.step)
+    if section.table.n_blocks > 0:
+        run = choose(message.device, quantize_triton, quantize_cpu, quantize_reference)
+        run(tensors, section, message, scale, errors, pending, rounding)
 
 
 def reduce_quantized(
@@ -211,20 +327,10 @@ def reduce_quantized(
     Raises:
         ValueError: an argument does not fit the section.
     """
-    _check_section(received, "received", section)
-    pieces, world_size, cell_bytes = received.shape
-    _check_buffer(result, "result", (pieces, cell_bytes), received.device)
-    numel = pieces * section.blocks_per_cell * section.table.block_size
-    _check_errors(errors, pending, numel, rounding, received.device)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; expected a number from 0 to {world_size - 1}, the shards in received.")
-    if section.blocks_per_cell == 0:
-        return
-    if use_triton(received.device):
-        implementation = reduce_quantized_triton
-    else:
-        implementation = reduce_quantized_cpu if received.device.type == "cpu" else reduce_quantized_reference
-    implementation(received, section, result, rank=rank, errors=errors, pending=pending, rounding=rounding)
+    _check_once(_check_reduce, section, received, result, errors, pending, rounding and rounding.step, rank)
+    if section.blocks_per_cell > 0:
+        run = choose(received.device, reduce_quantized_triton, reduce_quantized_cpu, reduce_quantized_reference)
+        run(received, section, result, rank, errors, pending, rounding)
 
 
 def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
@@ -240,16 +346,10 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
     Raises:
         ValueError: an argument does not fit the section.
     """
-    section.table.check(tensors)
-    _check_section(gathered, "gathered", section)
-    if section.table.n_blocks == 0:
-        return
-    if use_triton(gathered.device):
-        dequantize_triton(gathered, section, tensors)
-    elif gathered.device.type == "cpu":
-        dequantize_cpu(gathered, section, tensors)
-    else:
-        dequantize_reference(gathered, section, tensors)
+    section.table.segments.check_tensors(tensors)
+    _check_once(_check_message, section, gathered, "gathered")
+    if section.table.n_blocks > 0:
+        choose(gathered.device, dequantize_triton, dequantize_cpu, dequantize_reference)(gathered, section, tensors)
 
 
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
@@ -270,11 +370,6 @@ def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
             f"pending is {pending.dtype} {tuple(pending.shape)}, errors is {errors.dtype} {tuple(errors.shape)}; "
             "expected contiguous 1-D tensors of one dtype and size."
         )
-    if errors.numel() == 0:
-        return
-    if use_triton(gathered.device):
-        commit_errors_triton(gathered, pending, errors)
-    elif gathered.device.type == "cpu":
-        commit_errors_cpu(gathered, pending, errors)
-    else:
-        commit_errors_reference(gathered, pending, errors)
+    if errors.numel() > 0:
+        run = choose(gathered.device, commit_errors_triton, commit_errors_cpu, commit_errors_reference)
+        run(gathered, pending, errors)

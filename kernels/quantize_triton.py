@@ -1,6 +1,7 @@
-"""Quantisation in Triton: a program handles one chunk of 4096 elements, as a tile of blocks.
+"""Quantization in Triton: a program handles one chunk of 4096 elements, as a tile of blocks.
 
-Addresses in a message are computed from counts of 16 bytes, *units*, which tells the compiler their alignment.
+A program of `reduce_quantized` decodes, sums and encodes 1024 elements of one cell. Addresses in a message are computed
+from counts of 16 bytes, *units*, which tells the compiler their alignment.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_codec_triton import (
+from gradwire.kernels.block_table import ALIGN_BYTES, Section
+from gradwire.kernels.counter_random import random_bits_triton
+from gradwire.kernels.dispatch import jit, kernel, tl, triton_dtype
+from gradwire.kernels.program_table import load_chunk
+from gradwire.kernels.segment_table import CHUNK_NUMEL
+from gradwire.kernels.wire_formats import Rounding
+from gradwire.kernels.wire_formats_triton import (
     encode_blocks,
     load_blocks,
     load_errors,
@@ -19,22 +26,18 @@ from gradwire.kernels.block_codec_triton import (
     store_errors,
     unit_bytes,
 )
-from gradwire.kernels.block_table import ALIGN_BYTES, Section, load_block_chunk
-from gradwire.kernels.counter_random import random_bits_triton
-from gradwire.kernels.dtypes import triton_dtype
-from gradwire.kernels.language import jit, kernel, tl
-from gradwire.kernels.segment_table import CHUNK_NUMEL
-from gradwire.kernels.wire_formats import Rounding
 
 NUM_WARPS = 8
 # Elements that the branch for partial or unaligned chunks handles at a time: the largest block.
 TAIL_NUMEL = 1024
+# Elements per program of `reduce_quantized`: sums, random numbers and received codes are in registers at once.
+REDUCE_NUMEL = 1024
 # Headers that a program of `commit_errors` reads at a time.
 FLAGS_NUMEL = 128
 
 
 @jit
-def _locate(message, blocks, blocks_per_cell, cell_units, scales_unit, payload_unit):
+def _locate(blocks, message, blocks_per_cell, cell_units, scales_unit, payload_unit):
     """Where blocks lie: the addresses of the scales and the payloads of their cells, and their slots there; [N].
 
     Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
@@ -46,65 +49,11 @@ def _locate(message, blocks, blocks_per_cell, cell_units, scales_unit, payload_u
 
 
 @jit
-def _quantize_part(
-    source,  # address of [remaining]
-    errors,  # address of [N * BLOCK]
-    pending,  # address of [N * BLOCK]
-    message,  # address
-    blocks_per_cell,
-    cell_units,
-    scales_unit,
-    payload_unit,
-    first_block,  # int32
-    remaining,  # int32
-    start,
-    multiplier,
-    key,
-    error_key,
-    step,
-    SOURCE: tl.constexpr,
-    ERROR: tl.constexpr,
-    FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Encode a part of a chunk, which has all its elements if FULL."""
-    N: tl.constexpr = PART // BLOCK
-    source_ptr = source.to(tl.pointer_type(SOURCE))
-    rows = tl.arange(0, N)
-    offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
-    counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK)
-    mask = counts > 0
-    if FULL:
-        values = tl.load(tl.multiple_of(source_ptr, 16) + offs)
-    else:
-        values = tl.load(source_ptr + offs, mask=offs < remaining, other=0)
-    values = values.to(tl.float32) * multiplier
-    if ERROR is not None:
-        values += load_errors(errors, mask, ERROR, BLOCK, N, FULL)
-    index = start + offs
-    random = random_bits_triton(key, step, index) if STOCHASTIC else offs
-    scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
-    scales, payload, slots = _locate(
-        message, first_block + rows, blocks_per_cell, cell_units, scales_unit, payload_unit
-    )
-    store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
-    if ERROR is not None:
-        store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
-
-
-@jit
 def _quantize_parts(
     source,  # address of [remaining]
     errors,  # address of [blocks * BLOCK]
     pending,  # address of [blocks * BLOCK]
-    message,  # address
-    blocks_per_cell,
-    cell_units,
-    scales_unit,
-    payload_unit,
+    place,  # the first arguments of `_locate`, without the blocks
     first_block,  # int32
     remaining,  # int32
     start,
@@ -120,14 +69,29 @@ def _quantize_parts(
     PART: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a chunk of one gradient, part by part."""
+    """Encode a chunk of one gradient part by part. It has all its elements if FULL."""
+    N: tl.constexpr = PART // BLOCK
     ERROR_BYTES: tl.constexpr = 0 if ERROR is None else ERROR.primitive_bitwidth // 8
-    place = (message, blocks_per_cell, cell_units, scales_unit, payload_unit)
-    numbers = (multiplier, key, error_key, step)
     while remaining > 0:
-        at = (first_block, remaining, start)
-        memory = (source, errors, pending)
-        _quantize_part(*memory, *place, *at, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, FULL)
+        source_ptr = source.to(tl.pointer_type(SOURCE))
+        rows = tl.arange(0, N)
+        offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
+        counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK)
+        mask = counts > 0
+        if FULL:
+            values = tl.load(tl.multiple_of(source_ptr, 16) + offs)
+        else:
+            values = tl.load(source_ptr + offs, mask=offs < remaining, other=0)
+        values = values.to(tl.float32) * multiplier
+        if ERROR is not None:
+            values += load_errors(errors, mask, ERROR, BLOCK, N, FULL)
+        index = start + offs
+        random = random_bits_triton(key, step, index) if STOCHASTIC else offs
+        scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
+        scales, payload, slots = _locate(first_block + rows, *place)
+        store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
+        if ERROR is not None:
+            store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
         source += PART * SOURCE.primitive_bitwidth // 8
         errors += PART * ERROR_BYTES
         pending += PART * ERROR_BYTES
@@ -138,7 +102,7 @@ def _quantize_parts(
 
 @kernel
 def _quantize_kernel(
-    table_ptr,  # [4 S + 2 C] int64: `BlockTable.packed`
+    table_ptr,  # [4 S + 2 C] int64: the packed table of `BlockTable.segments`
     errors_ptr,  # [numel] fp32 or bf16; None: no error feedback
     step_ptr,  # [1] int64; None: nothing is rounded stochastically
     message_ptr,  # [pieces, n, cell_bytes] uint8
@@ -162,7 +126,7 @@ def _quantize_kernel(
 ):
     """One chunk of one gradient into the message."""
     chunk = tl.program_id(0).to(tl.int64)
-    address, length, first_block, key, start = load_block_chunk(table_ptr, n_segments, n_chunks, chunk)
+    address, length, first_block, key, start = load_chunk(table_ptr, n_segments, n_chunks, chunk, 4)
     source = (address.to(tl.pointer_type(SOURCE)) + start).to(tl.int64)
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     first_block += start // BLOCK
@@ -179,9 +143,9 @@ def _quantize_kernel(
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own. Scalar
     # accesses take many registers, so the other branch works on smaller parts of the chunk.
     if (remaining == CHUNK) & (source % 16 == 0):
-        _quantize_parts(*memory, *place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, True)
+        _quantize_parts(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, True)
     else:
-        _quantize_parts(*memory, *place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
+        _quantize_parts(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
 
 
 @jit
@@ -215,7 +179,7 @@ def _dequantize_chunk(
 
 @kernel
 def _dequantize_kernel(
-    table_ptr,  # [4 S + 2 C] int64: `BlockTable.packed`
+    table_ptr,  # [4 S + 2 C] int64: the packed table of `BlockTable.segments`
     gathered_ptr,  # [pieces, n, cell_bytes] uint8
     n_segments,
     n_chunks,
@@ -230,16 +194,91 @@ def _dequantize_kernel(
 ):
     """One chunk of the message into its gradient."""
     chunk = tl.program_id(0).to(tl.int64)
-    address, length, first_block, _, start = load_block_chunk(table_ptr, n_segments, n_chunks, chunk)
+    address, length, first_block, _, start = load_chunk(table_ptr, n_segments, n_chunks, chunk, 4)
     target = (address.to(tl.pointer_type(TARGET)) + start).to(tl.int64)
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     blocks = (first_block + start // BLOCK).to(tl.int32) + tl.arange(0, CHUNK // BLOCK)
-    cell = _locate(gathered_ptr.to(tl.int64), blocks, blocks_per_cell, cell_units, scales_unit, payload_unit)
+    cell = _locate(blocks, gathered_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
     if (remaining == CHUNK) & (target % 16 == 0):
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, True)
     else:
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, False)
+
+
+@kernel
+def _reduce_kernel(
+    received_ptr,  # [pieces, n, cell_bytes] uint8
+    layout_ptr,  # [3, S] int64: `BlockTable.layout`
+    segments_ptr,  # [n_blocks] int32: `BlockTable.block_segments`
+    errors_ptr,  # [pieces * blocks_per_cell * BLOCK] fp32 or bf16; None: no error feedback
+    step_ptr,  # [1] int64; None: nothing is rounded stochastically
+    result_ptr,  # [pieces, cell_bytes] uint8
+    pending_ptr,  # like errors
+    n_segments,
+    n_blocks,
+    blocks_per_cell,
+    chunks_per_cell,
+    rank,
+    world_size,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    salt: tl.int64,
+    error_salt: tl.int64,
+    FORMAT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of this rank's cell in one piece of the message."""
+    N: tl.constexpr = CHUNK // BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    # Blocks are counted in int32, as in `_locate`.
+    piece = program.to(tl.int32) // chunks_per_cell
+    first_slot = (program.to(tl.int32) - piece * chunks_per_cell) * N
+    slots = first_slot + tl.arange(0, N)
+    blocks = (piece * world_size + rank) * blocks_per_cell + slots
+    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
+
+    # Whole blocks are masked, never parts of them, so accesses stay wide.
+    cell_bytes = unit_bytes(cell_units)
+    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * cell_bytes
+    total = tl.zeros((N, BLOCK), tl.float32)
+    peer = 0
+    while peer < world_size:
+        scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
+        total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
+        received += cell_bytes
+        peer += 1
+
+    # Read after the loop, which needs the registers.
+    segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)
+    lengths = tl.load(layout_ptr + segments)
+    starts = (blocks - tl.load(layout_ptr + n_segments + segments)) * BLOCK  # [N] int64
+    counts = tl.where(exists, tl.minimum(lengths - starts, BLOCK), 0).to(tl.int32)
+    keys = tl.load(layout_ptr + 2 * n_segments + segments)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    index = starts[:, None] + columns  # [N, BLOCK]
+    step = program if step_ptr is None else tl.load(step_ptr)
+    has_room = slots < blocks_per_cell
+    errors_at = (piece * blocks_per_cell + first_slot).to(tl.int64) * BLOCK
+    if errors_ptr is not None:
+        ERROR: tl.constexpr = errors_ptr.dtype.element_ty
+        total += load_errors((errors_ptr + errors_at).to(tl.int64), has_room, ERROR, BLOCK, N, False)
+    total = tl.where(columns < counts[:, None], total, 0.0)
+
+    random = random_bits_triton(keys + salt, step, index) if STOCHASTIC else index
+    scale, encoded, decoded = encode_blocks(total, counts, random, FORMAT, STOCHASTIC, False)
+    result = result_ptr.to(tl.int64) + piece.to(tl.int64) * cell_bytes
+    scales, payload = result + unit_bytes(scales_unit), result + unit_bytes(payload_unit)
+    store_blocks(scales, payload, slots, exists, scale, encoded, FORMAT, BLOCK, False)
+    if errors_ptr is not None:
+        pending = (pending_ptr + errors_at).to(tl.int64)
+        store_errors(pending, total - decoded, counts, has_room, keys + error_salt, step, index, ERROR, False)
+    n_bad = tl.sum(tl.sum(tl.where(tl.abs(total) < float("inf"), 0, 1), axis=1), axis=0)
+    if n_bad > 0:
+        tl.atomic_max(result.to(tl.pointer_type(tl.int32)), 1, sem="relaxed")  # no order needed: no fence
 
 
 @kernel
@@ -277,7 +316,7 @@ def _commit_errors_kernel(
             tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=mask, other=0), mask=mask)
 
 
-def place(section: Section, message: Tensor) -> dict[str, int]:
+def _place(section: Section, message: Tensor) -> dict[str, int]:
     """The arguments that locate a block."""
     return {
         "blocks_per_cell": section.blocks_per_cell,
@@ -287,7 +326,7 @@ def place(section: Section, message: Tensor) -> dict[str, int]:
     }
 
 
-def randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, Any]:
+def _randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, Any]:
     """The arguments of the random numbers. A kernel that needs none is compiled without a step."""
     is_stochastic = rounding is not None and rounding.stochastic
     is_needed = is_stochastic or (pending is not None and pending.dtype == torch.bfloat16)
@@ -307,17 +346,16 @@ def quantize_triton(
     tensors: Sequence[Tensor],
     section: Section,
     message: Tensor,
-    *,
     scale: float,
     errors: Tensor | None,
     pending: Tensor | None,
     rounding: Rounding | None,
 ) -> None:
     """`quantize` in one launch."""
-    table, random = section.table, randomness(rounding, pending)
+    table, random = section.table, _randomness(rounding, pending)
     with torch.cuda.device_of(message):
         _quantize_kernel[(table.n_chunks,)](
-            table_ptr=table.packed(tensors),
+            table_ptr=table.segments.packed(tensors),
             errors_ptr=errors,
             message_ptr=message,
             pending_ptr=pending,
@@ -327,7 +365,7 @@ def quantize_triton(
             SOURCE=triton_dtype(table.dtype),
             FORMAT=section.format,
             BLOCK=table.block_size,
-            **place(section, message),
+            **_place(section, message),
             **random,
             **OPTIONS,
             CHUNK=CHUNK_NUMEL,
@@ -336,19 +374,54 @@ def quantize_triton(
         )
 
 
+def reduce_quantized_triton(
+    received: Tensor,
+    section: Section,
+    result: Tensor,
+    rank: int,
+    errors: Tensor | None,
+    pending: Tensor | None,
+    rounding: Rounding | None,
+) -> None:
+    """`reduce_quantized` in one launch."""
+    table = section.table
+    pieces, world_size, _ = received.shape
+    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // REDUCE_NUMEL)
+    with torch.cuda.device_of(received):
+        _reduce_kernel[(pieces * chunks_per_cell,)](
+            received_ptr=received,
+            layout_ptr=table.layout,
+            segments_ptr=table.block_segments,
+            errors_ptr=errors,
+            result_ptr=result,
+            pending_ptr=pending,
+            n_segments=len(table),
+            n_blocks=table.n_blocks,
+            chunks_per_cell=chunks_per_cell,
+            rank=rank,
+            world_size=world_size,
+            FORMAT=section.format,
+            BLOCK=table.block_size,
+            **_place(section, received),
+            **_randomness(rounding, pending),
+            **OPTIONS,
+            CHUNK=REDUCE_NUMEL,
+        )
+
+
 def dequantize_triton(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """`dequantize` in one launch."""
     table = section.table
     with torch.cuda.device_of(gathered):
         _dequantize_kernel[(table.n_chunks,)](
-            table_ptr=table.packed(tensors),
+            table_ptr=table.segments.packed(tensors),
             gathered_ptr=gathered,
             n_segments=len(table),
             n_chunks=table.n_chunks,
             TARGET=triton_dtype(table.dtype),
             FORMAT=section.format,
             BLOCK=table.block_size,
-            **place(section, gathered),
+            **_place(section, gathered),
             **OPTIONS,
             CHUNK=CHUNK_NUMEL,
         )

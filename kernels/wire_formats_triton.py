@@ -11,7 +11,7 @@ the conversions of some architectures saturate differently, and others have none
 from __future__ import annotations
 
 from gradwire.kernels.counter_random import random_bits_triton
-from gradwire.kernels.language import jit, tl
+from gradwire.kernels.dispatch import jit, tl
 
 
 @jit

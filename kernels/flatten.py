@@ -1,0 +1,228 @@
+"""Flatten: gather the gradients of a bucket into one wire buffer. Unflatten: scatter the buffer back into them.
+
+    flatten      wire[offsets[i] + j] = cast(clamp(g_i[j] * scale, -limit, limit))
+    unflatten    g_i[j] = cast(wire[offsets[i] + j] * scale)
+                 absmax = max(absmax, max_ij |g_i[j]|)                   optional; NaN if an element is NaN
+
+Each operation is one launch for the whole bucket. Arithmetic is in fp32, or in fp64 if the
+gradients are fp64 (for `unflatten`: if the gradients or the wire are). fp64 is rounded to fp32 on
+its way to 16 bits, as in PyTorch.
+
+A finite element saturates at ``limit``, by default the largest finite value of the wire dtype; inf and NaN pass
+through. The maximum needs no float atomics: the bits of non-negative fp32 numbers, read as integers, sort like the
+numbers, followed by inf and NaN.
+
+Traffic for N elements, with s bytes per gradient element and w bytes per wire element: (s + w) N bytes each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.dispatch import choose, compute_dtype, narrow_reference
+from gradwire.kernels.flatten_triton import flatten_triton, unflatten_triton
+from gradwire.kernels.segment_table import Fitting, SegmentTable, memory_order
+
+
+def flatten_bytes(numel: int, source: torch.dtype, wire: torch.dtype) -> int:
+    """Bytes that flattening ``numel`` elements reads and writes."""
+    return numel * (source.itemsize + wire.itemsize)
+
+
+def unflatten_bytes(numel: int, wire: torch.dtype, target: torch.dtype) -> int:
+    """Bytes that unflattening ``numel`` elements reads and writes."""
+    return numel * (wire.itemsize + target.itemsize)
+
+
+def flatten_reference(
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    out: Tensor,
+    scale: float | Tensor,
+    limit: float,
+    counters: Tensor | None,
+) -> None:
+    """`flatten` in plain PyTorch, tensor by tensor."""
+    for tensor, wire in zip(tensors, torch.split(out, table.lengths), strict=True):
+        saturating_cast(memory_order(tensor).to(compute_dtype(tensor.dtype.to_real())), wire, scale, limit, counters)
+
+
+def unflatten_reference(
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+) -> None:
+    """`unflatten` in plain PyTorch, tensor by tensor."""
+    compute = compute_dtype(wire.dtype, table.dtype)
+    multiplier = torch.as_tensor(scale, dtype=compute, device=wire.device)
+    for tensor, segment in zip(tensors, torch.split(wire, table.lengths), strict=True):
+        result = memory_order(tensor)
+        result.copy_(narrow_reference(segment.to(compute) * multiplier, table.dtype))
+        if absmax is not None and result.numel() > 0:
+            absmax.copy_(torch.maximum(absmax, result.abs().max().float()))
+
+
+def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float, counters: Tensor | None) -> None:
+    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through.
+
+    Args:
+        x: in the dtype of the arithmetic.
+        out: of the shape of ``x``, in a wire dtype. Overwritten.
+        scale: a number, or a one-element tensor.
+        limit: the magnitude at which a finite element saturates.
+        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
+    """
+    scaled = x * torch.as_tensor(scale, dtype=x.dtype, device=x.device)
+    is_finite = x.isfinite()
+    clamped = torch.where(is_finite, scaled.clamp(-limit, limit), scaled)
+    out.copy_(narrow_reference(clamped, out.dtype))
+    if counters is not None:
+        counters[0] += (~is_finite).sum()
+        counters[1] += (is_finite & (scaled.abs() > limit)).sum()
+
+
+def flatten_cpu(
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    out: Tensor,
+    scale: float | Tensor,
+    limit: float,
+    counters: Tensor | None,
+) -> None:
+    """`flatten` on a CPU. The limit is one that the wire and the arithmetic can represent."""
+    scale = float(scale)
+    if table.dtype == out.dtype and counters is None and abs(scale) <= 1 and limit >= torch.finfo(out.dtype).max:
+        _scale(tensors, table, out, scale)
+        return
+    scratch = table.scratch(compute_dtype(table.dtype))
+    multiplier = torch.tensor(scale, dtype=scratch.dtype, device=scratch.device)  # made once, not in each `mul`
+    for index, run in enumerate(table.runs):
+        parts, views = table.parts(index, tensors)
+        x = scratch[: run.stop - run.start]
+        if x.numel() == 0:
+            continue
+        if run.is_piece and table.dtype == scratch.dtype:
+            torch.mul(parts[0], multiplier, out=x)
+        else:
+            torch._foreach_copy_(views, parts)
+            x.mul_(multiplier)
+        wire = out[run.start : run.stop]
+        if _all_within(x, limit):
+            wire.copy_(x if x.dtype == wire.dtype else x.float())
+        else:
+            torch._foreach_copy_(views, parts)
+            saturating_cast(x, wire, scale, limit, counters)
+
+
+def _all_within(x: Tensor, limit: float) -> bool:
+    """Whether all of ``x`` is finite and within ``limit``."""
+    # The sum of squares bounds the largest magnitude at a third of the cost of finding it, unless squares underflow.
+    if limit > 1e-15 and torch.dot(x, x).item() < 0.5 * limit * limit:
+        return True
+    low, high = torch.aminmax(x)
+    return -limit <= low.item() and high.item() <= limit
+
+
+def _scale(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: float) -> None:
+    """`flatten` to the tensors' own dtype where nothing can saturate: large ones in one pass, small ones together."""
+    views = table.views(out)
+    for run in table.runs:
+        if not run.is_piece:
+            torch._foreach_copy_(views[run.first : run.last], table.real(tensors[run.first : run.last]))
+            out[run.start : run.stop].mul_(scale)
+        elif run.start == table.offsets[run.first]:  # the first piece: all pieces of the tensor at once
+            stop = run.start + table.lengths[run.first]
+            torch.mul(memory_order(tensors[run.first]), scale, out=out[run.start : stop])
+
+
+def unflatten_cpu(
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+) -> None:
+    """`unflatten` on a CPU."""
+    scale = float(scale)
+    if scale == 1 and absmax is None:
+        torch._foreach_copy_(table.real(tensors), table.views(wire))
+        return
+    scratch = table.scratch(compute_dtype(wire.dtype, table.dtype))
+    for index, run in enumerate(table.runs):
+        parts, views = table.parts(index, tensors)
+        x = scratch[: run.stop - run.start]
+        if x.numel() == 0:
+            continue
+        x.copy_(wire[run.start : run.stop]).mul_(scale)
+        torch._foreach_copy_(parts, views)
+        if absmax is not None:
+            low, high = torch.aminmax(x)
+            # Rounding is monotonic, so this is the maximum of the rounded elements.
+            largest = torch.maximum(-low, high).to(table.dtype)
+            absmax.copy_(torch.maximum(absmax, largest.float()))
+
+
+def flatten(
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    *,
+    table: SegmentTable | None = None,
+    scale: float | Tensor = 1.0,
+    limit: float | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
+
+    A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
+
+    Args:
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
+        out: the wire, 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64. Overwritten.
+        table: the layout. Build it once for a list that recurs; by default it is built for this call.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronisation.
+        limit: the largest magnitude of a finite element on the wire; by default that of the wire dtype.
+        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: the tensors or ``out`` do not fit the table, or ``out`` has another dtype than those named.
+    """
+    if table is None:
+        table = SegmentTable(tensors)
+        tensors = Fitting(tensors, table)
+    table.check(tensors, out)
+    if table.numel == 0:
+        return out
+    largest = min(torch.finfo(out.dtype).max, torch.finfo(compute_dtype(table.dtype)).max)
+    finite_limit = largest if limit is None else min(limit, largest)
+    run = choose(out.device, flatten_triton, flatten_cpu, flatten_reference)
+    run(tensors, table, out, scale, finite_limit, counters)
+    return out
+
+
+def unflatten(
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    table: SegmentTable | None = None,
+    scale: float | Tensor = 1.0,
+    absmax: Tensor | None = None,
+) -> None:
+    """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
+
+    Args:
+        wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, written as real pairs). Overwritten.
+        table: the layout. Build it once for a list that recurs; by default it is built for this call.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronisation.
+        absmax: fp32, [1]: raised to the largest magnitude written, as stored; NaN if a NaN was written.
+
+    Raises:
+        ValueError: the tensors or ``wire`` do not fit the table, or ``wire`` has another dtype than those named.
+    """
+    if table is None:
+        table = SegmentTable(tensors)
+        tensors = Fitting(tensors, table)
+    table.check(tensors, wire)
+    if table.numel > 0:
+        run = choose(wire.device, unflatten_triton, unflatten_cpu, unflatten_reference)
+        run(wire, tensors, table, scale, absmax)

@@ -1,0 +1,387 @@
+"""Orthogonalize in Triton: small factors by Gram-Schmidt, one program each; large ones by Cholesky QR, cut into tiles.
+
+    G = P^T P = L L^T,   P <- P L^-T          twice, because the first result is as inaccurate as G is ill-conditioned
+
+Factors are stored transposed, r x n, so the code reads G = P P^T and P <- L^-1 P. L^-1 comes from Gaussian elimination
+of G, its rows scaled to a unit diagonal, where a row of which too little remains is dropped. Only products with r x n
+and matrices of r x r are needed, so n can be cut into tiles. A round leaves errors of eps |L^-1|^2; rows that would
+make them too large for the second round to mend are dropped.
+
+Cholesky QR takes five launches: the Gram matrix of every tile; then, twice, L^-1 of every factor, and its product with
+every tile.
+
+Source: Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding algorithm for
+computing a tall-skinny QR factorization on a large-scale parallel system", ScalA 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.dispatch import jit, kernel, next_power_of_2, tl
+from gradwire.kernels.matrix_table import FactorLayout
+from gradwire.kernels.program_table import load_fields
+
+# Thresholds, in eps of the result's dtype
+TOLERANCE_EPS = 64  # remainder / norm of a column to drop. Gram-Schmidt, CPUs: above the rounding errors of 64 columns
+PIVOT_EPS = 4  # pivot of a column to drop, in rank eps: a square of its remainder, rounded in fp32. Cholesky QR
+GROWTH_EPS = 0.1  # largest |L^-1|^2, in 1 / eps: a second round can mend errors of eps |L^-1|^2 below 0.1. Cholesky QR
+#
+# Small factors: one program holds one in registers. Numbers of elements, padded to powers of two
+SMALL_NUMEL = 1 << 14  # the most that spill on no target with 16 warps
+SMALL_NUMEL_HIGH_RANK = 1 << 13  # above rank 16, where a thread also holds a product with each column
+# A second kernel serves factors of up to 1/8 of the longest; more kernels cost more compilation than they save.
+SHORTENING = 8
+SMALL_NUM_WARPS = 16  # with 8, up to 255 registers, and 108 spills at rank 64
+SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
+#
+# Large factors: cut into tiles
+TILE_LENGTH = 512  # rows of P that one program handles
+MAX_TILES = 128  # of a factor; the tiles of longer factors are longer
+GRAMS_NUMEL = 1 << 13  # elements of Gram matrices that one program adds up at a time; with twice as many it spills
+GRAMS_NUM_WARPS = 16
+BLOCK_NUMEL = 1024  # elements it handles at a time: with two r x r matrices, more would spill at rank 64
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative norm at or below which the remainder of a column counts as rounding error."""
+    return TOLERANCE_EPS * torch.finfo(dtype).eps
+
+
+def longest_small(rank: int) -> int:
+    """The largest length, a power of two, of a factor of ``rank`` columns that one program orthogonalizes."""
+    return (SMALL_NUMEL if rank <= 16 else SMALL_NUMEL_HIGH_RANK) // rank
+
+
+@jit
+def _load_rows(
+    ptr,  # [r, n]
+    offs_r,  # [RANK]
+    offs_n,  # [BLOCK]
+    rank,
+    length,
+):
+    """A block of a factor in fp32, [RANK, BLOCK], with zeros beyond its ends."""
+    mask = (offs_r < rank)[:, None] & (offs_n < length)[None, :]
+    return tl.load(ptr + offs_r[:, None] * length + offs_n[None, :], mask=mask, other=0).to(tl.float32)
+
+
+@jit
+def _store_rows(
+    ptr,  # [r, n]
+    x,  # [RANK, BLOCK]
+    offs_r,  # [RANK]
+    offs_n,  # [BLOCK]
+    rank,
+    length,
+):
+    """Store a block of a factor, without the elements beyond the factor's ends."""
+    mask = (offs_r < rank)[:, None] & (offs_n < length)[None, :]
+    tl.store(ptr + offs_r[:, None] * length + offs_n[None, :], x, mask=mask)
+
+
+@jit
+def _or_one(x):
+    """``x`` where it is positive, else 1: a divisor."""
+    return tl.where(x > 0, x, 1.0)
+
+
+@kernel
+def _gram_schmidt_kernel(
+    wire_ptr,  # packed factors, of any dtype
+    layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
+    members_ptr,  # [programs] int64: the factor of each program
+    out_ptr,  # packed factors, fp32
+    finite_ptr,  # [factors] int32
+    n_factors,
+    TOLERANCE: tl.constexpr,
+    RANK: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """A small factor in one program: Gram-Schmidt in registers, twice for each row."""
+    factor = tl.load(members_ptr + tl.program_id(0).to(tl.int64))
+    rank, length, offset = load_fields(layout_ptr, n_factors, factor, 0, 3)
+    offs_r = tl.arange(0, RANK)
+    offs_n = tl.arange(0, LENGTH)
+    p = _load_rows(wire_ptr + offset, offs_r, offs_n, rank, length)  # [RANK, LENGTH]
+    n_bad = tl.sum(tl.sum(tl.where(tl.abs(p) < float("inf"), 0, 1), axis=1), axis=0)
+    tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
+    p = p / _or_one(tl.max(tl.abs(p), axis=1))[:, None]  # else squares would overflow or underflow
+    for c in range(0, RANK):
+        is_c = offs_r == c
+        column = tl.sum(tl.where(is_c[:, None], p, 0.0), axis=0)  # [LENGTH]
+        norm = tl.sqrt(tl.sum(column * column, axis=0))
+        for _ in tl.static_range(2):
+            products = tl.where(offs_r < c, tl.sum(p * column[None, :], axis=1), 0.0)  # [RANK]
+            column -= tl.sum(p * products[:, None], axis=0)
+        remainder = tl.sqrt(tl.sum(column * column, axis=0))
+        column = tl.where(remainder > TOLERANCE * norm, column / _or_one(remainder), 0.0)
+        p = tl.where(is_c[:, None], column[None, :], p)
+    p = tl.where(n_bad > 0, float("nan"), p)
+    rank, length = load_fields(layout_ptr, n_factors, factor, 0, 2, VOLATILE=True)
+    _store_rows(out_ptr + offset, p, offs_r, offs_n, rank, length)
+
+
+@jit
+def _store_gram(
+    gram_ptr,  # [RANK * RANK + RANK]
+    gram,  # [RANK, RANK]
+    largest,  # [RANK]
+    RANK: tl.constexpr,
+):
+    """Store a Gram matrix, and behind it the magnitudes by which its rows were divided."""
+    offs_r = tl.arange(0, RANK)
+    tl.store(gram_ptr + offs_r[:, None] * RANK + offs_r[None, :], gram)
+    tl.store(gram_ptr + RANK * RANK + offs_r, largest)
+
+
+@jit
+def _sum_grams(
+    grams_ptr,  # [tiles, RANK * RANK + RANK]: `_store_gram` of each tile
+    n_tiles,
+    RANK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The Gram matrix of a factor, [RANK, RANK], of rows divided by their largest magnitudes, [RANK].
+
+    ``TILES`` Grams are loaded at a time, because each round of loads takes the latency of memory.
+    """
+    SIZE: tl.constexpr = RANK * RANK + RANK
+    offs_t = tl.arange(0, TILES)
+    offs_r = tl.arange(0, RANK)
+    largest_ptrs = grams_ptr + RANK * RANK + offs_t[:, None] * SIZE + offs_r[None, :]
+    largest = tl.zeros((RANK,), dtype=tl.float32)
+    for first in range(0, n_tiles, TILES):
+        mask = (offs_t < n_tiles - first)[:, None]
+        largest = tl.maximum(largest, tl.max(tl.load(largest_ptrs + first * SIZE, mask=mask, other=0), axis=0))
+    gram_ptrs = (
+        grams_ptr + offs_t[:, None, None] * SIZE + offs_r[None, :, None] * RANK + tl.arange(0, RANK)[None, None, :]
+    )
+    gram = tl.zeros((RANK, RANK), dtype=tl.float32)
+    for first in range(0, n_tiles, TILES):
+        mask = (offs_t < n_tiles - first)[:, None]
+        ratio = tl.load(largest_ptrs + first * SIZE, mask=mask, other=0) / _or_one(largest)[None, :]  # [TILES, RANK]
+        part = tl.load(gram_ptrs + first * SIZE, mask=mask[:, :, None], other=0)  # [TILES, RANK, RANK]
+        gram += tl.sum(part * ratio[:, :, None] * ratio[:, None, :], axis=0)
+    return gram, largest
+
+
+@kernel
+def _gram_kernel(
+    wire_ptr,  # packed factors, of any dtype
+    layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
+    tiles_ptr,  # [4, programs] int64: `_tiles`
+    grams_ptr,  # [programs, RANK * RANK + RANK] fp32
+    n_factors,
+    n_programs,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The Gram matrix of one tile of a large factor, of rows divided by their largest magnitudes."""
+    program = tl.program_id(0).to(tl.int64)
+    factor, begin, end, _ = load_fields(tiles_ptr, n_programs, program, 0, 4)
+    rank, length, offset = load_fields(layout_ptr, n_factors, factor, 0, 3)
+    offs_r = tl.arange(0, RANK)
+    largest = tl.zeros((RANK,), dtype=tl.float32)
+    for start in range(begin, end, BLOCK):
+        p = _load_rows(wire_ptr + offset, offs_r, start + tl.arange(0, BLOCK), rank, length)
+        largest = tl.maximum(largest, tl.max(tl.abs(p), axis=1))
+    gram = tl.zeros((RANK, RANK), dtype=tl.float32)
+    for start in range(begin, end, BLOCK):
+        p = _load_rows(wire_ptr + offset, offs_r, start + tl.arange(0, BLOCK), rank, length)  # [RANK, BLOCK]
+        # inf / inf and NaN make the Gram matrix NaN, by which the next kernel recognizes a factor that is not finite.
+        p = p / _or_one(largest)[:, None]
+        gram = tl.dot(p, tl.trans(p), gram, input_precision="ieee")
+    _store_gram(grams_ptr + program * (RANK * RANK + RANK), gram, largest, RANK)
+
+
+@jit
+def _inverse_cholesky(
+    gram,  # [RANK, RANK]
+    rank,
+    PIVOT_PER_RANK: tl.constexpr,
+    GROWTH: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """T, lower triangular, [RANK, RANK], with T gram T^T = 1, for a Gram matrix of unit diagonal.
+
+    A row of T is zero if its pivot is rounding error, or if it would raise |T|^2 above GROWTH: the rounding errors of
+    the product with T, eps |T|^2, would then be more than the second round can mend.
+    """
+    offs = tl.arange(0, RANK)
+    inverse = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
+    square = 0.0
+    for k in range(0, rank):
+        is_k = offs == k
+        column = tl.sum(tl.where(is_k[None, :], gram, 0.0), axis=1)  # [RANK]
+        pivot = tl.sum(tl.where(is_k, column, 0.0), axis=0)
+        inverse_row = tl.sum(tl.where(is_k[:, None], inverse, 0.0), axis=0)  # [RANK]
+        added = tl.sum(inverse_row * inverse_row, axis=0) / _or_one(pivot)
+        is_kept = (pivot > rank * PIVOT_PER_RANK) & (square + added < GROWTH)
+        square += tl.where(is_kept, added, 0.0)
+        root = tl.where(is_kept, 1 / tl.sqrt(_or_one(pivot)), 0.0)
+        inverse_row *= root
+        gram_row = tl.sum(tl.where(is_k[:, None], gram, 0.0), axis=0) * root
+        below = tl.where(offs > k, column * root, 0.0)
+        gram -= below[:, None] * gram_row[None, :]
+        inverse -= below[:, None] * inverse_row[None, :]
+        inverse = tl.where(is_k[:, None], inverse_row[None, :], inverse)
+    return inverse
+
+
+@kernel
+def _factorize_kernel(
+    grams_ptr,  # [tiles, RANK * RANK + RANK] fp32: the Gram matrix of each tile
+    layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
+    members_ptr,  # [3, members] int64: `_members`
+    transforms_ptr,  # [members, RANK * RANK + RANK] fp32, as `_store_gram`: L^-1, and the divisors of the rows before
+    finite_ptr,  # [factors] int32
+    n_factors,
+    n_members,
+    PIVOT_PER_RANK: tl.constexpr,
+    GROWTH: tl.constexpr,
+    RANK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The triangular matrix that orthogonalises a large factor, from the Gram matrices of its tiles."""
+    member = tl.program_id(0).to(tl.int64)
+    factor, first_tile, n_tiles = load_fields(members_ptr, n_members, member, 0, 3)
+    rank, _, _ = load_fields(layout_ptr, n_factors, factor, 0, 3)
+    SIZE: tl.constexpr = RANK * RANK + RANK
+    offs_r = tl.arange(0, RANK)
+    gram, largest = _sum_grams(grams_ptr + first_tile * SIZE, n_tiles, RANK, TILES)
+    n_bad = tl.sum(tl.sum(tl.where(tl.abs(gram) < float("inf"), 0, 1), axis=1), axis=0)
+    diagonal = tl.sum(tl.where(offs_r[:, None] == offs_r[None, :], gram, 0.0), axis=1)
+    scale = 1 / tl.sqrt(_or_one(diagonal))  # [RANK]
+    unit_gram = gram * scale[:, None] * scale[None, :]
+    transform = _inverse_cholesky(unit_gram, rank, PIVOT_PER_RANK, GROWTH, RANK)
+    # Its columns are not divided by the magnitudes, too: the two scales together may overflow.
+    transform = tl.where(n_bad > 0, float("nan"), transform * scale[None, :])
+    _store_gram(transforms_ptr + member * SIZE, transform, largest, RANK)
+    tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
+
+
+@kernel
+def _apply_kernel(
+    in_ptr,  # packed factors, of any dtype
+    transforms_ptr,  # [members, RANK * RANK + RANK] fp32: of `_factorize_kernel`
+    layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
+    tiles_ptr,  # [4, programs] int64: `_tiles`
+    out_ptr,  # packed factors, fp32; may be `in_ptr`
+    next_grams_ptr,  # [programs, RANK * RANK + RANK] fp32, of `out_ptr`; None in the second round
+    n_factors,
+    n_programs,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of a large factor, multiplied by its triangular matrix."""
+    program = tl.program_id(0).to(tl.int64)
+    factor, begin, end, member = load_fields(tiles_ptr, n_programs, program, 0, 4)
+    rank, length, offset = load_fields(layout_ptr, n_factors, factor, 0, 3)
+    SIZE: tl.constexpr = RANK * RANK + RANK
+    offs_r = tl.arange(0, RANK)
+    transform_ptr = transforms_ptr + member * SIZE
+    transform = tl.load(transform_ptr + offs_r[:, None] * RANK + offs_r[None, :])
+    largest = tl.load(transform_ptr + RANK * RANK + offs_r)
+    gram = tl.zeros((RANK, RANK), dtype=tl.float32)
+    for start in range(begin, end, BLOCK):
+        offs_n = start + tl.arange(0, BLOCK)
+        p = _load_rows(in_ptr + offset, offs_r, offs_n, rank, length) / _or_one(largest)[:, None]  # [RANK, BLOCK]
+        p = tl.dot(transform, p, input_precision="ieee")
+        _store_rows(out_ptr + offset, p, offs_r, offs_n, rank, length)
+        if next_grams_ptr is not None:
+            gram = tl.dot(p, tl.trans(p), gram, input_precision="ieee")
+    if next_grams_ptr is not None:
+        _store_gram(next_grams_ptr + program * SIZE, gram, tl.full((RANK,), 1.0, tl.float32), RANK)
+
+
+def tiles_of(layout: FactorLayout, large: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
+    """The programs that handle a tile each. Fields: factor, first and last column, its number in ``large``."""
+    programs = []
+    for member, i in enumerate(large):
+        length = max(TILE_LENGTH, -(-layout.lengths[i] // (MAX_TILES * block)) * block)
+        for begin in range(0, layout.lengths[i], length):
+            programs.append((i, begin, min(begin + length, layout.lengths[i]), member))
+    return programs
+
+
+def members_of(tiles: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int]]:
+    """The programs that handle a large factor each. Fields: factor, its first tile, number of tiles."""
+    factors, _, _, members = zip(*tiles, strict=True)
+    firsts = [members.index(member) for member in range(members[-1] + 1)]
+    return [(factors[first], first, members.count(member)) for member, first in enumerate(firsts)]
+
+
+def _gram_schmidt(wire: Tensor, layout: FactorLayout, small: Sequence[int], out: Tensor, finite: Tensor) -> None:
+    """Orthogonalize the factors ``small``: one launch."""
+    rank = next_power_of_2(max(layout.ranks))
+    longest = longest_small(rank)
+    short = max(1, longest // SHORTENING)
+    is_short = max(layout.lengths[i] for i in small) <= short
+    _gram_schmidt_kernel[(len(small),)](
+        wire_ptr=wire,
+        layout_ptr=layout.packed(out.device),
+        members_ptr=layout.on_device.get("small", out.device, lambda: [[i] for i in small]),
+        out_ptr=out,
+        finite_ptr=finite,
+        n_factors=len(layout),
+        TOLERANCE=tolerance(torch.float32),
+        RANK=rank,
+        LENGTH=short if is_short else longest,
+        num_warps=SHORT_NUM_WARPS if is_short else SMALL_NUM_WARPS,
+    )
+
+
+def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: Tensor, finite: Tensor) -> None:
+    """Orthogonalize the factors ``large``: five launches."""
+    device, cache, eps = out.device, layout.on_device, torch.finfo(torch.float32).eps
+    rank = max(16, next_power_of_2(max(layout.ranks)))  # `tl.dot` accepts no side shorter than 16
+    block, size = BLOCK_NUMEL // rank, rank * rank + rank
+    tiles = cache.get("tiles", device, lambda: tiles_of(layout, large, block))
+    members = cache.get("members", device, lambda: members_of(tiles_of(layout, large, block)))
+    n_programs, n_members = tiles.shape[1], members.shape[1]
+    grams = torch.empty(n_programs, size, dtype=torch.float32, device=device)
+    transforms = torch.empty(n_members, size, dtype=torch.float32, device=device)
+    of_tiles = {
+        "layout_ptr": layout.packed(device),
+        "tiles_ptr": tiles,
+        "n_factors": len(layout),
+        "n_programs": n_programs,
+        "RANK": rank,
+        "BLOCK": block,
+        "num_warps": 4 if rank == 16 else 8,
+    }
+    _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **of_tiles)
+    for source, next_grams in ((wire, grams), (out, None)):
+        _factorize_kernel[(n_members,)](
+            grams_ptr=grams,
+            layout_ptr=layout.packed(device),
+            members_ptr=members,
+            transforms_ptr=transforms,
+            finite_ptr=finite,
+            n_factors=len(layout),
+            n_members=n_members,
+            PIVOT_PER_RANK=PIVOT_EPS * eps,
+            GROWTH=GROWTH_EPS / eps,
+            RANK=rank,
+            TILES=max(1, GRAMS_NUMEL // rank**2),
+            num_warps=GRAMS_NUM_WARPS,
+        )
+        _apply_kernel[(n_programs,)](
+            in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **of_tiles
+        )
+
+
+def orthogonalize_triton(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
+    """`orthogonalize` of factors of ranks up to `MAX_RANK`, into fp32."""
+    longest = longest_small(next_power_of_2(max(layout.ranks)))
+    small = [i for i, length in enumerate(layout.lengths) if length <= longest]
+    large = [i for i, length in enumerate(layout.lengths) if length > longest]
+    with torch.cuda.device_of(out):
+        if small:
+            _gram_schmidt(wire, layout, small, out, finite)
+        if large:
+            _cholesky_qr(wire, layout, large, out, finite)

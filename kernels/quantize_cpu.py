@@ -1,0 +1,361 @@
+"""Quantization on CPUs: run by run, so that the scratch of each run stays in cache.
+
+A byte is packed by float arithmetic, the sum of q_t 2^(t bits), a small integer, and converted once; the offset of the
+codes is added to the byte. Unpacking moves each plane to the top of its byte, eight bytes at a time, where the
+conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
+fused multiply-adds, which vectorized loops contain and others do not, change nothing.
+
+Other cases call the reference, run by run: fp8, stochastic rounding, an error memory in bf16, signs of partial blocks,
+and elements that are not finite or too large for their scale.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import frexp
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.block_table import RUN_NUMEL, BlockTable, Section
+from gradwire.kernels.segment_table import Run, memory_order
+from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, decode, encode_with_errors
+
+
+class Buffers(NamedTuple):
+    """Scratch for a run of n blocks, in fp32: three tensors [n, block_size], then four [n, 1]."""
+
+    values: Tensor
+    codes: Tensor
+    decoded: Tensor
+    absmax: Tensor
+    scales: Tensor
+    inverses: Tensor
+    levels: Tensor
+
+
+class Scratch(threading.local):
+    """Buffers of one thread, kept between calls: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+        self._buffers: dict[tuple[int, int, int], Buffers] = {}
+
+    def of(self, section: Section) -> Buffers:
+        """Buffers for the runs of a section. All but ``levels`` are uninitialized."""
+        block_size, levels = section.table.block_size, max(section.format.levels, 1)
+        n = min(RUN_NUMEL // block_size, section.table.n_blocks)
+        key = (n, block_size, levels)
+        if key not in self._buffers:
+            numel = n * block_size
+            if self._memory.numel() < 3 * numel:
+                self._memory = torch.empty(3 * numel, dtype=torch.float32, device="cpu")
+                self._buffers.clear()
+            tiles = [part.view(n, block_size) for part in self._memory[: 3 * numel].split(numel)]
+            columns = torch.full((4, n, 1), levels, dtype=torch.float32, device="cpu")
+            self._buffers[key] = Buffers(*tiles, *columns)
+        return self._buffers[key]
+
+
+SCRATCH = Scratch()
+
+
+def _encode(
+    section: Section,
+    scratch: Buffers,
+    values: Tensor,
+    first_block: int,
+    scales: Tensor | None,
+    payload: Tensor,
+    pending: Tensor | None,
+    rounding: Rounding | None,
+) -> bool:
+    """Encode consecutive blocks. Returns whether all elements are finite.
+
+    Args:
+        section: the layout and the format.
+        scratch: buffers for at least as many blocks.
+        values: [n, block_size], fp32.
+        first_block: number of the first block.
+        scales: [n], bf16. Overwritten.
+        payload: [n, bytes], uint8. Overwritten.
+        pending: [n, block_size]. Overwritten by the errors.
+        rounding: the random numbers.
+    """
+    wire, table, last_block = section.format, section.table, first_block + values.shape[0]
+    is_stochastic = rounding is not None and rounding.stochastic
+    if not is_stochastic and (pending is None or pending.dtype == torch.float32):
+        if scales is None:
+            is_done = _encode_floats(wire, scratch, values, payload, pending)
+        elif wire.is_integer:
+            is_done = _encode_integers(wire, scratch, values, scales, payload, pending)
+        else:
+            is_whole = wire.bits == 1 and not table.partial_between(first_block, last_block)
+            is_done = is_whole and payload.shape[1] % 8 == 0
+            is_done = is_done and _encode_signs(wire, scratch, values, scales, payload, pending)
+        if is_done:
+            return True
+    blocks = table.blocks(first_block, last_block)
+    encoded_scales, encoded = encode_with_errors(values, blocks, wire, pending, rounding)
+    payload.copy_(encoded)
+    if scales is None or encoded_scales is None:
+        return bool(values.isfinite().all())
+    scales.copy_(encoded_scales.squeeze(1))
+    return not scales.isnan().any()
+
+
+def _round_scales(wire: WireFormat, scratch: Buffers, absmax: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
+    n = absmax.shape[0]
+    scale, inverse = scratch.scales[:n], scratch.inverses[:n]
+    low, high = torch.aminmax(absmax)
+    smallest, largest = low.item(), high.item()
+    # Above this bound a scale may be lowered, and elements saturate. A NaN fails the comparison.
+    if not largest < wire.max_scale * wire.levels * 0.99:
+        return None
+    torch.div(absmax, scratch.levels[:n], out=scale)
+    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
+    if smallest < MIN_SCALE * 2 * wire.levels:
+        scale.clamp_(min=MIN_SCALE)
+    torch.reciprocal(scale, out=inverse)
+    if smallest == 0:
+        scale.masked_fill_(absmax == 0, 0)
+    return scale, inverse
+
+
+def _encode_integers(
+    wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
+) -> bool:
+    """Encode to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
+    n, width, bits, offset = values.shape[0], payload.shape[1], wire.bits, wire.offset
+    q = torch.abs(values, out=scratch.codes[:n])
+    rounded = _round_scales(wire, scratch, torch.amax(q, 1, keepdim=True, out=scratch.absmax[:n]))
+    if rounded is None:
+        return False
+    scale, inverse = rounded
+    torch.mul(values, inverse, out=q)
+    q.round_()
+    if pending is not None:
+        torch.addcmul(values, q, scale, value=-1, out=pending)
+    scales.copy_(scale.view(-1))
+    packed = q[:, :width]
+    for plane in range(1, 8 // bits):
+        packed.add_(q[:, plane * width : (plane + 1) * width], alpha=1 << plane * bits)
+        offset += wire.offset << plane * bits
+    payload.view(torch.int8).copy_(packed)
+    if offset:
+        payload.add_(offset)
+    return True
+
+
+def _encode_signs(
+    wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
+) -> bool:
+    """Encode whole blocks to signs; False, with nothing done, if a block is out of the ordinary."""
+    n, half = values.shape
+    q = torch.abs(values, out=scratch.codes[:n]).mul_(1 / half)
+    while half > 1:
+        half //= 2
+        q[:, :half] += q[:, half : 2 * half]
+    rounded = _round_scales(wire, scratch, scratch.absmax[:n].copy_(q[:, :1]))
+    if rounded is None:
+        return False
+    scale, _ = rounded
+    positive = values >= 0
+    if pending is not None:
+        torch.where(positive, scale, -scale, out=q)
+        torch.sub(values, q, out=pending)
+        pending += 0.0  # the error of -0 is 0
+    scales.copy_(scale.view(-1))
+    # Each plane is bytes of 0 or 1, so that a shift of eight of them stays within the bytes.
+    planes = positive.view(torch.int64).view(n, 8, -1)
+    packed = payload.view(torch.int64).copy_(planes[:, 0])
+    for plane in range(1, 8):
+        packed |= planes[:, plane] << plane
+    return True
+
+
+def _encode_floats(wire: WireFormat, scratch: Buffers, values: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+    """Encode without scales; False, with nothing done, if an element is not finite or saturates."""
+    assert wire.dtype is not None
+    limit = torch.finfo(wire.dtype).max
+    low, high = torch.aminmax(values)
+    if not (-limit <= low.item() and high.item() <= limit):
+        return False
+    encoded = payload.view(wire.dtype).copy_(values)
+    if pending is not None:
+        torch.sub(values, scratch.codes[: values.shape[0]].copy_(encoded), out=pending)
+    return True
+
+
+def _decode(wire: WireFormat, scratch: Buffers, scales: Tensor | None, payload: Tensor, out: Tensor) -> None:
+    """Decode blocks into ``out``, [n, block_size], fp32."""
+    n, width = payload.shape
+    if scales is None and wire.dtype is not None:
+        out.copy_(payload.view(wire.dtype))
+    elif wire.dtype is not None or scales is None or width % 8 != 0:
+        out.copy_(decode(None if scales is None else scales.unsqueeze(1), payload, wire))
+    elif wire.bits == 8:
+        out.copy_(payload.view(torch.int8)).mul_(scratch.scales[:n].copy_(scales.unsqueeze(1)))
+    else:
+        bits, is_sign = wire.bits, wire.bits == 1
+        codes = payload.view(torch.int64)
+        plane = scratch.codes.view(torch.int8).view(-1)[: n * width].view(n, width)
+        words = plane.view(torch.int64)
+        # A sign becomes -64 or 64, because 128 is beyond int8.
+        scale = scratch.scales[:n].copy_(scales.unsqueeze(1)).mul_(-(2.0**-6) if is_sign else 2.0 ** (bits - 8))
+        # The same byte eight times: the top bits, and what turns codes into two's complement.
+        top = int.from_bytes(bytes([256 - (1 << 8 - bits)] * 8), "little", signed=True)
+        middle = int.from_bytes(bytes([0x40 if is_sign else 0x80] * 8), "little", signed=True)
+        for i in range(8 // bits):
+            torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
+            words.bitwise_and_(top).bitwise_xor_(middle)
+            out[:, i * width : (i + 1) * width].copy_(plane)
+        out.mul_(scale)
+
+
+def _piece(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
+    """The elements of a run that is a piece of one tensor, at most ``numel``."""
+    start = (run.start - table.first_blocks[run.first]) * table.block_size
+    return memory_order(tensors[run.first])[start : start + numel]
+
+
+def quantize_cpu(
+    tensors: Sequence[Tensor],
+    section: Section,
+    message: Tensor,
+    scale: float,
+    errors: Tensor | None,
+    pending: Tensor | None,
+    rounding: Rounding | None,
+) -> None:
+    """`quantize` on a CPU."""
+    table, scratch = section.table, SCRATCH.of(section)
+    views = table.run_views(scratch.values.view(-1))
+    scales, payload = section.parts(message.flatten(0, 1))
+    pending = None if pending is None else pending.view(-1, table.block_size)
+    for i, (run, cells) in enumerate(section.run_cells):
+        values = scratch.values[: run.stop - run.start]
+        flat = values.view(-1)
+        error = None if errors is None else errors[run.start * table.block_size : run.stop * table.block_size]
+        if not run.is_piece:
+            flat.zero_()
+            torch._foreach_copy_(views[i], table.segments.real(tensors[run.first : run.last]))
+            flat.mul_(scale)
+        else:
+            piece = _piece(tensors, table, run, flat.numel())
+            present = flat[: piece.numel()]
+            flat[piece.numel() :].zero_()
+            if piece.dtype != torch.float32:
+                present.copy_(piece).mul_(scale)
+            elif error is None or frexp(scale)[0] != 0.5:
+                torch.mul(piece, scale, out=present)
+            else:
+                # One pass, rounded twice as in two: the quotient is the product, and does not fuse with the addition.
+                divisor = torch.tensor(1 / scale, device="cpu")
+                torch.addcdiv(error[: piece.numel()].to(torch.float32), piece, divisor, out=present)
+                error = None
+        if error is not None:
+            flat += error
+        for cell, slot, first, last in cells:
+            slots = slice(slot, slot + last - first)
+            _encode(
+                section,
+                scratch,
+                values[first - run.start : last - run.start],
+                first,
+                None if scales is None else scales[cell, slots],
+                payload[cell, slots],
+                None if pending is None else pending[first:last],
+                rounding,
+            )
+
+
+def reduce_quantized_cpu(
+    received: Tensor,
+    section: Section,
+    result: Tensor,
+    rank: int,
+    errors: Tensor | None,
+    pending: Tensor | None,
+    rounding: Rounding | None,
+) -> None:
+    """`reduce_quantized` on a CPU."""
+    scratch, room = SCRATCH.of(section), section.blocks_per_cell
+    pieces, world_size, _ = received.shape
+    scales, payload = section.parts(result)
+    errors = None if errors is None else errors.view(pieces, room, -1)
+    pending = None if pending is None else pending.view(pieces, room, -1)
+    for piece in range(pieces):
+        first, last = section.cell_blocks(piece * world_size + rank)
+        if pending is not None:
+            pending[piece, last - first :].zero_()
+        sent_scales, sent_payload = section.parts(received[piece])
+        is_finite = True
+        for start in range(first, last, len(scratch.values)):
+            stop = min(start + len(scratch.values), last)
+            slots = slice(start - first, stop - first)
+            total, contribution = scratch.values[: stop - start], scratch.decoded[: stop - start]
+            total.zero_()
+            for peer in range(world_size):
+                scale = None if sent_scales is None else sent_scales[peer, slots]
+                _decode(section.format, scratch, scale, sent_payload[peer, slots], contribution)
+                total += contribution
+            if errors is not None:
+                total += errors[piece, slots]
+            for block, count in section.table.partial_between(start, stop):
+                total[block - start, count:] = 0
+            is_finite &= _encode(
+                section,
+                scratch,
+                total,
+                start,
+                None if scales is None else scales[piece, slots],
+                payload[piece, slots],
+                None if pending is None else pending[piece, slots],
+                rounding,
+            )
+        if not is_finite:
+            result[piece, :4].view(torch.int32).fill_(1)
+
+
+def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
+    """`dequantize` on a CPU."""
+    table, scratch = section.table, SCRATCH.of(section)
+    views = table.run_views(scratch.values.view(-1))
+    scales, payload = section.parts(gathered.flatten(0, 1))
+    for i, (run, cells) in enumerate(section.run_cells):
+        values, piece = scratch.values[: run.stop - run.start], None
+        if run.is_piece:
+            piece = _piece(tensors, table, run, values.numel())
+            if piece.dtype == torch.float32 and piece.numel() == values.numel():
+                values, piece = piece.view_as(values), None
+        for cell, slot, first, last in cells:
+            slots = slice(slot, slot + last - first)
+            scale, out = None if scales is None else scales[cell, slots], values[first - run.start : last - run.start]
+            _decode(section.format, scratch, scale, payload[cell, slots], out)
+        if table.dtype.itemsize == 2:
+            _saturate(values, table.dtype, section.format)
+        if piece is not None:
+            piece.copy_(values.view(-1)[: piece.numel()])
+        elif not run.is_piece:
+            torch._foreach_copy_(table.segments.real(tensors[run.first : run.last]), views[i])
+
+
+def _saturate(values: Tensor, dtype: torch.dtype, wire: WireFormat) -> None:
+    """Limit finite values to the range of ``dtype``, of 16 bits, where the format may exceed it."""
+    limit = torch.finfo(dtype).max
+    if wire.dtype == dtype:
+        return
+    if wire.is_scaled:
+        values.clamp_(-limit, limit)  # NaN passes, and there is no inf
+    else:
+        values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
+
+
+def commit_errors_cpu(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
+    """`commit_errors` on a CPU."""
+    if not gathered[..., :4].any():
+        errors.copy_(pending)
