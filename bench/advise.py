@@ -1,4 +1,4 @@
-"""The predictions of `gradwire advise`, beside measured steps, on hosts joined by a link of a chosen rate.
+"""The predictions of `gradwire advise`, compared with measured steps, on hosts joined by a link of a chosen rate.
 
 One rank on each host, one thread each. At each rate, the ranks measure and predict as the command does; then each hook
 trains for a few steps in a row, as in a training with one hook, which finds its memory in the caches. The hooks take

@@ -1,7 +1,7 @@
-"""`auto_hook` beside each of its candidates, on hosts joined by a link of a chosen rate: does it choose well?
+"""`auto_hook` compared with each of its candidates, on hosts joined by a link of a chosen rate.
 
 One rank on each host, one thread each. At each rate, a new `AutoState` measures and chooses; then the choice, no hook
-and every candidate train in turns, each for a few steps in a row, as in a training with one hook, which finds its
+and every candidate take turns, each for a few steps in a row, as in a training with one hook, which finds its
 memory in the caches. `measure` starts the ranks; each runs `main`.
 """
 
@@ -70,7 +70,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     ]
     time_notes = [
         f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
-        "steps, in turns",
+        "interleaved steps",
     ]
     times = [(each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
     choices = [("choice", _choice), ("speed-up", speed_up(STEP_MS, NO_HOOK, AUTO))]

@@ -153,7 +153,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def implementations_of(hook: str) -> list[str]:
-    """Who trains with a hook: PyTorch only where it has that hook, for its closest would train like another row."""
+    """The implementations that train with a hook: PyTorch only if it has the hook; its closest is another row."""
     pytorch = TRAINED_HOOKS[hook].pytorch
     return [PYTORCH, GRADWIRE] if pytorch is not None and pytorch.is_same else [GRADWIRE]
 

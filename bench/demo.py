@@ -265,7 +265,7 @@ def _speed_up(baseline: float | None) -> Cell:
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """The fastest training beside the one without a hook, in a sentence; empty if one of them is missing."""
+    """The fastest training compared with the one without a hook, in a sentence; empty if one of them is missing."""
     by_hook = {record["hook"]: record.p50 for record in records if record.metric == TRAINING_S}
     fastest = min(by_hook, key=lambda hook: by_hook[hook] or math.inf)
     plain, best = by_hook.get("none"), by_hook[fastest]

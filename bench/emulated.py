@@ -55,7 +55,7 @@ class WireWork:
 @contextmanager
 def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None]:
     """A context in which all-reduces and the shots of `gradwire.comm` take as long as between ``ranks`` ranks."""
-    wire = torch.cuda.Stream(device, priority=-1)  # it must not queue behind kernels that fill the GPU
+    wire = torch.cuda.Stream(device, priority=-1)  # it must not queue after kernels that fill the GPU
     times = [timed(lambda: torch.cuda._sleep(_CALIBRATION), device).seconds for _ in range(5)]
     cycles_a_second = _CALIBRATION / median(times[1:])
 

@@ -188,7 +188,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     settings = records[0].provenance["settings"]
     return [
         f"model: {settings['model']}",
-        f"step time: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+        f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
         "own cost: median beyond a step with noop_hook on the same DDP in the same round; the row of noop shows the "
         "noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so copying counts as own cost "
         "on gradwire's only",

@@ -1,4 +1,4 @@
-"""`KernelCase`: a kernel and other implementations on one bucket of a model; its check, and timings in turns."""
+"""`KernelCase`: a kernel and other implementations on one bucket of a model; its check, and interleaved timings."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def loopback_interface() -> str | None:
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The place of a rank: set-up of its process, network interface and address."""
 
     # a function for the rank's process, before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None

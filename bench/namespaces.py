@@ -1,7 +1,7 @@
 """Hosts with a slow network between them, on one machine: network namespaces on a bridge, with rate limits.
 
 Linux only; needs root and pyroute2. Every host is a namespace with one interface, joined to a bridge in a namespace of
-its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them behind;
+its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them in place;
 the next run deletes them.
 """
 

@@ -86,7 +86,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
 
 @contextmanager
 def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
-    """Where the ranks run: in a namespace per host, or all of them on this machine."""
+    """The network of the ranks: a namespace per host, or loopback."""
     if is_local:
         yield [HERE] * hosts
     else:
@@ -236,7 +236,7 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         )
     return [
         f"model: {settings['model']}",
-        f"step time: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+        f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
         "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
         "exposed: milliseconds beyond a step with noop_hook on the same DDP, compression included",
         "sent per step: by the interface of rank 0, headers and a barrier included",

@@ -129,7 +129,7 @@ def draw_hooks(records: Records, path: Path) -> None:
 
 
 def draw_converge(records: Records, path: Path) -> None:
-    """Time to target of every hook as dots, median and range; beside it the curves of gradwire's median trainings."""
+    """Time to target of every hook as dots, median and range; next to it the curves of gradwire's median trainings."""
     settings = records[0].provenance["settings"]
     hooks = unique(record["hook"] for record in records)
     colors = dict(zip(hooks, itertools.cycle(_HOOK_COLORS), strict=False))

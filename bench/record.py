@@ -131,7 +131,7 @@ def load(path: Path) -> list[Record]:
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """Each value once, in order."""
+    """The distinct values, in order."""
     return list(dict.fromkeys(values))
 
 

@@ -1,4 +1,4 @@
-"""The own cost of a reducer: a backward with it, beside a backward without, on models of few and of many parameters.
+"""The own cost of a reducer: backwards with and without it, on models of few and of many parameters.
 
 gradwire's and PyTorch's reducer live in the same processes and take turns step by step, so that background load falls
 on both. With one rank, every autograd hook, copy and collective runs, while communication takes next to no time: the
@@ -49,7 +49,7 @@ REDUCERS = (("none", NO_REDUCER), *itertools.product(("none", "noop", "fp16"), W
 
 
 class ReducedModel:
-    """One model behind one reducer, equal on all ranks, this rank's batch, and the seconds that its backwards took."""
+    """One model in one reducer, equal on all ranks, this rank's batch, and the seconds of its backwards."""
 
     def __init__(self, model: str, hook: str, implementation: str, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def measure_memory(model: str, hook: str, implementation: str, device: torch.dev
 
 
 def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]:
-    """Check and time every reducer on a model, in turns."""
+    """Check every reducer on a model and time them, interleaved."""
     cases = [ReducedModel(model, hook, implementation, device) for hook, implementation in REDUCERS]
     for _ in range(WARM_UP):
         for case in cases:
@@ -183,7 +183,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"models and their parameters: {', '.join(sizes)}",
         "backward time: until every gradient is final, on the slowest rank, median of "
-        f"{facts['settings']['steps']} steps, in turns",
+        f"{facts['settings']['steps']} interleaved steps",
         "us per parameter: median beyond that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]

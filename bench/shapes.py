@@ -82,7 +82,7 @@ ROTATION_MIB = 100  # size of the buckets in rotation, so that no cache holds th
 
 
 def rotation(of_model: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
-    """As many of a model's buckets, which are full at ``size_mib``, as benchmarks of kernels go through in turn."""
+    """The buckets of a model that kernel benchmarks cycle through, each full at ``size_mib``."""
     return of_model[: -(-ROTATION_MIB // size_mib)]
 
 

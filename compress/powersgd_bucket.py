@@ -91,7 +91,7 @@ class LowRankBucket:
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
-        shapes: from `LowRankPolicy.matrix_shapes`: the matrices of each, or None to send it uncompressed. Not all None.
+        shapes: matrices of each gradient (`LowRankPolicy.matrix_shapes`); None sends it uncompressed. Not all None.
         names: parameter names, keys of ``memory`` and of the random columns; by default "0", "1", ...
         memory: memory of earlier buckets, by parameter name. Not modified.
         error_feedback: whether to add the residual of compression to the next gradient.
@@ -177,7 +177,7 @@ class LowRankBucket:
 
         Args:
             source: the gradients, real.
-            target: where the result goes; may be ``source``.
+            target: the tensors that receive the mean; may be ``source``.
             iteration: the number of the step.
             workspace: provides the buffers.
             sends: layout of the factors of each all-reduce, ``table.p`` or ``table.q``: one or two.
@@ -192,11 +192,11 @@ class LowRankBucket:
         dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
         sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
         if on_wire == dtype:  # then one tensor holds both parts
-            message, of_basis, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
+            message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
             first, others = message.split([sent, self._others_numel])
             messages = [message]
         else:
-            first, others, of_basis, *later = workspace.wires((sent, on_wire), (self._others_numel, dtype), *sizes)
+            first, others, basis_buffer, *later = workspace.wires((sent, on_wire), (self._others_numel, dtype), *sizes)
             messages = [first, others] if self._others else [first]
         uncompressed = None
         if self._others_table is not None:
@@ -209,7 +209,7 @@ class LowRankBucket:
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
         renewal = Renewal(sends[-1], kept, self.counter, advance_to)
         matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
-        return Step(matrices, messages, [first, *later], of_basis)
+        return Step(matrices, messages, [first, *later], basis_buffer)
 
     def counter_at(self, iteration: int) -> Tensor:
         """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
@@ -221,13 +221,13 @@ class LowRankBucket:
         return can_capture(self.table)
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
-        """Upload what a step reads in device memory: ``counter``, and the addresses of its gradients and results.
+        """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.
 
         Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
 
         Args:
             source: the gradients, real.
-            target: where the result goes.
+            target: the tensors that receive the mean.
             iteration: the number of the step.
         """
         self.counter.fill_(iteration)

@@ -64,7 +64,7 @@ async def quantized_all_reduce(
         source: the gradients, real. Not modified, unless ``target`` is the same memory.
         target: the result: ``source`` itself, or other tensors like it.
         iteration: number of the step, equal on all ranks.
-        transport: the two shots over the ranks; the one that the bucket was built for.
+        transport: the transport of the two shots, which the bucket was built for.
         workspace: provides the messages.
 
     Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
@@ -173,8 +173,8 @@ class QuantizedBucket:
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
-        formats: from `WirePolicy.wire_formats`, for each of them.
-        transport: its world size and rank, and how many pieces it sends.
+        formats: wire format of each gradient (`WirePolicy.wire_formats`).
+        transport: the transport of its collectives; gives world size, rank and number of pieces.
         options: block size, error memory and rounding.
         names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...
         memory: the "errors" of earlier buckets, by parameter name. Not modified.
@@ -241,9 +241,9 @@ class QuantizedBucket:
             return {}
         sections = self.message_layout.sections
         parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
-        for section, errors, of_shard in zip(sections, parts, parts[len(sections) :], strict=False):
+        for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
             block_size = section.table.block_size
-            for piece, cell in enumerate(of_shard.split(section.blocks_per_cell * block_size)):
+            for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
                 first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
         return self._by_name(torch.cat(parts[: len(sections)]), self._names)
@@ -305,7 +305,7 @@ class QuantizedBucket:
         """
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
-        of_sections = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
-        for section, members, flat in zip(sections, self._members.values(), of_sections, strict=True):
+        section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
+        for section, members, flat in zip(sections, self._members.values(), section_errors, strict=True):
             views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return views

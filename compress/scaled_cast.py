@@ -129,8 +129,8 @@ async def _agree(source: Gradients, scale: BucketScale, transport: Transport) ->
     norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
     scale.absmax.copy_(torch.stack([norm.float() for norm in norms]).max())
     exponent, calibrated = scale.exponent.unbind()
-    lowered = 4 * MAX_EXPONENT * (1 - calibrated)  # below all that are derived from a gradient
-    bits = scale.absmax.view(torch.int32)[0]  # the bits of non-negative numbers order as the numbers do, NaN on top
+    lowered = 4 * MAX_EXPONENT * (1 - calibrated)  # below every exponent derived from a gradient
+    bits = scale.absmax.view(torch.int32)[0]  # bits of non-negative numbers sort like the numbers, with NaN on top
     message = torch.stack([bits, -exponent - lowered, calibrated])
     await transport.all_reduce_max(message)
     scale.absmax.view(torch.int32).copy_(message[0])

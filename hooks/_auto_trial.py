@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     def run(self, bucket: GradBucket, iteration: int, recorder: Stopwatch | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, HookState):
-            self.state.continue_at(iteration)  # it gets some of the buckets only
+            self.state.continue_at(iteration)  # it gets only some of the buckets
         self.state._recorder = recorder
         return self.hook(self.state, bucket)
 
@@ -65,9 +65,9 @@ class CopiedBucket:
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
-            of_model = cast("ModelBucket", bucket)
-            self.process_group, self.hook_has_groups = of_model.process_group, of_model.hook_has_groups
-            self.model_parameters = of_model.model_parameters
+            model_bucket = cast("ModelBucket", bucket)
+            self.process_group, self.hook_has_groups = model_bucket.process_group, model_bucket.hook_has_groups
+            self.model_parameters = model_bucket.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -114,10 +114,10 @@ class Trial:
 
         Args:
             bucket: the gradients.
-            names: of its parameters.
+            names: parameter names of the bucket.
             iteration: number of the step.
-            plain: gives the result of the step.
-            recorder: of the whole run.
+            plain: the exchange that gives the result of the step.
+            recorder: measurements of the whole run; None without any.
         """
         self.buckets.append(names)
         device = bucket_device(bucket)
@@ -142,12 +142,12 @@ TOLERANCE = 1.02
 
 
 class Cost(NamedTuple):
-    """What the exchange of one bucket takes on its own, in milliseconds.
+    """Time of the exchange of one bucket on its own (ms).
 
     Attributes:
-        encode: computing up to the last collective.
-        wire: the collectives.
-        decode: computing behind the last collective.
+        encode: computation up to the last collective.
+        wire: collectives.
+        decode: computation after the last collective.
     """
 
     encode: float
@@ -195,8 +195,8 @@ def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
     """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
 
     Args:
-        ready: r of each bucket, in milliseconds, not decreasing.
-        costs: of each bucket.
+        ready: time at which each bucket is ready (ms), not decreasing.
+        costs: cost of each bucket's exchange.
     """
     times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
     return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
@@ -206,25 +206,25 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     """The exchange of each bucket: the most precise ones that are about as fast as the fastest.
 
     Args:
-        ready: as in `predicted_ms`.
-        costs: of every exchange for each bucket.
+        ready: time at which each bucket is ready (ms), not decreasing.
+        costs: for each bucket, the cost of every exchange.
         min_gain: how many times faster the fastest plan must be than the most precise one to be considered.
     """
     plain = [next(iter(of)) for of in costs]
     fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]
-    limit = TOLERANCE * _of_plan(ready, costs, fastest)
-    if min_gain * limit > TOLERANCE * _of_plan(ready, costs, plain):
+    limit = TOLERANCE * _plan_ms(ready, costs, fastest)
+    if min_gain * limit > TOLERANCE * _plan_ms(ready, costs, plain):
         return plain
     plan = list(fastest)
     for i, of in enumerate(costs):
         for name in of:
             plan[i] = name
-            if _of_plan(ready, costs, plan) <= limit:
+            if _plan_ms(ready, costs, plan) <= limit:
                 break
         else:
             plan[i] = fastest[i]
     return plan
 
 
-def _of_plan(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
+def _plan_ms(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
     return predicted_ms(ready, [of[name] for of, name in zip(costs, plan, strict=True)])

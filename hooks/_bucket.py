@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm import Steps, Transport, Workspace, connections_of, executor_for, in_ranges
+from gradwire.comm import Steps, Transport, Workspace, connections_of
 from gradwire.compress import Gradients, sparse_all_reduce
 from gradwire.hooks.telemetry import Algorithm, Stopwatch
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
@@ -52,7 +52,7 @@ class ModelBucket(Protocol):
     """A bucket of gradwire's DDP, or a copy of one.
 
     Attributes:
-        process_group: its ranks; None before the reducer launches the bucket.
+        process_group: process group of the DDP; None before the reducer launches the bucket.
         hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
         model_parameters: all parameters that its DDP averages.
     """
@@ -153,7 +153,7 @@ def reduce_bucket(
         recorder: measurements of the hook's state; None without any.
     """
     device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
-    executor = executor_for(process_group, device)
+    executor = connections_of(process_group).executor(device)
     transport, workspaces = executor.transport, executor.workspaces
     work = None if is_sparse(bucket) else bucket_work(bucket, _tables_of.setdefault(transport, {}), layout)
     result = bucket.buffer() if work is None else work.result
@@ -175,8 +175,7 @@ def reduce_bucket(
         reduced = await steps
         return result if reduced is None else reduced
 
-    ranges = f"gradwire::{name}, bucket {index}"
-    future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges))
+    future = executor.submit(task, f"gradwire::{name}, bucket {index}")
     if is_last:
         executor.finish()
     return cast("Future[torch.Tensor]", future)

@@ -195,7 +195,7 @@ class Checkpointed(DeclaredMemory):
         super().__init__(hook, process_group, options)
         self._is_loaded = False  # whether the memory is from a checkpoint
         self._fits_model = True  # whether the loaded memory was compared with the model
-        self._prepared: dict[str, Any] | None = None  # what `state_dict` returns until the next step
+        self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
     def counts(self) -> dict[str, Any]:
         """Further numbers of a checkpoint, equal on all ranks."""
@@ -386,8 +386,12 @@ class Checkpointed(DeclaredMemory):
             layouts: layouts of the gradients known so far, by parameter name.
         """
         for entry, (_, _, shape_of) in self.memory.items():
-            for name, tensor in memory[entry].items() if shape_of is not None else ():
-                if name in layouts and tensor.shape != (shape := tuple(shape_of(as_real(layouts[name])))):
+            for name, tensor in memory[entry].items():
+                if (
+                    shape_of is not None
+                    and name in layouts
+                    and tensor.shape != (shape := tuple(shape_of(as_real(layouts[name]))))
+                ):
                     raise _other_shape(entry, name, tensor, shape)
 
     def _check_fits(self, memory: Mapping[str, Mapping[str, Tensor]]) -> None:

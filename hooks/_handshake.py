@@ -50,9 +50,9 @@ from gradwire.hooks._bucket import (
 from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks.telemetry import Observed
 
-# How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
-# rank that does not join already waits in a collective, and must get the reason before that times out. In the first
-# handshake ranks may still be loading data, and have the whole timeout.
+# Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
+# rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
+# handshake, ranks may still be loading data, and have the whole timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
 _PURPOSE = "The handshake of communication hooks"
@@ -250,7 +250,7 @@ def _parameters_in_pytorchs_ddp(
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    # Those whose hook is gradwire's: another one may have process groups of its own.
+    # Only DDPs with a hook of gradwire's: other hooks may have their own process groups.
     checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
     if checked and not any(_have_same_ranks(group, ddp.process_group) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
@@ -298,9 +298,9 @@ def _have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool
     return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
-def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
+def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:
     """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel, in any order."""
-    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
+    ranks, wanted = map(dist.get_process_group_ranks, (group, wrapper_group))
     if set(ranks) != set(wanted):
         raise ValueError(
             f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "

@@ -207,7 +207,7 @@ class AutoState(HookState):
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
         """
         members = self._members()
-        states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._to_save()}
+        states = {name: _only_members(state.state_dict(), members.get(name, ())) for name, state in self._to_save()}
         return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
 
     def _to_save(self) -> list[tuple[str, HookState]]:
@@ -367,7 +367,7 @@ def _check_plan(plan: Mapping[str, str], module: torch.nn.Module) -> None:
         )
 
 
-def _of_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
+def _only_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
     """A `state_dict` of an exchange without the empty memory of parameters that the plan exchanges in another way."""
     kept = {name for name, error in saved["errors"].items() if name in members or error.any()}
     return {

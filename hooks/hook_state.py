@@ -130,7 +130,7 @@ class HookState(Checkpointed):
     Attributes:
         memory: declarations by name of the entry in a checkpoint.
         local_options: names of the options that may differ between ranks.
-        options: as given. May be replaced between two steps, equally on all ranks.
+        options: the options. May be replaced between two steps, equally on all ranks.
         process_group: the ranks to average over; None for the model's.
         iter: number of steps so far, equal on all ranks, which compare it after an assignment.
     """

@@ -37,8 +37,8 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
-# Four times PyTorch's default. The payload is so small that a bucket costs mostly its two collectives, its kernel
-# launches and its thread switches. Larger buckets than 100 MiB gain little and overlap less with the backward.
+# Four times PyTorch's default. The payload is so small that two collectives, kernel launches and thread switches
+# dominate the cost of a bucket. Buckets beyond 100 MiB gain little and overlap less with the backward.
 LOW_RANK_BUCKET_CAP_MB = 100
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
 _OF_PYTORCHS_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
@@ -113,7 +113,7 @@ class PowerSGDOptions:
         """The first pattern in ``ranks`` or ``stacks`` that matches none of the names."""
         return self.policy.unmatched_pattern(names)
 
-    def of_buckets(self, iteration: int) -> dict[str, Any]:
+    def bucket_options(self, iteration: int) -> dict[str, Any]:
         """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""
         return {
             "error_feedback": self.use_error_feedback,
@@ -189,7 +189,7 @@ class PowerSGDState(HookState):
         >>> model.register_comm_hook(state, powerSGD_hook)
     """
 
-    __module__ = "gradwire.hooks.powerSGD_hook"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {
         ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
         "q": Memory(merge="same", shape=None),
@@ -299,7 +299,7 @@ class PowerSGDState(HookState):
     ) -> LowRankBucket | None:
         """A new `LowRankBucket`; None if none of its matrices would shrink enough. See `HookState.make_bucket`."""
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
-        options: dict[str, Any] = self.options.of_buckets(self.iter) | {"names": names, "memory": self._tensors}
+        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": self._tensors}
         made: LowRankBucket | None = None
         if self._is_batched:
             made = flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)

@@ -123,7 +123,7 @@ class QuantizationState(HookState):
         >>> model.register_comm_hook(state, quantization_hook)
     """
 
-    __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     options: QuantizationOptions
 

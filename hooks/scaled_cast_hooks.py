@@ -67,7 +67,7 @@ class ScaledCastState(HookState):
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
-        self._is_left_open = False  # whether the last bucket of the step before, which counts skipped steps, never came
+        self._is_left_open = False  # whether the previous step lacked its last bucket, which counts skipped steps
 
     @property
     def nonfinite_elements(self) -> int:

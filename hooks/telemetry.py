@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm import Collective, Steps, Transport, Workspace
+from gradwire.comm import Collective, Driver, Steps, Transport, Workspace
 from gradwire.compress import Gradients
 from gradwire.compress._validation import check_whole_number
 from gradwire.kernels import compute_dtype
@@ -152,7 +152,7 @@ Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 
 
 class Mark:
-    """The current point in the time of a device: of its current stream, or of this thread for a CPU."""
+    """A timestamp of a device: of its current stream, or of this thread for a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = 0.0
@@ -168,7 +168,7 @@ class Mark:
         return self._event is None or bool(self._event.query())
 
     def milliseconds_since(self, earlier: Mark) -> float:
-        """The time between two points that are past."""
+        """Milliseconds since ``earlier``; both must be past."""
         if self._event is None or earlier._event is None:
             return 1e3 * (self._seconds - earlier._seconds)
         return float(earlier._event.elapsed_time(self._event))
@@ -185,16 +185,14 @@ class Timeline:
     @coroutine
     def measured(self, steps: Steps[T]) -> Generator[Collective, None, T]:
         """Run an algorithm, measured; await the result."""
+        driver = Driver(steps)
         try:
             while True:
                 self._marks.append(Mark(self._device))
-                try:
-                    collective = steps.send(None)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-                finally:
-                    self._marks.append(Mark(self._device))
+                collective = driver.advance()
+                self._marks.append(Mark(self._device))
+                if collective is None:
+                    return driver.result
                 self.sent_bytes += collective.payload_bytes
                 yield collective
         finally:
@@ -335,7 +333,7 @@ class Sample:
         return result
 
     def _finish(self, device: torch.device) -> None:
-        """Add what belongs to the whole step, and copy all sums to the host, without waiting for the device."""
+        """Add the sums of the whole step, and copy all sums to the host, without waiting for the device."""
         self._add("residual", self._state.residuals())
         for name, value in self._state.device_counters().items():
             self._sum(name, value)

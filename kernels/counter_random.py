@@ -2,7 +2,7 @@
 
     u(key, step, index) = (2 k + 1) / 2^24 - 1, where k is the top 24 bits of mix(mix(key + step g) + (index + 1) g)
 
-u is uniform in (-1, 1) and never 0, so that a vector of such numbers can be divided by its norm. mix is the finaliser
+u is uniform in (-1, 1) and never 0, so that a vector of such numbers can be divided by its norm. mix is the finalizer
 of SplitMix64, g its increment. `random_bits` gives k alone.
 
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.kernels.dispatch import jit, tl
 
-# As signed 64-bit numbers: torch has no unsigned arithmetic.
+# Signed 64-bit numbers: torch has no unsigned arithmetic.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)

@@ -67,8 +67,8 @@ def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float,
     """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through.
 
     Args:
-        x: in the dtype of the arithmetic.
-        out: of the shape of ``x``, in a wire dtype. Overwritten.
+        x: elements in the dtype of the arithmetic.
+        out: result, [shape of ``x``], in a wire dtype. Overwritten.
         scale: a number, or a one-element tensor.
         limit: the magnitude at which a finite element saturates.
         counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
@@ -176,7 +176,7 @@ def flatten(
         tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
         out: the wire, 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64. Overwritten.
         table: the layout. Build it once for a list that recurs; by default it is built for this call.
-        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronisation.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
         limit: the largest magnitude of a finite element on the wire; by default that of the wire dtype.
         counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
 
@@ -213,7 +213,7 @@ def unflatten(
         wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.
         tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, written as real pairs). Overwritten.
         table: the layout. Build it once for a list that recurs; by default it is built for this call.
-        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronisation.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
         absmax: fp32, [1]: raised to the largest magnitude written, as stored; NaN if a NaN was written.
 
     Raises:

@@ -243,8 +243,8 @@ def reduce_quantized_reference(
         blocks = table.blocks(first, last)
         is_valid = torch.arange(table.block_size, device=total.device) < blocks.counts.unsqueeze(1)
         total = torch.where(is_valid, total, 0.0)
-        of_piece = None if pending is None else pending[piece * room :][:numel]
-        encoded = encode_with_errors(total, blocks, section.format, of_piece, rounding)
+        piece_pending = None if pending is None else pending[piece * room :][:numel]
+        encoded = encode_with_errors(total, blocks, section.format, piece_pending, rounding)
         _store(result[piece : piece + 1], section, encoded)
         header = result[piece, :4].view(torch.int32)
         header |= (~total.isfinite()).any().to(torch.int32)
@@ -353,7 +353,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
 
 
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
-    """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronised.
+    """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronized.
 
     Args:
         gathered: uint8, [pieces, n, cell_bytes].

@@ -51,10 +51,10 @@ class WireFormat:
     """One encoding of blocks.
 
     Attributes:
-        name: as users write it.
-        bits: of the payload, for each element.
+        name: the name that users write.
+        bits: payload bits per element.
         levels: the magnitude that the largest element of a block is scaled to; 0: there are no scales.
-        dtype: of the payload, if the codes are floating-point numbers.
+        dtype: dtype of the payload, if the codes are floating-point numbers.
     """
 
     name: str
@@ -74,7 +74,7 @@ class WireFormat:
 
     @cached_property
     def offset(self) -> int:
-        """Added to an integer to make its code. A byte holds any integer of int8 as it is."""
+        """The number added to an integer to make its code. A byte holds any integer of int8 as it is."""
         return 0 if self.bits == 8 else 1 << self.bits - 1
 
     @cached_property
@@ -281,7 +281,7 @@ def _encode_float(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor
     mantissa, min_exponent = GRIDS[dtype]
     magnitude = x.abs().clamp(max=largest)
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=min_exponent)
-    # The distance of neighbours on the grid, a power of two, and its inverse, from their bits.
+    # The distance of neighbors on the grid, a power of two, and its inverse, from their bits.
     step = ((exponent - mantissa + 127) << 23).view(torch.float32)
     inverse = ((mantissa - exponent + 127) << 23).view(torch.float32)
     rounded = (round_stochastically(magnitude * inverse, draws) * step).clamp(max=largest)

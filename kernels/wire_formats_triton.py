@@ -51,7 +51,7 @@ def _round_to_grid(x, random, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr
     """The magnitude of ``x``, rounded to a floating-point format of less range than fp32, in fp32."""
     magnitude = tl.minimum(tl.abs(x), MAX)
     exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, MIN_EXPONENT)
-    # The distance of neighbours on the grid, a power of two, and its inverse, from their bits.
+    # The distance of neighbors on the grid, a power of two, and its inverse, from their bits.
     step = ((exponent - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
     inverse = ((MANTISSA - exponent + 127) << 23).to(tl.float32, bitcast=True)
     return tl.minimum(_round(magnitude * inverse, random, STOCHASTIC) * step, MAX)

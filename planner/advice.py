@@ -9,7 +9,7 @@ from gradwire.planner.hook_registry import display_name
 from gradwire.planner.model import break_even, step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
-WORTHWHILE = 1.05  # least speed-up to recommend a hook for
+WORTHWHILE = 1.05  # smallest speed-up for which a hook is recommended
 DO_NOT_COMPRESS = "Do not compress"
 
 

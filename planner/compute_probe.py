@@ -146,11 +146,7 @@ class TimingExecutor(Executor):
         self.marks: list[Mark] = []  # start and end of each computation of the latest task
         self.messages: list[Message] = []  # messages of the latest task
 
-    @property
-    def has_failed(self) -> bool:
-        return False
-
-    def submit(self, task: Task) -> Future[Any]:
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
         self.messages = self._ranks.messages = []
         self.marks = self._ranks.marks = [Mark(self._device)]
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
@@ -162,9 +158,6 @@ class TimingExecutor(Executor):
     def finish(self) -> None:
         """Begin a step: each bucket gets the same workspace in all of them."""
         self._turn = 0
-
-    def abandon(self) -> None:
-        pass
 
 
 def message_of(collective: Collective) -> Message:
@@ -219,8 +212,8 @@ class HookProbe:
         reduce = self._reduce_plain if self._registration is None else self._reduce
         marks = [reduce(bucket) for bucket in self._buckets]
         synchronize(self._device)
-        for samples, of_bucket in zip(self._samples, marks, strict=True):
-            samples.append([1e-3 * duration for duration in durations(of_bucket)])
+        for samples, bucket_marks in zip(self._samples, marks, strict=True):
+            samples.append([1e-3 * duration for duration in durations(bucket_marks)])
 
     def _reduce(self, bucket: DenseBucket) -> list[Mark]:
         """Run the hook on a bucket; returns start and end of its launch, of each computation, and of its finish."""

@@ -26,7 +26,7 @@ IN_FLIGHT = 2  # buckets of an executor
 
 
 class Overlap(Enum):
-    """What overlaps the backward pass."""
+    """The work that overlaps the backward pass."""
 
     EVERYTHING = "a CPU with cores to spare: computations of hooks, and messages"
     MESSAGES = "a GPU: messages; computations of hooks share the GPU with the backward pass"
@@ -76,7 +76,7 @@ class ModelCost:
     # gradients are ready
     ready: tuple[float, ...]
     gradient_bytes: int
-    overlap: Overlap  # what overlaps the backward pass on this device
+    overlap: Overlap  # work that overlaps the backward pass on this device
 
 
 class MessageCost(NamedTuple):

@@ -24,6 +24,8 @@ MISSING = [
 collect_ignore_glob = (
     ["test_*.py", "conformance", "distributed", "integrations", "kernels", "planner"] if MISSING else []
 )
+if not MISSING:
+    import tests.support.harness  # noqa: F401 - whatever starts the first rank, the ranks can import `tests`
 
 
 def pytest_configure(config):

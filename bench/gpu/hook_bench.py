@@ -1,4 +1,4 @@
-"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, beside PyTorch's.
+"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, compared with PyTorch's.
 
 A step calls the hook on every bucket in turn, as DDP does, and waits for the results on the device. There is no
 forward, no backward and one rank. gradwire's hook gets lists of gradients, as gradwire's DDP hands them over; PyTorch's
@@ -190,7 +190,7 @@ def _pytorch_runs(hook: str) -> bool:
 
 @torch.no_grad()
 def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
-    """Check gradwire's hook on the gradients of a model, then time it and PyTorch's in turns."""
+    """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
     if hook.startswith("powersgd"):
@@ -206,7 +206,7 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 @torch.no_grad()
 def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
-    """A step of gradwire's hook, captured in a CUDA graph with its collectives, beside one that is not captured."""
+    """A step of gradwire's hook, captured in a CUDA graph with its collectives, compared with an eager one."""
     shapes = _buckets(hook, model, device)
     step = _ours(hook, shapes, device)
     eager = [timed(step, device) for _ in range(ROUNDS)]
@@ -216,7 +216,7 @@ def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 
 def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
-    """Training steps of a small model on an emulated link between `HOSTS` hosts, behind both DDPs, in turns."""
+    """Interleaved training steps of a small model in both DDPs, on an emulated link between `HOSTS` hosts."""
     names = [PYTORCH, GRADWIRE] if _pytorch_runs(hook) else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
     prepare(made, device)

@@ -1,6 +1,6 @@
 """Cases of the lane's stage *bench* for kernels: time of the device, of a graph's replay and of the host, and launches.
 
-A case checks gradwire's result, then times gradwire and PyTorch in turns over buckets that no cache holds. A row's
+A case checks gradwire's result, then times gradwire and PyTorch, interleaved, over buckets that no cache holds. A row's
 ``nbytes`` are those that gradwire's kernels read and write at least; divided by the bandwidth of a copy they give the
 byte floor.
 """

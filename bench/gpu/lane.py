@@ -4,7 +4,7 @@ Stages, each under 9 minutes:
     smoke      every kernel against its reference, and every hook over NCCL with one rank.
     ranks      every hook over NCCL with two ranks that share the GPU.
     sanitize   small kernel cases under compute-sanitizer, if it is found.
-    bench      times of kernels and hooks beside PyTorch's, and a table of them.
+    bench      times of kernels and hooks compared with PyTorch's, and a table of them.
 
 Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
 ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
@@ -115,7 +115,7 @@ def run_stage(
 
     Args:
         stage: a key of `RANKS`.
-        rehearse: to run on the CPU, as `Crew` does.
+        rehearse: whether to run on the CPU, as `Crew` does.
         output: file of JSON lines to append to.
         limit: time limit of a case, in seconds.
         only: run the cases whose name contains one of these.

@@ -1,4 +1,4 @@
-"""Models for the cases of the GPU lane, and short trainings of them behind either DDP."""
+"""Models for the cases of the GPU lane, and short trainings of them in either DDP."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,7 +55,7 @@ class HalfNet(nn.Module):
 
 
 def wrap(wrapper: type[TorchDDP], module: nn.Module, device: torch.device, **options: Any) -> TorchDDP:
-    """A module behind a DDP, on the device, in small buckets."""
+    """A module in a DDP, on the device, with small buckets."""
     devices = [device.index] if device.type == "cuda" else None
     return wrapper(module.to(device), device_ids=devices, bucket_cap_mb=0.1, **options)
 

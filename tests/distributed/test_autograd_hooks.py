@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.reducer.autograd_hooks import AutogradHooks
-from gradwire.reducer.backward import Phase
+from gradwire.reducer.backward import AutogradHooks, Phase
 from tests.support.training import WRAPPERS
 
 PAIRS = 5e-6  # MiB: a bucket for every two numbers
@@ -160,7 +159,7 @@ class Watcher:
     def __init__(self, parameters, expects_others=False):
         self.hooks = AutogradHooks(parameters, self.notify)
         self.lock = threading.Lock()
-        self.taken = []
+        self.taken, self.ready = [], bytearray(64)
         self.calls = 0
         self.expects_others = expects_others
         self.expected_last = 0
@@ -168,10 +167,14 @@ class Watcher:
     def notify(self, _):
         with self.lock:
             self.calls += 1
-            for index in self.hooks.recorded():
-                self.taken.append(index)
-                if self.expects_others and index == self.expected_last:
-                    self.expected_last = self.hooks.expect_one(set(range(64)).difference(self.taken))
+            while self.hooks.recorded:
+                taken = self.hooks.recorded[:]
+                del self.hooks.recorded[: len(taken)]
+                for index in taken:
+                    self.taken.append(index)
+                    self.ready[index] = 1
+                    if self.expects_others and index == self.expected_last:
+                        self.expected_last = self.hooks.expect_one(range(64), self.ready)
 
 
 class Doubles(nn.Module):
@@ -201,7 +204,7 @@ def backward_in_two_threads():
         reducer.parameters[early].register_post_accumulate_grad_hook(lambda _: has_come.set())
         second.start()
         has_come.wait()
-        while not reducer._autograd_hooks._recorded:  # its hook runs next, and then waits for the reducer's lock
+        while not reducer._autograd_hooks.recorded:  # its hook runs next, and then waits for the reducer's lock
             pass
         begin(index)
 
@@ -212,7 +215,7 @@ def backward_in_two_threads():
     outputs[awaited].backward()
     outputs[late].backward()
     backward = reducer._backward
-    return [number.grad.item() for number in ddp.module.numbers], backward._n_pending, backward.phase
+    return [number.grad.item() for number in ddp.module.numbers], backward.n_pending, backward.phase
 
 
 def test_gradient_that_is_ready_is_not_expected_last(worlds):

@@ -562,22 +562,22 @@ def test_construction_gives_every_rank_the_state_of_rank_0(world):
 
 
 def coalesced_messages():
-    calls = []
-    broadcast = dist.broadcast
+    messages = []
+    transport = GroupTransport(dist.group.WORLD)
 
-    def noted(tensor, **options):
-        calls.append((tensor.nbytes, options["async_op"]))
-        return broadcast(tensor, **options)
+    def noted(tensor, source):
+        messages.append(tensor.nbytes)
+        return GroupTransport.broadcast(transport, tensor, source)
 
     tensors = [torch.full((100,), dist.get_rank() + i) for i in range(7)]  # of 800 bytes
-    with mock.patch.object(dist, "broadcast", noted):
-        broadcast_coalesced(tensors, GroupTransport(dist.group.WORLD), 2000)
-    return calls, [tensor.unique().tolist() for tensor in tensors]
+    with mock.patch.object(transport, "broadcast", noted):
+        broadcast_coalesced(tensors, transport, 2000)
+    return messages, [tensor.unique().tolist() for tensor in tensors]
 
 
-def test_broadcast_coalesces_up_to_its_limit(world):
-    for calls, values in world.run(coalesced_messages):
-        assert calls == [(1600, True)] * 3 + [(800, True)]
+def test_broadcast_sends_a_message_once_it_reaches_its_limit(world):
+    for messages, values in world.run(coalesced_messages):
+        assert messages == [2400, 2400, 800]
         assert values == [[i] for i in range(7)]
 
 

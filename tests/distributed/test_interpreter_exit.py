@@ -10,8 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.harness import _reserved_port
-from tests.support.worker import ENVIRONMENT
+from tests.support.harness import ENVIRONMENT, reserved_port
 
 SCRIPT = """
 import sys
@@ -65,7 +64,7 @@ lines.write("end\\n")
 def run(how, hook, wrapper, folder):
     """Exit codes, lines of the files and output of both ranks."""
     with ExitStack() as stack:
-        port = stack.enter_context(_reserved_port())
+        port = stack.enter_context(reserved_port())
         launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         processes = []

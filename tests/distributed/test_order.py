@@ -107,9 +107,9 @@ def train_with_delays(wrapper, exchange):
     transport = executor_for(None, torch.device("cpu")).transport
     start = transport.start
 
-    def recorded_start(collective, *group):
-        issued[len(group)].append((type(collective).__name__, collective.payload_bytes))
-        return start(collective, *group)
+    def recorded_start(collective, group=None):
+        issued[group is not None].append((type(collective).__name__, collective.payload_bytes))
+        return start(collective, group)
 
     with mock.patch.object(transport, "start", recorded_start):
         for step in range(STEPS):

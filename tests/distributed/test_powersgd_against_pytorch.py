@@ -351,7 +351,7 @@ def test_p9_state_of_two_models_raises_at_once(worlds, pytorch):
     pytorch(f"after {steps} backward passes: {error}", defect="model" not in error)
 
 
-def synchronisations(library, values):
+def synchronizations(library, values):
     """How often the hook waits for a device of a kind that the gradients are not on."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -363,8 +363,8 @@ def synchronisations(library, values):
 
 def test_p10_cpu_model_trains_on_machine_with_cuda(worlds, pytorch):
     values = random_values(worlds(2), 4, ((24, 20),))
-    assert worlds(2).run(synchronisations, library="ours", values=values) == [(0, [], [])] * 2
-    count, arguments, _ = probe(worlds(2), synchronisations, library="pytorchs", values=values) or (-1, [], [])
+    assert worlds(2).run(synchronizations, library="ours", values=values) == [(0, [], [])] * 2
+    count, arguments, _ = probe(worlds(2), synchronizations, library="pytorchs", values=values) or (-1, [], [])
     pytorch(f"{count} calls of torch.cuda.synchronize with {', '.join(arguments)}", defect=count)
 
 
@@ -628,8 +628,8 @@ def test_large_and_small_gradients_are_reproduced(worlds, pytorch, magnitude):
     pytorch(evidence, defect=not relative_error(last, gradient) < 2 * limit)
 
 
-def test_matrices_of_one_shape_are_normalised_separately(worlds, pytorch):
-    # An orthogonaliser with one norm for a batch gets all but the largest wrong.
+def test_matrices_of_one_shape_are_normalized_separately(worlds, pytorch):
+    # An orthogonalizer with one norm for a batch gets all but the largest wrong.
     values = [[[scale * low_rank(24, 20, 1, seed=i) for i, scale in enumerate((1.0, 1e-6, 1e3))]] * 2] * 6
     options = {"batch_tensors_with_same_shape": True}
     for run in worlds(2).run(run_steps, library="ours", values=values, options=options):

@@ -40,7 +40,7 @@ def variant(kernel, arguments, target):
 
 
 def intermediate(kernel, arguments, target):
-    """The lines of a kernel in Triton's own intermediate language, before anything is optimised."""
+    """The lines of a kernel in Triton's own intermediate language, before anything is optimized."""
     return ahead_of_time.intermediate(_launch(kernel, arguments), NAMES[target])
 
 

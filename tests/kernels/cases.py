@@ -17,7 +17,7 @@ SOURCES = (*REALS, torch.complex64)
 WIRES = REALS
 INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
-# Derandomised: a failure in one run is a failure in every run. The interpreter takes milliseconds per program.
+# Derandomized: a failure in one run is a failure in every run. The interpreter takes milliseconds per program.
 PROPERTY = settings(
     max_examples=15 if INTERPRETED else 40,
     deadline=None,
@@ -55,7 +55,7 @@ def row_major(shape):
     return tuple(reversed(strides))
 
 
-# Primes, powers of two, and the neighbours of one program's 4096 elements; complex tensors have twice as many.
+# Primes, powers of two, and the neighbors of one program's 4096 elements; complex tensors have twice as many.
 SIZES = (1, 2, 7, 31, 127, 1021, 2047, 2048, 2049, 4095, 4096, 4097, 8193, 12289)
 
 

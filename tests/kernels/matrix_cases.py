@@ -69,7 +69,7 @@ class Place:
 
 
 LARGEST = 40 if INTERPRETED else 200
-# Powers of two and their neighbours, multiples of 4 and 16, primes, and anything between.
+# Powers of two and their neighbors, multiples of 4 and 16, primes, and anything between.
 LENGTHS = st.one_of(
     st.sampled_from(
         [n for n in (1, 2, 3, 4, 5, 7, 12, 16, 17, 31, 32, 33, 48, 64, 127, 128, 199, 200) if n <= LARGEST]

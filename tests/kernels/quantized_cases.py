@@ -1,4 +1,4 @@
-"""What the tests of the quantisation kernels share: buckets on several ranks, and one exchange between them."""
+"""What the tests of the quantization kernels share: buckets on several ranks, and one exchange between them."""
 
 from dataclasses import dataclass, field
 from math import prod

@@ -1,4 +1,4 @@
-"""Every kernel, compiled ahead of time for the GPUs it is meant for, must be vectorised and must not spill.
+"""Every kernel, compiled ahead of time for the GPUs it is meant for, must be vectorized and must not spill.
 
 What is compiled is what the public functions launch: their arguments are recorded, not written down again here.
 """
@@ -116,13 +116,13 @@ SINGLES = [Launch(f, FP32, BF16, True, True, n_tensors=1) for f in ("flatten", "
 
 
 @pytest.mark.parametrize("launch", launches(PAIRS, ENDS) + UPDATES + SINGLES, ids=str)
-def test_cast_kernels_for_sm_90_do_not_spill_and_are_vectorised(launch):
+def test_cast_kernels_for_sm_90_do_not_spill_and_are_vectorized(launch):
     check(launch, 90)
 
 
 @pytest.mark.parametrize("target", [80, 100, "gfx942"])
 @pytest.mark.parametrize("launch", launches(REPRESENTATIVE, ENDS) + UPDATES[:1], ids=str)
-def test_representative_cast_kernels_for_other_gpus_do_not_spill_and_are_vectorised(launch, target):
+def test_representative_cast_kernels_for_other_gpus_do_not_spill_and_are_vectorized(launch, target):
     check(launch, target)
 
 
@@ -134,5 +134,5 @@ def test_program_id_is_widened_to_64_bits_before_arithmetic(launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("launch", launches(PAIRS, EVERY) + UPDATES + SINGLES, ids=str)
-def test_every_cast_kernel_for_every_gpu_does_not_spill_and_is_vectorised(launch, target):
+def test_every_cast_kernel_for_every_gpu_does_not_spill_and_is_vectorized(launch, target):
     check(launch, target)

@@ -1,4 +1,4 @@
-"""The quantisation kernels, compiled ahead of time: no spills, few registers, wide accesses, few variants."""
+"""The quantization kernels, compiled ahead of time: no spills, few registers, wide accesses, few variants."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -120,13 +120,13 @@ USUAL = [
 
 
 @pytest.mark.parametrize("launch", USUAL, ids=str)
-def test_usual_quantization_kernels_for_sm_90_do_not_spill_and_are_vectorised(launch):
+def test_usual_quantization_kernels_for_sm_90_do_not_spill_and_are_vectorized(launch):
     check(launch, 90)
 
 
 @pytest.mark.parametrize("target", [80, 100, "gfx942"])
 @pytest.mark.parametrize("launch", USUAL[:2], ids=str)
-def test_usual_quantization_kernels_for_other_gpus_do_not_spill_and_are_vectorised(launch, target):
+def test_usual_quantization_kernels_for_other_gpus_do_not_spill_and_are_vectorized(launch, target):
     check(launch, target)
 
 
@@ -148,7 +148,7 @@ EVERY = [
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("launch", EVERY, ids=str)
-def test_every_quantization_kernel_for_every_gpu_does_not_spill_and_is_vectorised(launch, target):
+def test_every_quantization_kernel_for_every_gpu_does_not_spill_and_is_vectorized(launch, target):
     check(launch, target)
 
 

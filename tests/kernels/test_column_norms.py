@@ -90,7 +90,7 @@ def factors(draw):
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 @PROPERTY
 @given(rows=factors(), step=st.sampled_from((0, 1, 2**31 - 1, 2**40)), offset=st.sampled_from((0, 1, 3)))
-def test_renew_normalises_rows_and_draws_zero_rows(wire, following, device, rows, step, offset):
+def test_renew_normalizes_rows_and_draws_zero_rows(wire, following, device, rows, step, offset):
     keys = [random_key(step, str(i)) for i in range(len(rows))]
     renewal = Renewal(rows, wire, following, device, keys=keys, step=step, offset=offset)
     for i in range(len(rows)):
@@ -99,7 +99,7 @@ def test_renew_normalises_rows_and_draws_zero_rows(wire, following, device, rows
 
 @pytest.mark.parametrize("following", FOLLOWING, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_renew_reference_normalises_rows_and_draws_zero_rows(wire, following, device):
+def test_renew_reference_normalizes_rows_and_draws_zero_rows(wire, following, device):
     rows = [
         torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((3, 40), (1, 1), (2, 9), (2, 5))
     ]
@@ -114,7 +114,7 @@ def test_renew_reference_normalises_rows_and_draws_zero_rows(wire, following, de
 
 
 @pytest.mark.parametrize("shape", [(2, 1023), (1, 1024), (1, 1025), (2, 2049)], ids=str)
-def test_renew_normalises_rows_longer_than_a_block(shape, device):
+def test_renew_normalizes_rows_longer_than_a_block(shape, device):
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     rows[-1] = 0
     for wire in (torch.float32, torch.bfloat16):
@@ -212,7 +212,7 @@ def test_draw_depends_on_key_and_step_alone(device):
         for i, found in enumerate(drawn(other_keys, step, torch.float32, device)):
             assert not (found == first[i]).any(), "another key or step draws other numbers"
     (alone,) = drawn([8], 3, torch.float32, device, FactorLayout([1], [40]))
-    assert_same_bits(alone, first[1], "without its neighbours")
+    assert_same_bits(alone, first[1], "without its neighbors")
 
 
 def test_draw_with_equal_keys_gives_equal_columns(device):

@@ -93,7 +93,7 @@ def test_swizzled_rows_are_free_of_conflicts():
     assert conflicts_of(f"{rows} xor.b32 %r7, %r7, %r8; {load}").worst == 1
 
 
-def test_neighbouring_loads_count_as_the_one_that_the_assembler_makes_of_them():
+def test_neighboring_loads_count_as_the_one_that_the_assembler_makes_of_them():
     rows = "shl.b32 %r7, %r3, 4;"
     loads = "ld.shared.b32 %r6, [%r7]; ld.shared.b32 %r6, [%r7+4]; ld.shared.b32 %r6, [%r7+8];"
     assert conflicts_of(f"bar.sync 0; {rows} {loads}") == Conflicts(1, 1)
@@ -189,7 +189,7 @@ def check(case, kernel, target):
         assert (now.get(compiled.CONFLICTS) or 1) <= (kept.get(compiled.CONFLICTS) or 1)
 
 
-USUAL = [("Cast: fp32 gradients, fp16 wire", "flatten"), ("Quantisation: int4 wire, fp32 errors", "quantize")]
+USUAL = [("Cast: fp32 gradients, fp16 wire", "flatten"), ("Quantization: int4 wire, fp32 errors", "quantize")]
 
 
 @pytest.mark.parametrize("case, kernel", USUAL)

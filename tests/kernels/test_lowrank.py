@@ -354,7 +354,7 @@ def run(bucket, dtype, device, *, at=None, poison=None):
     return [dict(zip(("P", "Q", "result", "error"), of_one, strict=True)) for of_one in zip(*parts, strict=True)]
 
 
-NEIGHBOURS = (Place(33, 40, 4), Place(1, 7, 1), Place(40, 1, 1), Place(17, 16, 16), Place(5, 31, 5, 3))
+NEIGHBORS = (Place(33, 40, 4), Place(1, 7, 1), Place(40, 1, 1), Place(17, 16, 16), Place(5, 31, 5, 3))
 
 
 def assert_same_results(actual, expected, what):
@@ -366,9 +366,9 @@ def assert_same_results(actual, expected, what):
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 def test_two_calls_give_same_bits(dtype, wire, device):
-    bucket = Bucket(NEIGHBOURS, wire=wire, wire_offset=1)
+    bucket = Bucket(NEIGHBORS, wire=wire, wire_offset=1)
     first, second = run(bucket, dtype, device), run(bucket, dtype, device)
-    for i in range(len(NEIGHBOURS)):
+    for i in range(len(NEIGHBORS)):
         assert_same_results(second[i], first[i], f"matrix {i}")
 
 
@@ -387,10 +387,10 @@ def test_passes_have_same_bits_at_every_address(rank, dtype, in_place, device):
         assert_same_results(shifted[i], aligned[i], f"matrix {i}")
 
 
-def results_among(neighbours, kind, dtype, device, seed):
+def results_among(neighbors, kind, dtype, device, seed):
     """The results of one matrix, always the same, between others."""
     matrix = Place(33, 40, 4)
-    before, after = neighbours
+    before, after = neighbors
     alone = Bucket((matrix,), kind=kind).fill(dtype, device)
     alone_p, alone_q = (alone.factor(side, alone.compute) for side in (alone.table.p, alone.table.q))
 
@@ -415,29 +415,29 @@ def results_among(neighbours, kind, dtype, device, seed):
 
 AROUND = {
     "alone": ((), ()),
-    "first": ((), NEIGHBOURS[1:]),
-    "last": (NEIGHBOURS[1:], ()),
+    "first": ((), NEIGHBORS[1:]),
+    "last": (NEIGHBORS[1:], ()),
     "between": ((Place(3, 5, 3),), (Place(40, 40, 33), Place(1, 1, 1))),
 }
 
 
-@pytest.mark.parametrize("neighbours", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("neighbors", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_values_of_neighbours_do_not_change_bits(dtype, neighbours, device):
-    first, second = (results_among(neighbours, "normal", dtype, device, seed) for seed in (1, 2))
+def test_values_of_neighbors_do_not_change_bits(dtype, neighbors, device):
+    first, second = (results_among(neighbors, "normal", dtype, device, seed) for seed in (1, 2))
     assert_same_results(second, first, "a matrix among others")
 
 
 @on_the_cpu_path
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_sizes_of_neighbours_do_not_change_bits(dtype, device):
+def test_sizes_of_neighbors_do_not_change_bits(dtype, device):
     alone, *among = (results_among(around, "normal", dtype, device, 1) for around in AROUND.values())
     for results in among:
         assert_same_results(results, alone, "a matrix among others")
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_neighbours_of_any_size_leave_exact_results_unchanged(dtype, device):
+def test_neighbors_of_any_size_leave_exact_results_unchanged(dtype, device):
     # Small integers, whose sums are exact in any order; the interpreter's numpy chooses that by the size of the tiles.
     alone, *among = (results_among(around, "integers", dtype, device, 1) for around in AROUND.values())
     for results in among:
@@ -449,17 +449,17 @@ def test_neighbours_of_any_size_leave_exact_results_unchanged(dtype, device):
 @pytest.mark.parametrize("poison", [NAN, INF])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 def test_non_finite_element_reaches_its_row_of_p_alone(dtype, poison, wire, device):
-    bucket = Bucket(NEIGHBOURS, wire=wire)
+    bucket = Bucket(NEIGHBORS, wire=wire)
     clean = run(bucket, dtype, device)
     for matrix, row, column in ((0, 0, 0), (0, 32, 39), (1, 0, 6), (2, 39, 0)):
         hit = run(bucket, dtype, device, at=(matrix, row, column), poison=poison)
         for i, (before, after) in enumerate(zip(clean, hit, strict=True)):
-            others = torch.arange(NEIGHBOURS[i].rows) != (row if i == matrix else -1)
+            others = torch.arange(NEIGHBORS[i].rows) != (row if i == matrix else -1)
             assert_same_bits(after["P"][:, others], before["P"][:, others], f"other rows of P {i}")
             if i == matrix:
                 assert not after["P"][:, row].isfinite().any(), "0 times it is not finite either"
             else:
-                assert_same_results(after, before, f"neighbour {i}")
+                assert_same_results(after, before, f"neighbor {i}")
 
 
 @pytest.mark.parametrize("part", ["source", "error"])
@@ -485,7 +485,7 @@ def test_reconstruct_with_cleared_flag_keeps_error_and_writes_nan(dtype, keep, d
         q, p = filled.factor(table.q, filled.compute), filled.factor(table.p, filled.compute)
         new_p = filled.empty_factor(table.p, filled.compute)
         project(filled.operands, q.window, new_p.window, scale=1.0)
-        if poisoned == "p":  # as orthogonalisation leaves it
+        if poisoned == "p":  # as orthogonalization leaves it
             table.p.views(p.window)[1].fill_(NAN)
         if poisoned == "q":  # as the all-reduce leaves it
             table.q.views(q.window)[1][2, 30] = INF
@@ -540,8 +540,8 @@ def test_non_finite_factor_gives_non_finite_product(bad, device):
         results.append((table.q.views(back.window), table.p.views(forth.window)))
     (back, forth), (clean_back, clean_forth) = results
     assert (back if bad == "p" else forth)[0].isnan().all()
-    assert_same_bits(back[1], clean_back[1], "Q of the neighbour")
-    assert_same_bits(forth[1], clean_forth[1], "P of the neighbour")
+    assert_same_bits(back[1], clean_back[1], "Q of the neighbor")
+    assert_same_bits(forth[1], clean_forth[1], "P of the neighbor")
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])

@@ -1,4 +1,4 @@
-"""Orthogonalisation of packed factors, held to its guarantees in fp64.
+"""Orthogonalization of packed factors, held to its guarantees in fp64.
 
 Implementations differ in the signs of rows and in which nearly dependent rows they drop, so no row is ever compared
 with another implementation's: what is tested is that rows are orthonormal or zero, and what they span.
@@ -22,7 +22,7 @@ ORTHONORMAL = 1e-5  # the docstring's promise
 
 
 def orthogonalized(rows, wire_dtype, out_dtype, device, offset=0, orthogonalize=orthogonalize):
-    """The factors of a bucket, orthogonalised in guarded memory, as (wire, result, flag) in numpy."""
+    """The factors of a bucket, orthogonalized in guarded memory, as (wire, result, flag) in numpy."""
     factor = FactorLayout([len(w) for w in rows], [w.shape[1] for w in rows])
     wire = Guarded(packed(factor, rows, wire_dtype), offset=offset, device=device)
     out = Guarded.poisoned(factor.numel, out_dtype, offset=offset, device=device)
@@ -313,7 +313,7 @@ def test_large_factor_with_shipped_tile_length_becomes_orthonormal(device):
         check_span(w, p, str(w.shape))
 
 
-def test_non_finite_large_factor_becomes_nan_and_spares_neighbours(device, large):
+def test_non_finite_large_factor_becomes_nan_and_spares_neighbors(device, large):
     rows = [make("normal", *size, seed) for seed, size in enumerate(large)]
     clean = orthogonalized(rows, torch.float32, torch.float32, device)
     for hit, size in enumerate(large):
@@ -324,7 +324,7 @@ def test_non_finite_large_factor_becomes_nan_and_spares_neighbours(device, large
             if i == hit:
                 assert p.isnan().all()
             else:
-                assert_same_bits(p, clean[i][1], f"neighbour {i}")
+                assert_same_bits(p, clean[i][1], f"neighbor {i}")
 
 
 def test_copies_and_zeros_in_large_factor_are_dropped(device, large):
@@ -383,7 +383,7 @@ def test_largest_and_smallest_normal_numbers_are_ordinary_input(wire, largest, d
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_non_finite_factor_becomes_nan_and_spares_neighbours(wire, out, poison, device):
+def test_non_finite_factor_becomes_nan_and_spares_neighbors(wire, out, poison, device):
     sizes = ((4, 100), (1, 1), (3, 7), (2, 5))
     rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
     clean = orthogonalized(rows, wire, out, device)
@@ -396,7 +396,7 @@ def test_non_finite_factor_becomes_nan_and_spares_neighbours(wire, out, poison, 
                 assert p.isnan().all(), w
             else:
                 assert flag == 1
-                assert_same_bits(p, clean[i][1], f"neighbour {i}")
+                assert_same_bits(p, clean[i][1], f"neighbor {i}")
 
 
 def test_flag_is_cleared_for_every_non_finite_factor(device):
@@ -407,7 +407,7 @@ def test_flag_is_cleared_for_every_non_finite_factor(device):
 
 
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_orthogonalising_a_basis_keeps_its_span(wire, device):
+def test_orthogonalizing_a_basis_keeps_its_span(wire, device):
     sizes = ((4, 100), (1, 1), (8, 64), (7, 7))
     rows = [with_condition(*size, 100.0, np.random.default_rng(0)) for size in sizes]
     rows[0][2] = rows[0][1]
@@ -439,7 +439,7 @@ def test_two_calls_on_large_factors_give_same_bits(device, large):
         assert_same_bits(p, expected, "the second call")
 
 
-def test_values_of_neighbours_do_not_change_bits(device):
+def test_values_of_neighbors_do_not_change_bits(device):
     sizes = ((4, 100), (3, 7), (8, 64), (1, 200))
     rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
     first = orthogonalized(rows, torch.float32, torch.float32, device)
@@ -450,7 +450,7 @@ def test_values_of_neighbours_do_not_change_bits(device):
             assert_same_bits(result[1], first[i][1], f"factor {i} among {kind}")
 
 
-def test_neighbours_of_any_size_leave_span_unchanged(device):
+def test_neighbors_of_any_size_leave_span_unchanged(device):
     w = with_condition(4, 100, 10.0, np.random.default_rng(0))
     for sizes in ((), ((1, 1),), ((8, 300), (2, 3)), ((16, 40),)):
         rows = [make("normal", *size, 1) for size in sizes]

@@ -129,7 +129,7 @@ def renewed():
 
 
 class Exchange:
-    """A bucket of quantised gradients, on one of two ranks, with what each step reads."""
+    """A bucket of quantized gradients, on one of two ranks, with what each step reads."""
 
     def __init__(self, wire, errors_dtype):
         self.tensors = gradients()

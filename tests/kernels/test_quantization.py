@@ -1,4 +1,4 @@
-"""The quantisation kernels: bitwise equal to their references, and the properties of one exchange."""
+"""The quantization kernels: bitwise equal to their references, and the properties of one exchange."""
 
 import pytest
 import torch

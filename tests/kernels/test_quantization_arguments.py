@@ -1,4 +1,4 @@
-"""Arguments of the quantisation kernels that do not fit are refused with a remedy."""
+"""Arguments of the quantization kernels that do not fit are refused with a remedy."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_random_numbers_are_repeatable_and_depend_on_step_salt_and_key():
 @pytest.mark.parametrize("wire", ["int8", "int4", "int2", "fp8_e4m3", "bf16", "fp16"])
 def test_stochastic_rounding_is_unbiased(wire):
     # 2^16 equal elements beside one large one in each block of 64. With a step of size s, the mean of n draws is within
-    # 5 s / (2 sqrt(n)) of the value, five standard deviations of the widest distribution between two neighbours.
+    # 5 s / (2 sqrt(n)) of the value, five standard deviations of the widest distribution between two neighbors.
     values = torch.full((1024, 64), 0.7310585)
     values[:, 0] = 1.0
     table = BlockTable([values], 64, [17])
@@ -137,4 +137,4 @@ def test_stochastic_rounding_is_unbiased(wire):
     n = 1024 * 63
     deviation = decoded[:, 1:].double().mean() - 0.7310585
     assert abs(deviation) <= 5 * step * 1.01 / (2 * n**0.5)
-    assert len(decoded[:, 1:].unique()) == 2, "the two neighbours"
+    assert len(decoded[:, 1:].unique()) == 2, "the two neighbors"
