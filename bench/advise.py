@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from gradwire.bench import launch
 from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, limit_to, places_of
+from gradwire.bench.network import limit_to, measure_on_links
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
@@ -49,12 +48,7 @@ _WARM_UP = 5
 def measure(
     models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
 ) -> Measured:
-    settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "rounds": rounds, "hosts": hosts}
-    records: list[Record] = []
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
-        for model in models:
-            records += launch.run(__name__, settings | {"model": model, "threads": 1}, places)
-    return Measured(settings | {"models": list(models), "threads": 1}, records)
+    return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds})
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:

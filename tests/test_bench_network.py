@@ -25,7 +25,7 @@ from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS
 from tests.support import rehearsal
 from tests.support.rehearsal import gpu_on_cpu
-from tests.support.stopped import HANG_LIMIT, stopped
+from tests.support.stopped import HANG_LIMIT, STOPS, stopped
 
 OBSTACLE = namespaces.obstacle()
 KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
@@ -216,14 +216,7 @@ def test_kept_bytes_at_the_interface_are_those_of_the_formula():
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
-@pytest.mark.parametrize(
-    "stop",
-    [
-        pytest.param(signal.SIGINT, id="SIGINT"),
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("stop", STOPS)
 def test_stopped_command_leaves_no_process_no_namespace_and_no_file(tmp_path, stop):
     def own_namespaces(pid):
         return [name for name in namespaces.existing() if name.startswith(f"gradwire-{pid}-")]

@@ -20,7 +20,7 @@ from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, TRAINING_S, Measured, Record, load
 from gradwire.cli import app
 from gradwire.planner.hook_registry import DEMO_HOOKS
-from tests.support.stopped import HANG_LIMIT, stopped
+from tests.support.stopped import HANG_LIMIT, STOPS, stopped
 
 DEMO = [sys.executable, "-m", "gradwire.cli", "demo", "--loopback"]
 CPU = torch.device("cpu")
@@ -191,14 +191,7 @@ def assert_is_png(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize(
-    "stop",
-    [
-        pytest.param(signal.SIGINT, id="SIGINT"),
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("stop", STOPS)
 def test_stopped_demo_leaves_no_process_and_no_file(tmp_path, stop):
     command = [*DEMO, "--epochs", "1000", "--hooks", "fp16", "--output", str(tmp_path / "out")]
     stopped(command, stop, tmp_path)
