@@ -1,8 +1,7 @@
 """Collectives that algorithms await, and the transports that issue them.
 
-An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no
-process group, so the same function runs on a GPU's side stream, in a CPU's worker thread, and in a
-notebook:
+An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no process group, so the
+same function runs on a GPU's side stream, in a CPU's worker thread, and in a notebook:
 
     run_algorithm(powersgd_all_reduce(bucket, ..., transport=LocalTransport(), ...), transport)
 """
@@ -41,7 +40,7 @@ class Collective(ABC):
     payload_bytes: int
 
     def __await__(self) -> Generator[Collective, None, None]:
-        return iter((self,))  # type: ignore[return-value]
+        return iter((self,))  # type: ignore[return-value]  # cheaper than a generator, which is called twice
 
     @abstractmethod
     def run(self, group: dist.ProcessGroup) -> None:

@@ -136,7 +136,7 @@ class Part(NamedTuple):
     shard_pending: Tensor | None  # the next E2, if the bucket is finite on all ranks
 
 
-class Step(NamedTuple):
+class QuantizedStep(NamedTuple):
     """The tensors of one bucket in one step: buffers in the workspace, valid until its next use."""
 
     parts: list[Part]  # one for each wire format
@@ -250,7 +250,7 @@ class QuantizedBucket:
 
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, workspace: Workspace
-    ) -> Step:
+    ) -> QuantizedStep:
         """Set ``counter``, and lay out the tensors of a step.
 
         Args:
@@ -286,7 +286,7 @@ class QuantizedBucket:
             )
             for k, (section, members) in enumerate(zip(layout.sections, self._members.values(), strict=True))
         ]
-        return Step(
+        return QuantizedStep(
             parts,
             message.view(layout.message_shape),
             received.view(layout.message_shape),

@@ -27,7 +27,7 @@ from gradwire.compress import (
 )
 from gradwire.compress._validation import check_elements, check_flag, check_number, check_whole_number, wrong
 from gradwire.compress.policy import check_factors, check_size_of_factors
-from gradwire.compress.powersgd_bucket import error_like
+from gradwire.compress.powersgd import error_like
 from gradwire.hooks._bucket import GradBucket, ddp_hook, needs_state
 from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes

@@ -76,8 +76,8 @@ def check_laws(
       from data that is equal on all ranks, such as what a collective returned, never from a rank's own gradients.
     - **Determinism.** The same gradients give the same bits: no clock, no random numbers without a seed that is equal
       on all ranks.
-    - **Plain first steps.** Before ``state.start_iteration`` (0 without this attribute; the option ``start_iter`` of a
-      `HookState`), results are bitwise equal to the plain all-reduce.
+    - **Plain first steps.** Before the step ``start_iter``, an attribute of the state or an option of a `HookState`,
+      results are bitwise equal to the plain all-reduce.
     - **Error feedback.** If ``state.state_dict()`` has an entry "errors", a dictionary by parameter name, it is the
       part of the mean gradients that was not applied yet, summed over the ranks: exact but for rounding.
     - **Gradients that are not finite.** The gradient scaler of every rank must skip the step. So if an element is NaN
@@ -181,7 +181,7 @@ class _Check:
         try:
             return _world(size).run(function, limit=self._time_limit, case=case, **self._kit, **arguments)
         except CaseFailed as failure:
-            self._latest = LawViolation("any tensor", self._name, case, size, str(failure))
+            self._latest = LawViolation("any tensor", self._name, case, size, failure.first)
             raise (_Stop if failure.is_timeout else self._latest) from None
 
     def _judge(self, case: Case, violations: Iterable[Violation]) -> None:

@@ -39,7 +39,9 @@ def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
     state = make_state()
     has_text = type(state).__repr__ is not object.__repr__  # type: ignore[comparison-overlap]
     text = repr(state) if has_text else type(state).__name__
-    return text, getattr(state, "start_iteration", 0), hasattr(state, "state_dict")
+    name = getattr(state, "start_option", "start_iter")
+    start = getattr(getattr(state, "options", None), name, None) or getattr(state, "start_iter", 0)
+    return text, start, hasattr(state, "state_dict")
 
 
 def train(case: Case, wrapper: str, steps: int, start: int, make_state: Callable[[], Any], hook: Any) -> Trained:

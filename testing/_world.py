@@ -50,12 +50,14 @@ class CaseFailed(Exception):
 
     Attributes:
         errors: the exceptions by rank, as far as they could be pickled.
+        first: the first exception's traceback; the whole message if no rank raised.
         is_timeout: whether some rank neither returned nor raised, and no other rank failed.
     """
 
-    def __init__(self, message: str, errors: dict[int, Any], is_timeout: bool) -> None:
+    def __init__(self, message: str, errors: dict[int, Any], first: str | None, is_timeout: bool) -> None:
         super().__init__(message)
         self.errors = errors
+        self.first = first or message
         self.is_timeout = is_timeout
 
 
@@ -131,7 +133,8 @@ class World:
                 parts.append(f"Rank {rank} raised:\n{answer[2]}")
             else:
                 parts.append(f"Rank {rank} came to its end.")
-        return CaseFailed("\n\n".join(parts), errors, is_timeout=not errors and EXITED not in answers)
+        first = next((part for part in parts if " raised:\n" in part), None)
+        return CaseFailed("\n\n".join(parts), errors, first, is_timeout=first is None and EXITED not in answers)
 
     def _kill(self) -> list["Member"]:
         """End the ranks at once; returns them."""
