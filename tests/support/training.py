@@ -46,7 +46,7 @@ def _power_sgd(hook, **options):
 
 
 def _quantized(wire, **options):
-    """Quantising from the third step on."""
+    """Quantizing from the third step on."""
     options = {"block_size": 32} | options
 
     def make(group):

@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Channels-last weights, and buffers that batch normalisation updates."""
+    """Channels-last weights, and buffers that batch normalization updates."""
 
     def __init__(self):
         super().__init__()
