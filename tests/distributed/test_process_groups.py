@@ -51,7 +51,7 @@ def train(hook):
 def train_in_groups(hook, rendezvous, signals):
     """The gradients of a training in each of several default groups, and the handles that are left of all of them.
 
-    Ranks wait for each other behind every group, by a store in the file ``signals``.
+    Ranks wait for each other after every group, by a store in the file ``signals``.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     together = dist.FileStore(signals, size)

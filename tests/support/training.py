@@ -1,4 +1,4 @@
-"""Training a few steps behind either DDP, and the list of hooks that every law is tested with."""
+"""A few training steps in either DDP, and the list of hooks that every law is tested with."""
 
 import sys
 from contextlib import contextmanager, nullcontext
