@@ -67,7 +67,7 @@ def run(
     """Run the function ``main`` of a module in one process per rank; returns the records of rank 0.
 
     Args:
-        module: its name.
+        module: name of the module.
         settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank, ``timeout_s``
             the timeout of its collectives (default: 5 minutes).
         places: where each rank runs, or the number of ranks on this machine.

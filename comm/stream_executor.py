@@ -141,7 +141,7 @@ class StreamTask:
 
     Attributes:
         driver: runs its coroutine.
-        future: its result.
+        future: future of the result.
         collective_done: recorded after the collective that it awaits; None before the first one.
         is_done: whether the future was completed.
     """

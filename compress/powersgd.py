@@ -298,7 +298,7 @@ class LowRankBucket:
 
         dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
         sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
-        if on_wire == dtype:  # then one tensor holds both parts
+        if on_wire == dtype:  # one tensor holds both parts
             message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
             first, others = message.split([sent, self._others_numel])
             messages = [message]

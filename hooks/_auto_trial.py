@@ -93,8 +93,8 @@ class Trial:
     """The measurement of one candidate in one step, bucket by bucket, on copies of the gradients."""
 
     def __init__(self, candidate: str, exchange: Candidate) -> None:
-        self.candidate = candidate  # its name
-        self.buckets: list[tuple[str, ...]] = []  # the parameter names of each bucket
+        self.candidate = candidate  # name of the candidate
+        self.buckets: list[tuple[str, ...]] = []  # parameter names of each bucket
         self.exchange = exchange
         self._stopwatch = Stopwatch()
         self._marks: list[Mark] = []  # begin and end of each bucket

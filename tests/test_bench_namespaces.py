@@ -135,7 +135,7 @@ def test_hosts_reach_each_other_and_count_sent_bytes():
             server.kill()
             server.communicate()
         counted = int(output_of(third, COUNT))
-        # Headers add at most 66 bytes to a segment of 1448; beside them there are acknowledgements and ARP.
+        # Headers add at most 66 bytes to a segment of 1448; acknowledgements and ARP come on top.
         assert 1_000_000 < counted < 1_100_000
     assert of_this_process() == []
 

@@ -286,7 +286,7 @@ def test_resynchronized_ranks_have_the_same_methods(planned, extra_on):
 @pytest.mark.parametrize("way", ["planned", "measuring", "pickled"])
 @on_ranks(2)
 def test_methods_follow_the_process_group_of_the_state(way):
-    # In three steps the first candidate is measured, with the plain all-reduce beside it.
+    # In three steps the first candidate is measured, together with the plain all-reduce.
     plan = {name: ("int4", "powersgd-r1")[i % 2] for i, name in enumerate(NAMES)} if way != "measuring" else None
     _, state = trained(3, bucket_cap_mb=SMALLEST, plan=plan, candidates=("plain", "int4"), repeats=1)
     if way == "pickled":

@@ -117,7 +117,7 @@ def test_task_failure_on_one_rank_raises_on_all_others(exchange, at):
 
     futures = [submit(k) for k in range(4)]
     errors = [error and error[0] for error in map(error_of, [future.wait for future in futures])]
-    # The failed task itself is whole elsewhere if it failed behind its last collective; no sum is ever wrong.
+    # The failed task is complete on other ranks if it failed after its last collective; no sum is ever wrong.
     kind = "ValueError" if fails else "RuntimeError"
     assert errors == [None, None if at == 2 and not fails else kind, kind, kind]
     for future, error in zip(futures, errors, strict=True):

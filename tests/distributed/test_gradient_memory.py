@@ -117,7 +117,7 @@ class Layer:
     Attributes:
         use: a name of `USES`.
         tied: whether its first parameter is that of the layer before.
-        wait: whether the backward waits for all launched buckets before this layer, and behind it.
+        wait: whether the backward waits for all launched buckets before and after this layer.
         checkpointed: whether it is recomputed.
         watched: whether a hook on the parameter keeps its gradient.
     """

@@ -117,13 +117,13 @@ def hang():
 
 
 def test_fresh_case_reports_how_each_rank_ended(worlds):
-    raised, exited, signalled = worlds(3).run_fresh(
+    raised, exited, signaled = worlds(3).run_fresh(
         one_rank_ends_each_way, ways=[raise_error, exit_early, end_by_signal]
     )
     assert (raised.how, raised.error, raised.message) == ("raised", "ValueError", "the reason")
     assert "in raise_error" in raised.output
     assert (exited.how, exited.exit_code) == ("exited", 3)
-    assert (signalled.how, signalled.exit_code) == ("exited", -signal.SIGKILL)
+    assert (signaled.how, signaled.exit_code) == ("exited", -signal.SIGKILL)
 
 
 def test_fresh_rank_that_hangs_is_killed_with_stacks(worlds):

@@ -116,7 +116,7 @@ def test_copies_keep_their_hook(how, hook):
         assert_same_bits(twin, model)
 
 
-def initialise_anew(path, number):
+def initialize_anew(path, number):
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{path}_{number}", rank=rank, world_size=size)
@@ -128,7 +128,7 @@ def test_training_continues_with_a_new_process_group(tmp_path):
     for life in range(3):
         lives.append([train(wrapper, "mlp", hook="fp16", bucket_cap_mb=SMALL) for wrapper in WRAPPERS])
         lives[-1].append(train("gradwire", "mlp", bucket_cap_mb=SMALL))
-        initialise_anew(tmp_path / "rendezvous", life)
+        initialize_anew(tmp_path / "rendezvous", life)
     for records in lives:
         assert_same_bits(records, lives[0])
 
@@ -136,7 +136,7 @@ def test_training_continues_with_a_new_process_group(tmp_path):
 # A group that only some ranks belong to must not put the others out of step.
 @on_ranks(3)
 def test_executors_of_a_subgroup_and_of_the_default_group(tmp_path):
-    initialise_anew(tmp_path / "rendezvous", 0)
+    initialize_anew(tmp_path / "rendezvous", 0)
     subgroup, records = dist.new_group([0, 1]), []
     for group, members in ((subgroup, 2), (None, 3), (subgroup, 2), (None, 3)):
         if dist.get_rank() < members:
@@ -210,10 +210,10 @@ def test_models_of_one_group_share_one_thread():
 def test_initial_parameters_are_those_of_rank_0():
     torch.manual_seed(dist.get_rank())
     ddp = gradwire.DistributedDataParallel(torch.nn.Linear(3, 3))
-    synchronised = ddp.module.weight.detach().clone()
+    synchronized = ddp.module.weight.detach().clone()
     torch.manual_seed(dist.get_rank())
     other = gradwire.DistributedDataParallel(torch.nn.Linear(3, 3), init_sync=False)
-    results = from_all_ranks((synchronised, other.module.weight.detach().clone()))
-    assert_same_on_all_ranks([synchronised for synchronised, _ in results])
+    results = from_all_ranks((synchronized, other.module.weight.detach().clone()))
+    assert_same_on_all_ranks([synchronized for synchronized, _ in results])
     assert not torch.equal(results[0][1], results[1][1])
     assert_same_bits(results[0][0], results[0][1])

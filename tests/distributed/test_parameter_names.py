@@ -1,4 +1,4 @@
-"""Names of parameters behind PyTorch's DDP, which does not tell them: found without `bind`, or asked for."""
+"""Parameter names on PyTorch's DDP, which does not pass them to hooks: found without `bind`, or requested."""
 
 import copy
 import gc

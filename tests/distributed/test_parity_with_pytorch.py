@@ -13,7 +13,7 @@ from tests.support.zoo import Probe
 
 
 def with_both(model, **options):
-    """The same training behind PyTorch's DDP and behind gradwire's."""
+    """The same training in PyTorch's DDP and in gradwire's."""
     return train("pytorch", model, **options), train("gradwire", model, **options)
 
 
@@ -302,7 +302,7 @@ def ignoring_a_parameter(wrapper, **options):
 
 
 def freezing_and_wrapping_anew(wrapper, **options):
-    """One module behind a second wrapper: the first one must not watch the parameters any more."""
+    """One module in a second wrapper: the first one must stop watching the parameters."""
     module = build("mlp")
     first = train(wrapper, module, bucket_cap_mb=SMALL, **options)
     module.layers[0].requires_grad_(False)

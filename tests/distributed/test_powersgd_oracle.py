@@ -35,7 +35,7 @@ BY_NAME = {f"weights.{i}": rank for i, rank in enumerate(RANKS)}
 
 
 class Deviation:
-    """The oracle beside its shadow, whose gradients have a relative error of ``noise``: how far rounding may carry.
+    """The oracle and its shadow, whose gradients have a relative error of ``noise``: a bound of the effect of rounding.
 
     PowerSGD amplifies rounding: by the conditioning of P in each step, and from step to step, as directions of nearly
     equal error overtake one another. The shadow measures that on the very trajectory.

@@ -16,7 +16,7 @@ from tests.support.ranks import on_ranks
 from tests.support.training import SMALL, WRAPPERS, train_steps, wrapped
 from tests.support.zoo import Probe
 
-# Derandomised: a failure in one run is a failure in every run.
+# Derandomized: a failure in one run is a failure in every run.
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 SIZES = st.one_of(st.integers(1, 12), st.sampled_from((13, 64, 127, 1000, 4096)))

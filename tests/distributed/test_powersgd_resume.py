@@ -45,12 +45,12 @@ def run(state, wrapper, steps, dtype, checkpoint=None, other_steps=(), **ddp_opt
     """Train, and return the gradients of each step, which depend on no number of ranks but by rounding.
 
     Args:
-        state: of the hook; loaded from the checkpoint, too.
+        state: state of the hook; loaded from the checkpoint, too.
         wrapper: a name of `WRAPPERS`.
         steps: their numbers, which give their batches.
-        dtype: of the model.
-        checkpoint: to go on from.
-        other_steps: of another run, trained before the checkpoint is loaded.
+        dtype: dtype of the model.
+        checkpoint: checkpoint to resume from.
+        other_steps: steps of another run, trained before the checkpoint is loaded.
         ddp_options: for the constructor of the wrapper.
     """
     module = build("mlp").to(dtype)
@@ -196,7 +196,7 @@ def test_training_with_saves_equals_training_without(wrapper, hook, saved_before
 
 
 def wrap_anew(wraps, steps_each):
-    """One module, optimizer and state, behind one DDP after another; the gradients of each step."""
+    """One module, optimizer and state, in one DDP after another; the gradients of each step."""
     module, state, generator, seen = build("mlp"), PowerSGDState(None, **EARLY), own_batches(), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     for wrapper, cap in wraps:
@@ -222,8 +222,8 @@ def assert_nothing_lost(draw, stages, hook, restarted):
 
     Args:
         draw: makes the gradients of a step.
-        stages: of each, the wrapper, its bucket size, and the dtype of the gradients or None; they have 6 steps.
-        hook: its name.
+        stages: for each, the wrapper, its bucket size, and the dtype of the gradients or None; they have 6 steps.
+        hook: name of the hook.
         restarted: whether a new state loads a checkpoint after each stage.
     """
     module, state, errors = Probe(), PowerSGDState(None, **EARLY), []

@@ -152,7 +152,7 @@ def test_pickled_or_copied_state_keeps_options_and_memory_of_its_rank(wrapper):
     for found, (statistics, memory) in results:
         for changed, process_group, statistics_then, memory_then in found:
             assert changed == {}
-            assert process_group is None, "left behind, as in PyTorch"
+            assert process_group is None, "not pickled, as in PyTorch"
             assert statistics_then == statistics
             assert_same_bits(memory_then, memory)
     first, second = (memory["errors"] for _, (_, memory) in results)

@@ -1,4 +1,4 @@
-"""Destroyed and reinitialised process groups: everything that gradwire opens for a group ends with it."""
+"""Destroyed and reinitialized process groups: everything that gradwire opens for a group ends with it."""
 
 import gc
 import os
@@ -51,7 +51,7 @@ def train(hook):
 def train_in_groups(hook, rendezvous, signals):
     """The gradients of a training in each of several default groups, and the handles that are left of all of them.
 
-    Ranks wait for each other behind every group, by a store in the file ``signals``.
+    Ranks wait for each other after every group, by a store in the file ``signals``.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     together = dist.FileStore(signals, size)
@@ -82,7 +82,7 @@ def train_in_groups(hook, rendezvous, signals):
 
 @pytest.mark.parametrize("rendezvous", ["env://", "reused store"])
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
-def test_reinitialised_process_group_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
+def test_reinitialized_process_group_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
     signals = str(tmp_path / "signals")
     outcomes = worlds(2).run_fresh(train_in_groups, hook=hook, rendezvous=rendezvous, signals=signals)
     assert_nothing_open(outcomes)
@@ -119,7 +119,7 @@ def test_process_group_destroyed_on_one_rank_raises_on_all(worlds, hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
-def test_reinitialised_process_group_trains_with_every_hook(worlds, tmp_path, hook):
+def test_reinitialized_process_group_trains_with_every_hook(worlds, tmp_path, hook):
     signals = str(tmp_path / "signals")
     assert_nothing_open(worlds(3).run_fresh(train_in_groups, hook=hook, rendezvous="env://", signals=signals))
 

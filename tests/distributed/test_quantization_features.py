@@ -34,7 +34,7 @@ wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 @wrappers
 @on_ranks(2, 3)
-def test_accumulated_gradients_are_quantised_once(wrapper):
+def test_accumulated_gradients_are_quantized_once(wrapper):
     seen = []
     for accumulate in (True, False):
         ddp, generator = wrapped(wrapper, hook=hook_of("int4")), own_batches()

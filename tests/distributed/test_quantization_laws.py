@@ -36,7 +36,7 @@ wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
 def hook_of(wire, **options):
-    """The state and the hook, quantising from the first step on."""
+    """The state and the hook, quantizing from the first step on."""
     return QuantizationState(None, wire, **({"block_size": 32, "start_iter": 0} | options)), quantization_hook
 
 

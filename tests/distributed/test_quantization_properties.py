@@ -1,4 +1,4 @@
-"""Properties of a quantised all-reduce over shapes, magnitudes, formats, ranks and steps; all ranks in one process.
+"""Properties of a quantized all-reduce over shapes, magnitudes, formats, ranks and steps; all ranks in one process.
 
 Each case runs a bucket of random gradients for a few steps. The exact means are summed in fp64.
 """

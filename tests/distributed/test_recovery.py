@@ -1,4 +1,4 @@
-"""What an error leaves behind on every rank: its own type, error memory, connections, and a state to continue from."""
+"""The state of every rank after an error: exception type, error memory, connections, and resuming."""
 
 import copy
 import threading

@@ -58,7 +58,7 @@ def test_law4_delayed_parameters_match_pytorch(hook, view, clear):
 
 
 def large_gradients(wrapper, clear, accumulate, dtype):
-    """Gradients of layers of more than 1 MiB beside small ones, one of them non-contiguous."""
+    """Gradients of layers of more than 1 MiB and of small ones, one of them non-contiguous."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(700, 800), nn.Tanh(), nn.Linear(800, 700), nn.Linear(700, 3)).to(dtype)
     module[2].weight.data = module[2].weight.data.t().contiguous().t()

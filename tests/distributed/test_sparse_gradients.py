@@ -1,4 +1,4 @@
-"""Sparse gradients, alone and beside dense ones. See features.py for the oracle."""
+"""Sparse gradients, alone and together with dense ones. See features.py for the oracle."""
 
 import pytest
 import torch

@@ -170,7 +170,7 @@ TENSOR_DAMAGES = {
     "complex": lambda tensor: tensor.to(torch.complex64),
     "sparse": lambda tensor: tensor.to_sparse(),
     "sparse CSR": lambda tensor: tensor.view(tensor.shape[0], -1).to_sparse_csr(),
-    "quantised": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
     "meta": lambda tensor: tensor.to("meta"),
     "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
     "nested": lambda tensor: torch.nested.nested_tensor([tensor.float()]),

@@ -103,7 +103,7 @@ def test_metrics_of_cast_hook_follow_the_formulas():
     assert metrics["uncompressed_buckets"] == 0
     assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
     error = float((applied - exact).norm() / exact.norm())
-    # The exact mean is summed in fp32 by the hook and in fp64 here: 2^-24 beside fp16's 2^-11.
+    # The exact mean is summed in fp32 by the hook and in fp64 here: 2^-24, compared with fp16's 2^-11.
     assert metrics["relative_error"] == pytest.approx(error, rel=1e-3)
 
 

@@ -30,8 +30,8 @@ class Ledger:
     """Law 1: the exact means that went into some steps, less the gradients that came out and the errors that are left.
 
     Attributes:
-        lost: by parameter name.
-        size: by parameter name: sum of the magnitudes of all numbers that were added up.
+        lost: lost sums by parameter name.
+        size: sum of the magnitudes of all numbers that were added up, by parameter name.
     """
 
     def __init__(self, module, group=None):

@@ -1,4 +1,4 @@
-"""Training a few steps behind either DDP, and the list of hooks that every law is tested with."""
+"""A few training steps in either DDP, and the list of hooks that every law is tested with."""
 
 import sys
 from contextlib import contextmanager, nullcontext
@@ -46,7 +46,7 @@ def _power_sgd(hook, **options):
 
 
 def _quantized(wire, **options):
-    """Quantising from the third step on."""
+    """Quantizing from the third step on."""
     options = {"block_size": 32} | options
 
     def make(group):
