@@ -147,8 +147,8 @@ class Implementation:
     def _wire(self) -> torch.dtype | None:
         """The wire dtype, if the hook only casts."""
         entry = HOOKS[self.hook]
-        of_pytorch = entry.pytorch.wire if entry.pytorch is not None and self.name == PYTORCH else None
-        return of_pytorch or entry.wire
+        pytorch_wire = entry.pytorch.wire if entry.pytorch is not None and self.name == PYTORCH else None
+        return pytorch_wire or entry.wire
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]

@@ -78,7 +78,7 @@ class ParameterNames:
     for options by name or checkpoints.
 
     Args:
-        state: registered with the hook.
+        state: the state that is registered with the hook.
     """
 
     def __init__(self, state: object) -> None:

@@ -20,9 +20,7 @@ from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, needs_state, reduce_bucket, zero_copy
 from gradwire.hooks._checkpoint import (
-    ERRORS,
     MAX_COUNT,
-    BucketMemory,
     Checkpointed,
     Memory,
     check_count,
@@ -30,7 +28,7 @@ from gradwire.hooks._checkpoint import (
 )
 from gradwire.hooks._parameter_names import is_number, plain_name
 
-__all__ = ["ERRORS", "BucketMemory", "HookState", "Memory", "Step", "hook_for"]
+__all__ = ["HookState", "Memory", "Step", "hook_for"]
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Options = TypeVar("Options", bound=type)

@@ -190,7 +190,7 @@ class Section:
 
     @cached_property
     def run_cells(self) -> list[tuple[Run, list[tuple[int, int, int, int]]]]:
-        """Each run of the table, and the cells of its blocks: cell, first slot, first block, one past the last."""
+        """The runs of the table with the cells of their blocks: cell, first slot, first block, one past the last."""
         found, room = [], self.blocks_per_cell
         for run in self.table.runs:
             cells = []

@@ -239,7 +239,7 @@ def _multiply_kernel(
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_ERROR: tl.constexpr,
-    PRECISION: tl.constexpr,  # of `tl.dot`; None: no `tl.dot`
+    PRECISION: tl.constexpr,  # input precision of `tl.dot`; None: no `tl.dot`
     RANK: tl.constexpr,
     DOT_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -323,7 +323,7 @@ def _multiply_kernel(
 
 @jit
 def _sum_chunk(
-    partial_ptr,  # as `_multiply_kernel` leaves it
+    partial_ptr,  # output of `_multiply_kernel`
     chunks_ptr,  # [5, programs] int64: `chunks`
     out_ptr,  # packed factors in a wire dtype
     n_programs,
@@ -353,7 +353,7 @@ def _sum_chunk(
 
 @kernel
 def _sum_partials_kernel(
-    partial_ptr,  # as `_multiply_kernel` leaves it
+    partial_ptr,  # output of `_multiply_kernel`
     chunks_ptr,  # [5, sums] int64: `chunks`
     out_ptr,  # packed factors in a wire dtype
     segments_ptr,  # int64: `SegmentTable.packed` of the gradients to pack; None: there are none

@@ -286,7 +286,7 @@ def quantize(
         scale: multiplies the gradients before anything else; 1 / n for a mean over n ranks.
         errors: the error memory, flat, `BlockTable.numel` elements of fp32 or bf16, 0 where blocks lack elements;
             None: no error feedback.
-        pending: like ``errors``: overwritten by the error of this step, which `commit_errors` makes permanent.
+        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
 
     Raises:
@@ -321,7 +321,7 @@ def reduce_quantized(
         rank: this rank, from 0 to n - 1.
         errors: this rank's error memory of the second shot, flat, `MessageLayout.shard_numel` elements of fp32 or
             bf16; None: no error feedback.
-        pending: like ``errors``: overwritten by the error of this step. It is 0 where cells have no blocks.
+        pending: error of this step, like ``errors``. Overwritten, with 0 where cells have no blocks.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
 
     Raises:

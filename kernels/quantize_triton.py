@@ -42,7 +42,7 @@ def _locate(blocks, message, blocks_per_cell, cell_units, scales_unit, payload_u
 
     Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
     """
-    cells = blocks // blocks_per_cell  # in 32 bits: a division of 64 bits takes a hundred instructions
+    cells = blocks // blocks_per_cell  # 32 bits: a 64-bit division takes a hundred instructions
     slots = blocks - cells * blocks_per_cell
     starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
     return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots

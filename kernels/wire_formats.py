@@ -172,7 +172,7 @@ def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
         largest, quotient = mean, mean * share
     else:
         largest = blocks.abs().amax(1, keepdim=True)
-        quotient = largest / torch.full_like(largest, wire.levels)  # by a tensor: CUDA multiplies by 1 / number
+        quotient = largest / torch.full_like(largest, wire.levels)  # a tensor: CUDA would multiply by 1 / number
     return torch.where(largest.isfinite(), round_scale(largest, quotient, wire), torch.nan)
 
 

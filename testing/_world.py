@@ -38,11 +38,11 @@ ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
 # Seconds. They end what hangs, and are many times what anything takes: a busy machine breaks no law.
 START_LIMIT = 240.0
 CASE_LIMIT = 240.0
-LAST_RESORT = 600.0  # when the calling process has gone, nobody else ends a rank that hangs
+LAST_RESORT = 600.0  # ends a hanging rank after the calling process has gone
 GRACE = 3.0  # once a rank has failed, the others are probably waiting for it in a collective
 
 Answer = tuple[Any, ...]
-EXITED: Answer = ("exited",)  # in place of the answer of a process that has ended without one
+EXITED: Answer = ("exited",)  # the answer of a process that has ended without one
 
 
 class CaseFailed(Exception):
@@ -50,12 +50,14 @@ class CaseFailed(Exception):
 
     Attributes:
         errors: the exceptions by rank, as far as they could be pickled.
+        first: the first exception's traceback; the whole message if no rank raised.
         is_timeout: whether some rank neither returned nor raised, and no other rank failed.
     """
 
-    def __init__(self, message: str, errors: dict[int, Any], is_timeout: bool) -> None:
+    def __init__(self, message: str, errors: dict[int, Any], first: str | None, is_timeout: bool) -> None:
         super().__init__(message)
         self.errors = errors
+        self.first = first or message
         self.is_timeout = is_timeout
 
 
@@ -64,7 +66,7 @@ class World:
 
     Args:
         size: number of ranks.
-        folder: for logs; None for a temporary one.
+        folder: folder of the logs; None for a temporary one.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None) -> None:
@@ -78,7 +80,7 @@ class World:
         """Call ``function(**arguments)`` on every rank; returns one result per rank.
 
         Args:
-            function: at the top level of a module that the ranks can import.
+            function: a function at the top level of a module that the ranks can import.
             limit: seconds after which the ranks are killed and their stacks reported.
             arguments: passed on; must be picklable.
 
@@ -131,7 +133,8 @@ class World:
                 parts.append(f"Rank {rank} raised:\n{answer[2]}")
             else:
                 parts.append(f"Rank {rank} came to its end.")
-        return CaseFailed("\n\n".join(parts), errors, is_timeout=not errors and EXITED not in answers)
+        first = next((part for part in parts if " raised:\n" in part), None)
+        return CaseFailed("\n\n".join(parts), errors, first, is_timeout=first is None and EXITED not in answers)
 
     def _kill(self) -> list["Member"]:
         """End the ranks at once; returns them."""
@@ -153,7 +156,7 @@ class Member:
         theirs.close()
 
     def output(self) -> str:
-        """What the process has written."""
+        """The output of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def end(self) -> None:
@@ -165,7 +168,7 @@ class Member:
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes: a server, begun at the first call, that has the imports done."""
+    """The fork server that starts processes, with all imports done; started at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     # This process may have switched Triton's interpreter on: far too slow for training.
@@ -185,7 +188,7 @@ def collect(members: Sequence[Member], limit: float, grace: float | None = None)
 
     Args:
         members: the processes.
-        limit: in seconds.
+        limit: time limit in seconds.
         grace: the limit once a member has failed.
     """
     answers: list[Answer | None] = [None] * len(members)

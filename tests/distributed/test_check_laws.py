@@ -97,7 +97,7 @@ def undeclared_hook(state, bucket):
 class EarlyState:
     """Says that it begins at step 1."""
 
-    start_iteration = 1
+    start_iter = 1
 
 
 def early_hook(state, bucket):
