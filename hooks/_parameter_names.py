@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -169,7 +170,8 @@ class ParameterNames:
         for parameter in unnamed:
             self._names[parameter] = f"{NUMBERED}{self._unnamed}"
             self._unnamed += 1
-        return tuple(map(self._names.__getitem__, parameters))
+            names[names.index(None)] = self._names[parameter]
+        return tuple(cast("list[str]", names))
 
     def _unknown(self, needed_by: str) -> RuntimeError:
         return RuntimeError(
