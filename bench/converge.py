@@ -20,9 +20,8 @@ from rich.progress import Progress
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
+from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere, wrap
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, records_of, unique
@@ -55,7 +54,7 @@ WARM_UP = 10  # steps until the learning rate has its full size
 class Training:
     """A model in training with one hook, and its measurements so far.
 
-    It has the weights of ``seed`` and its own process group: hooks of one process group would share their wire memory.
+    It has the weights of ``seed``.
     """
 
     def __init__(self, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> None:
@@ -65,22 +64,17 @@ class Training:
         self.steps: list[int] = []  # at which the model was evaluated
         self.scores: list[float] = []
         torch.manual_seed(seed)
-        group, entry = dist.new_group(), TRAINED_HOOKS[hook]
+        entry = TRAINED_HOOKS[hook]
         if implementation == GRADWIRE:
-            self.model: nn.Module = DistributedDataParallel(task.make_model(), process_group=group)
-            registration = entry.make(group, PLAIN_STEPS)
+            self.model, _ = wrap(task.make_model(), entry.make, start=PLAIN_STEPS)
         else:
             assert entry.pytorch is not None
             cap = ONE_BUCKET_MB if entry.pytorch.one_bucket else None
-            self.model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
-            registration = entry.pytorch.make(group, PLAIN_STEPS)
-        if registration is not None:
-            self.model.register_comm_hook(*registration)  # type: ignore[operator]
+            self.model, _ = wrap(task.make_model(), entry.pytorch.make, TorchDDP, PLAIN_STEPS, bucket_cap_mb=cap)
         self.optimizer = task.make_optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
 
     def step(self, batch: Batch) -> None:
-        """Train on one batch."""
         sent_before = self._interface_bytes()
         dist.barrier()
         start = time.perf_counter()
@@ -126,7 +120,6 @@ class Training:
 
 
 def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
-    """Train with each hook until the target."""
     settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
     with places_of(hosts, is_local=rate == LOOPBACK) as places:
         records = launch.run(__name__, settings, places)
@@ -135,7 +128,6 @@ def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Run all trainings as one rank; returns their records."""
     task = TASKS[settings["task"]]()
     seeds, counts_bytes = settings["seeds"], settings["rate"] != LOOPBACK.name
     limit_to(settings["rate"])
@@ -161,7 +153,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def implementations_of(hook: str) -> list[str]:
-    """Who trains with a hook: PyTorch only where it has that hook, for its closest would train like another row."""
+    """The implementations that train with a hook: PyTorch only if it has the hook; its closest is another row."""
     pytorch = TRAINED_HOOKS[hook].pytorch
     return [PYTORCH, GRADWIRE] if pytorch is not None and pytorch.is_same else [GRADWIRE]
 
@@ -188,7 +180,6 @@ def compressed_step_ms(records: Sequence[Record]) -> float | None:
 
 
 def target_of(settings: dict[str, Any]) -> str:
-    """The score that ends a training."""
     return f"{settings['score']} {'>=' if settings['rises'] else '<='} {settings['target']:g}"
 
 
@@ -227,7 +218,6 @@ def _speed_up(records: Sequence[Record]) -> Cell:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A row per hook and implementation."""
     settings = records[0].provenance["settings"]
     title = (
         f"{settings['task']}, {settings['parameters']:,} parameters, {count(settings['hosts'], 'host')}, "

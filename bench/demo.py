@@ -37,7 +37,7 @@ from gradwire.bench.record import (
 )
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, median_of, pivot, relative, value
 from gradwire.comm.connections import connections_of
-from gradwire.planner.hook_registry import HOOKS, label
+from gradwire.planner.hook_registry import HOOKS, display_name
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0
@@ -89,7 +89,6 @@ def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
 
 
 def batch_size(ranks: int) -> int:
-    """Number of images in a step, over all ranks."""
     return GLOBAL_BATCH // ranks * ranks
 
 
@@ -112,7 +111,6 @@ class Training:
         self.seconds: list[float] = []
 
     def step(self, images: Tensor, labels: Tensor) -> None:
-        """Train on one batch and measure it."""
         sent_before = self._payload_bytes()
         start = time.perf_counter()
         loss = functional.cross_entropy(self.model(images), labels)
@@ -168,13 +166,14 @@ def demo_device(processes: int, rate: Rate) -> torch.device:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """One rank of all trainings; returns their records."""
     data, hooks, epochs = load_data(device), settings["hooks"], settings["epochs"]
     batches = make_batches(len(data.train_labels), epochs, settings["seed"]).to(device)
     trainings = [Training(hook, settings["seed"], len(batches), device) for hook in hooks]
     limit_to(settings["rate"])
     with make_progress() as progress:
-        tasks = [progress.add_task(label_of(hook), total=len(batches), loss=math.nan, seconds=0.0) for hook in hooks]
+        tasks = [
+            progress.add_task(display_name(hook), total=len(batches), loss=math.nan, seconds=0.0) for hook in hooks
+        ]
         for _ in range(len(batches) * len(trainings)):
             turn = next_turn([training.seconds for training in trainings], len(batches), device)
             training = trainings[turn]
@@ -241,7 +240,6 @@ def title(records: Sequence[Record]) -> str:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A row per hook."""
     none = [record for record in records if record["hook"] == "none"]
     columns = [
         ("training loss", value(TRAINING_LOSS)),
@@ -252,13 +250,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
         (TRAINING_S, value(TRAINING_S)),
         ("speed-up", _speed_up(median_of(none, TRAINING_S))),
     ]
-    names = {"hook": lambda record: label_of(record["hook"])}
+    names = {"hook": lambda record: display_name(record["hook"])}
     return [pivot(title(records), records, names, columns, _notes(records))]
-
-
-def label_of(hook: str) -> str:
-    """The name of a hook in the progress and the table."""
-    return label(hook).removesuffix(" *")
 
 
 def _speed_up(baseline: float | None) -> Cell:
@@ -272,7 +265,7 @@ def _speed_up(baseline: float | None) -> Cell:
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """The fastest training beside the one without a hook, in a sentence; empty if one of them is missing."""
+    """The fastest training compared with the one without a hook, in a sentence; empty if one of them is missing."""
     by_hook = {record["hook"]: record.p50 for record in records if record.metric == TRAINING_S}
     fastest = min(by_hook, key=lambda hook: by_hook[hook] or math.inf)
     plain, best = by_hook.get("none"), by_hook[fastest]

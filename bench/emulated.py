@@ -33,7 +33,6 @@ _CALIBRATION = 100_000_000  # cycles: tens of milliseconds
 
 
 def wire_seconds(nbytes: int, rate: Rate, ranks: int) -> float:
-    """Duration of an all-reduce on the emulated link."""
     if rate.mbit is None:
         return 0.0
     return LATENCY + 2 * (ranks - 1) / ranks * 8e-6 * nbytes / rate.mbit
@@ -46,11 +45,9 @@ class WireWork:
         self._future = future
 
     def get_future(self) -> Future[list[Tensor]]:
-        """The future of a list with the reduced tensor."""
         return self._future
 
     def wait(self) -> bool:
-        """Make the current stream wait."""
         self._future.wait()
         return True
 
@@ -58,7 +55,7 @@ class WireWork:
 @contextmanager
 def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None]:
     """A context in which all-reduces and the shots of `gradwire.comm` take as long as between ``ranks`` ranks."""
-    wire = torch.cuda.Stream(device, priority=-1)  # it must not queue behind kernels that fill the GPU
+    wire = torch.cuda.Stream(device, priority=-1)  # it must not queue after kernels that fill the GPU
     times = [timed(lambda: torch.cuda._sleep(_CALIBRATION), device).seconds for _ in range(5)]
     cycles_a_second = _CALIBRATION / median(times[1:])
 

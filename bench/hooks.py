@@ -74,7 +74,7 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
     settings = {"model": MODEL, "steps": steps, "threads": threads, "first_compressed_step": FIRST_COMPRESSED}
     # New processes for each hook: PyTorch's DDP does not free all of a model that had one.
     runs = [(size, settings | {"hook": hook}) for size in ranks for hook in hooks]
-    records = [record for size, of_hook in runs for record in launch.run(__name__, of_hook, size, device)]
+    records = [record for size, hook_settings in runs for record in launch.run(__name__, hook_settings, size, device)]
     for hook in track(unique(("noop", *hooks)), description=f"{'memory':<24}"):
         for name in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH):
             records += launch.run(__name__, settings | {"memory_of": [hook, name]}, 1, device)
@@ -82,7 +82,6 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Measure a hook as one rank; returns the records."""
     if "memory_of" in settings:
         hook, name = settings["memory_of"]
         return measure_memory(hook, name, device)
@@ -90,7 +89,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
-    """Peak memory of this process in training steps."""
     implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
     for step in range(WARM_UP):
         implementation.step(make_batch(step, 0, device))
@@ -190,7 +188,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     settings = records[0].provenance["settings"]
     return [
         f"model: {settings['model']}",
-        f"step time: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+        f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
         "own cost: median beyond a step with noop_hook on the same DDP in the same round; the row of noop shows the "
         "noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so copying counts as own cost "
         "on gradwire's only",

@@ -15,46 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
+from gradwire import kernels
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_case import KernelCase, Maker
 from gradwire.bench.shapes import Shape
 from gradwire.compress import LowRankPolicy
-from gradwire.kernels import (
-    WIRE_FORMATS,
-    BlockTable,
-    FactorLayout,
-    Matrix,
-    MatrixTable,
-    MessageLayout,
-    Operands,
-    SegmentTable,
-    backproject,
-    commit_errors,
-    commit_errors_bytes,
-    commit_errors_reference,
-    dequantize,
-    dequantize_bytes,
-    dequantize_reference,
-    flatten,
-    flatten_bytes,
-    flatten_reference,
-    lowrank_bytes,
-    orthogonalize,
-    orthogonalize_bytes,
-    project,
-    quantize,
-    quantize_bytes,
-    quantize_reference,
-    reconstruct,
-    reduce_quantized,
-    reduce_quantized_bytes,
-    reduce_quantized_reference,
-    renew,
-    renew_bytes,
-    unflatten,
-    unflatten_bytes,
-    unflatten_reference,
-)
 from gradwire.kernels.lowrank_triton import dot_precision
 
 RANKS = 2  # the gradients are divided by it
@@ -94,10 +59,12 @@ def _case(
     return KernelCase(kernel, nbytes, {GRADWIRE: lambda: ours(*outputs), **others}, check)
 
 
-def _bucket(shapes: Sequence[Shape], device: torch.device) -> tuple[list[Tensor], SegmentTable, Tensor, list[Tensor]]:
+def _bucket(
+    shapes: Sequence[Shape], device: torch.device
+) -> tuple[list[Tensor], kernels.SegmentTable, Tensor, list[Tensor]]:
     """Random gradients, their table, and a flat buffer, as PyTorch's DDP keeps it, with its views."""
     gradients = [torch.randn(shape, device=device) for shape in shapes]
-    table = SegmentTable(gradients)
+    table = kernels.SegmentTable(gradients)
     flat = torch.empty(table.numel, device=device)
     return gradients, table, flat, table.views(flat)
 
@@ -117,10 +84,10 @@ def flatten_case(shapes: Sequence[Shape], device: torch.device, dtype: torch.dty
 
     return _case(
         f"flatten to {str(dtype).removeprefix('torch.')}",
-        flatten_bytes(table.numel, FP32, dtype),
+        kernels.flatten_bytes(table.numel, FP32, dtype),
         [wire],
-        lambda wire: flatten(gradients, wire, table=table, scale=scale),
-        lambda wire: flatten_reference(gradients, table, wire, scale, torch.finfo(dtype).max, None),
+        lambda wire: kernels.flatten(gradients, wire, table=table, scale=scale),
+        lambda wire: kernels.flatten_reference(gradients, table, wire, scale, torch.finfo(dtype).max, None),
         {
             "DDP and hook of PyTorch": ddp_and_hook,
             "cat, to, div": lambda: cat_to_div(*gradients),
@@ -146,9 +113,9 @@ def unflatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
 
     return _case(
         "unflatten from float16",
-        unflatten_bytes(table.numel, FP16, FP32),
+        kernels.unflatten_bytes(table.numel, FP16, FP32),
         gradients,
-        lambda *_: unflatten(wire, gradients, table=table),
+        lambda *_: kernels.unflatten(wire, gradients, table=table),
         lambda *targets: copies(wire, *targets),
         {
             "DDP and hook of PyTorch": hook_and_ddp,
@@ -174,10 +141,12 @@ def scaled_flatten_case(shapes: Sequence[Shape], device: torch.device) -> Kernel
 
     return _case(
         "scaled cast to float16",
-        flatten_bytes(table.numel, FP32, FP16),
+        kernels.flatten_bytes(table.numel, FP32, FP16),
         [wire, counters],
-        lambda wire, counters: flatten(gradients, wire, table=table, scale=scale, limit=limit, counters=counters),
-        lambda wire, counters: flatten_reference(gradients, table, wire, scale, limit, counters),
+        lambda wire, counters: kernels.flatten(
+            gradients, wire, table=table, scale=scale, limit=limit, counters=counters
+        ),
+        lambda wire, counters: kernels.flatten_reference(gradients, table, wire, scale, limit, counters),
         {EAGER: eager},
     )
 
@@ -195,28 +164,28 @@ def scaled_unflatten_case(shapes: Sequence[Shape], device: torch.device) -> Kern
 
     return _case(
         "scaled cast from float16",
-        unflatten_bytes(table.numel, FP16, FP32),
+        kernels.unflatten_bytes(table.numel, FP16, FP32),
         [*gradients, absmax],
-        lambda *_: unflatten(wire, gradients, table=table, scale=scale, absmax=absmax),
-        lambda *targets: unflatten_reference(wire, targets[:-1], table, scale, targets[-1]),
+        lambda *_: kernels.unflatten(wire, gradients, table=table, scale=scale, absmax=absmax),
+        lambda *targets: kernels.unflatten_reference(wire, targets[:-1], table, scale, targets[-1]),
         {EAGER: eager},
     )
 
 
-def _matrices(shapes: Sequence[Shape], device: torch.device, rank: int) -> tuple[MatrixTable, list[Tensor]]:
+def _matrices(shapes: Sequence[Shape], device: torch.device, rank: int) -> tuple[kernels.MatrixTable, list[Tensor]]:
     """The matrices that PowerSGD compresses at its default policy, and gradients of their shapes."""
     policy = LowRankPolicy(rank=rank)
     found = [
-        Matrix(shape.rows, shape.columns, shape.rank, key)
+        kernels.Matrix(shape.rows, shape.columns, shape.rank, key)
         for key, parameter in enumerate(shapes)
         for shape in [policy.matrix_shape("", torch.empty(parameter, device="meta"))]
         if shape is not None
         for _ in range(shape.matrices)
     ]
-    return MatrixTable(found, FP32, device), [torch.randn(m.rows, m.columns, device=device) for m in found]
+    return kernels.MatrixTable(found, FP32, device), [torch.randn(m.rows, m.columns, device=device) for m in found]
 
 
-def _packed(table: MatrixTable, side: FactorLayout) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _packed(table: kernels.MatrixTable, side: kernels.FactorLayout) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Random factors of one side, the tensor for their results, their flags, and a view of each factor."""
     wire = torch.randn(side.numel, device=table.device)
     finite = torch.ones(len(table), dtype=torch.int32, device=table.device)
@@ -235,9 +204,9 @@ def orthogonalize_case(shapes: Sequence[Shape], device: torch.device, rank: int)
 
     return KernelCase(
         f"orthogonalize, rank {rank}",
-        orthogonalize_bytes(table.p.numel, FP32, FP32),
+        kernels.orthogonalize_bytes(table.p.numel, FP32, FP32),
         {
-            GRADWIRE: lambda: orthogonalize(wire, table.p, out, finite),
+            GRADWIRE: lambda: kernels.orthogonalize(wire, table.p, out, finite),
             "PyTorch's hook": lambda: [torch_orthogonalize(f.t().clone()[None]) for f in factors],
             "linalg.qr": lambda: [torch.linalg.qr(factor.t()) for factor in factors],
         },
@@ -258,9 +227,9 @@ def renew_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Kern
 
     return KernelCase(
         f"column norms, rank {rank}",
-        renew_bytes(table.q.numel, FP32, FP32),
+        kernels.renew_bytes(table.q.numel, FP32, FP32),
         {
-            GRADWIRE: lambda: renew(wire, table.q, table.keys, step, out, finite),
+            GRADWIRE: lambda: kernels.renew(wire, table.q, table.keys, step, out, finite),
             "norm, div": lambda: [f / f.norm(dim=1, keepdim=True) for f in factors],
         },
         check,
@@ -280,10 +249,10 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
 
     # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
     def passes() -> None:
-        operands = Operands(table, gradients, targets, errors, keep=True)
-        project(operands, q, p_out, scale=1 / RANKS)
-        backproject(operands, p, q_out, scale=1 / RANKS)
-        reconstruct(operands, p, q, finite)
+        operands = kernels.Operands(table, gradients, targets, errors, keep=True)
+        kernels.project(operands, q, p_out, scale=1 / RANKS)
+        kernels.backproject(operands, p, q_out, scale=1 / RANKS)
+        kernels.reconstruct(operands, p, q, finite)
 
     # Three passes here too: between them, all factors of the bucket are exchanged.
     def eager(*operands: Sequence[Tensor]) -> None:
@@ -315,7 +284,7 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
     operands = (gradients, errors, targets, ps, qs, p_outs, q_outs)
     return KernelCase(
         f"PowerSGD's three passes, rank {rank}",
-        lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), FP32),
+        kernels.lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), FP32),
         {GRADWIRE: passes, EAGER: lambda: eager(*operands), **_compiled(eager, *operands)},
         check,
     )
@@ -326,15 +295,15 @@ class _Quantized:
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device, wire: str) -> None:
         self.gradients = [torch.randn(shape, device=device) for shape in shapes]
-        table = BlockTable(self.gradients, BLOCK_SIZE, [0] * len(self.gradients))
-        self.format, self.numel = WIRE_FORMATS[wire], table.numel
-        self.layout = MessageLayout([(self.format, table)], RANKS)
+        table = kernels.BlockTable(self.gradients, BLOCK_SIZE, [0] * len(self.gradients))
+        self.format, self.numel = kernels.WIRE_FORMATS[wire], table.numel
+        self.layout = kernels.MessageLayout([(self.format, table)], RANKS)
         (self.section,) = self.layout.sections
         self.errors = torch.zeros(table.numel, device=device)
         for view in table.error_views(self.errors):  # blocks may lack elements, which have no errors
             view.normal_(std=0.01)
         self.message = torch.zeros(self.layout.message_shape, dtype=torch.uint8, device=device)
-        quantize(self.gradients, self.section, self.message, scale=1 / RANKS)
+        kernels.quantize(self.gradients, self.section, self.message, scale=1 / RANKS)
 
 
 def _quantized_case(
@@ -353,9 +322,9 @@ def quantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> K
         options = {"scale": 1 / RANKS, "errors": bucket.errors, "pending": pending, "rounding": None}
         function(bucket.gradients, bucket.section, message, **options)
 
-    nbytes = round(quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(kernels.quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
     outputs = [torch.zeros_like(bucket.message), torch.full_like(bucket.errors, torch.nan)]
-    return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, quantize, quantize_reference)
+    return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, kernels.quantize, kernels.quantize_reference)
 
 
 def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> KernelCase:
@@ -368,10 +337,10 @@ def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> Ker
         options = {"rank": 0, "errors": errors, "pending": pending, "rounding": None}
         function(bucket.message, bucket.section, result, **options)
 
-    nbytes = round(reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(kernels.reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
     result = torch.zeros(bucket.layout.result_shape, dtype=torch.uint8, device=device)
     outputs = [result, torch.full_like(errors, torch.nan)]
-    functions = (reduce_quantized, reduce_quantized_reference)
+    functions = (kernels.reduce_quantized, kernels.reduce_quantized_reference)
     return _quantized_case(f"sum of {RANKS} ranks in {wire}", nbytes, outputs, call, *functions)
 
 
@@ -386,10 +355,13 @@ def dequantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) ->
         decode(bucket.message, bucket.section, targets)
         commit(bucket.message, pending, errors)
 
-    nbytes = round(dequantize_bytes(bucket.numel, bucket.format, BLOCK_SIZE, FP32))
-    nbytes += commit_errors_bytes(bucket.numel, FP32)
+    nbytes = round(kernels.dequantize_bytes(bucket.numel, bucket.format, BLOCK_SIZE, FP32))
+    nbytes += kernels.commit_errors_bytes(bucket.numel, FP32)
     outputs = [*(torch.full_like(g, torch.nan) for g in bucket.gradients), bucket.errors]
-    functions = ((dequantize, commit_errors), (dequantize_reference, commit_errors_reference))
+    functions = (
+        (kernels.dequantize, kernels.commit_errors),
+        (kernels.dequantize_reference, kernels.commit_errors_reference),
+    )
     return _quantized_case(f"dequantize from {wire}, commit errors", nbytes, outputs, call, *functions)
 
 

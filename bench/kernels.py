@@ -1,4 +1,4 @@
-"""Kernels on parameter lists of real models, beside plain PyTorch and the bandwidth of a copy.
+"""Kernels on parameter lists of real models, compared with plain PyTorch and the bandwidth of a copy.
 
 A model's parameters are split into buckets as DDP splits them. Every implementation goes through several buckets, so
 that no cache holds one from the last time, and all implementations of a case take turns. A case is checked before it is
@@ -45,7 +45,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(COMPARED))
         for model, size, name in itertools.product(models, sizes_mib, COMPARED):
             shapes = rotation(buckets(SHAPES[model], size << 20), size)
-            cases = [CASES[name](of_bucket, device) for of_bucket in shapes]
+            cases = [CASES[name](bucket_shapes, device) for bucket_shapes in shapes]
             progress.update(todo, description=f"{model}: {cases[0].kernel}")
             records += run(cases, model, mean_mib(shapes), rounds, device)
             progress.advance(todo)
@@ -53,12 +53,12 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
 
 
 def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, device: torch.device) -> list[Record]:
-    """Check a kernel on the first bucket, then time its implementations on all buckets in turns."""
+    """Check a kernel on the first bucket, then time its implementations on all buckets, interleaved."""
     check(cases[0], model)
     if COMPILED in cases[0].implementations:
         torch._dynamo.reset()  # it stops compiling a function after a number of shapes
     timings = time_cases(cases, rounds, device)
-    seconds = {name: [timing.seconds for timing in of_rounds] for name, of_rounds in timings.items()}
+    seconds = {name: [timing.seconds for timing in round_timings] for name, round_timings in timings.items()}
     nbytes = mean(case.nbytes for case in cases)
     records = []
     for name, times in seconds.items():
@@ -76,7 +76,6 @@ def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, d
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A table per kernel: times of all implementations, and gradwire's bandwidth."""
     copied = median_of(records, BANDWIDTH, COPY) or 1.0
     timed = [record for record in records if record.implementation != COPY]
     names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}
@@ -98,7 +97,7 @@ def _notes(records: Sequence[Record], copied: float) -> list[str]:
     rounds = records[0].provenance["settings"]["rounds"]
     has_host_time = any(record.metric == HOST_MS for record in records)
     return [
-        f"time: per bucket, median of {rounds} rounds over the buckets, in turns",
+        f"time: per bucket, median of {rounds} interleaved rounds over the buckets",
         *(["host time: until gradwire's call returns; the device starts later"] if has_host_time else []),
         "effective bandwidth: the bytes that gradwire's kernel reads and writes, divided by its time",
         f"of a copy: in units of the bandwidth of copy_, {format_number(copied)} GB/s in the same run",

@@ -1,7 +1,7 @@
 """Hosts with a slow network between them, on one machine: network namespaces on a bridge, with rate limits.
 
 Linux only; needs root and pyroute2. Every host is a namespace with one interface, joined to a bridge in a namespace of
-its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them behind;
+its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them in place;
 the next run deletes them.
 """
 
@@ -55,7 +55,7 @@ class Host(NamedTuple):
 class Rate(NamedTuple):
     """The rate limit of an interface."""
 
-    name: str  # as given: 100mbit, 1gbit, 2.5gbit, unlimited
+    name: str  # the user's text: 100mbit, 1gbit, 2.5gbit, unlimited
     mbit: float | None  # megabits per second; None for no limit
 
     @classmethod
@@ -116,7 +116,6 @@ def delete_abandoned() -> None:
 
 
 def existing() -> list[str]:
-    """The namespaces of all runs."""
     return [name for name in netns.listnetns() if re.fullmatch(rf"{_PREFIX}\d+-\w+", name)]
 
 

@@ -86,7 +86,7 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
 
 @contextmanager
 def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
-    """Where the ranks run: in a namespace per host, or all of them on this machine."""
+    """The network of the ranks: a namespace per host, or loopback."""
     if is_local:
         yield [HERE] * hosts
     else:
@@ -94,9 +94,14 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
             yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
 
 
-def link_named(name: str) -> Rate:
-    """The rate of that name, or `LOOPBACK`."""
-    return LOOPBACK if name == LOOPBACK.name else Rate.parse(name)
+def measure_on_links(
+    module: str, models: Sequence[str], rates: Sequence[Rate], hosts: int, settings: dict[str, Any]
+) -> Measured:
+    """Run ``main`` of a module for each model, with a rank on each host; it sets the rates of the link."""
+    settings = settings | {"rates": [rate.name for rate in rates], "hosts": hosts, "threads": 1}
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+        records = [r for model in models for r in launch.run(module, settings | {"model": model}, places)]
+    return Measured(settings | {"models": list(models)}, records)
 
 
 def limit_to(name: str) -> None:
@@ -106,8 +111,7 @@ def limit_to(name: str) -> None:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Time all hooks at all rates as one rank; returns the records."""
-    rates = [link_named(name) for name in settings["rates"]]
+    rates = [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in settings["rates"]]
     implementations = make_implementations(settings["hooks"], device)
     return time_steps(implementations, rates, settings["steps"], settings["hosts"], settings["emulated"])
 
@@ -232,7 +236,7 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         )
     return [
         f"model: {settings['model']}",
-        f"step time: forward and backward on the slowest rank, median of {settings['steps']} steps, in turns",
+        f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
         "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
         "exposed: milliseconds beyond a step with noop_hook on the same DDP, compression included",
         "sent per step: by the interface of rank 0, headers and a barrier included",

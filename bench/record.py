@@ -73,7 +73,6 @@ class Record:
         return self.case[name] if name in self.case else getattr(self, name)
 
     def to_json(self) -> str:
-        """One line, without the provenance and without fields that are empty."""
         optional = {"p20": self.p20, "p80": self.p80, "series": self.series or None}
         data = {name: self[name] for name in ("bench", "case", "implementation", "ranks", "metric", "p50")}
         return json.dumps(data | {name: value for name, value in optional.items() if value is not None})
@@ -132,7 +131,7 @@ def load(path: Path) -> list[Record]:
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """Each value once, in order."""
+    """The distinct values, in order."""
     return list(dict.fromkeys(values))
 
 

@@ -1,4 +1,4 @@
-"""The own cost of a reducer: a backward with it, beside a backward without, on models of few and of many parameters.
+"""The own cost of a reducer: backwards with and without it, on models of few and of many parameters.
 
 gradwire's and PyTorch's reducer live in the same processes and take turns step by step, so that background load falls
 on both. With one rank, every autograd hook, copy and collective runs, while communication takes next to no time: the
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, registration_of
+from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, maker_of, wrap
 from gradwire.bench.models import MODELS, turns
 from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
@@ -49,7 +49,7 @@ REDUCERS = (("none", NO_REDUCER), *itertools.product(("none", "noop", "fp16"), W
 
 
 class ReducedModel:
-    """One model behind one reducer, equal on all ranks, this rank's batch, and the seconds that its backwards took."""
+    """One model in one reducer, equal on all ranks, this rank's batch, and the seconds of its backwards."""
 
     def __init__(self, model: str, hook: str, implementation: str, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -59,11 +59,7 @@ class ReducedModel:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(MODELS[model].input_shape, generator=generator).to(device)
         if implementation != NO_REDUCER:
-            ddp = WRAPPERS[implementation](self.model)
-            registration = registration_of(hook, implementation, ddp.process_group)
-            if registration is not None:
-                ddp.register_comm_hook(*registration)
-            self.model = ddp
+            self.model, _ = wrap(self.model, maker_of(hook, implementation), WRAPPERS[implementation])
 
     def step(self) -> float:
         """Run a forward, and time the backward until every gradient is final."""
@@ -77,12 +73,10 @@ class ReducedModel:
         return time.perf_counter() - start
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of all parameters."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
 
 def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured:
-    """Times and peak memory of backwards, after a check of the gradients."""
     settings, device = {"models": list(models), "steps": steps, "threads": 1}, bench_device()
     records = [record for size in ranks for record in launch.run(__name__, settings, size, device)]
     if MEMORY_MODEL in models:
@@ -92,7 +86,6 @@ def measure(models: Sequence[str], ranks: Sequence[int], steps: int) -> Measured
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Measure all reducers as one rank; returns the records."""
     if "memory_of" in settings:
         hook, implementation = settings["memory_of"]
         return measure_memory(MEMORY_MODEL, hook, implementation, device)
@@ -100,7 +93,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def measure_memory(model: str, hook: str, implementation: str, device: torch.device) -> list[Record]:
-    """Peak memory of this process in training steps."""
     case = ReducedModel(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
@@ -109,7 +101,7 @@ def measure_memory(model: str, hook: str, implementation: str, device: torch.dev
 
 
 def time_backwards(model: str, steps: int, device: torch.device) -> list[Record]:
-    """Check and time every reducer on a model, in turns."""
+    """Check every reducer on a model and time them, interleaved."""
     cases = [ReducedModel(model, hook, implementation, device) for hook, implementation in REDUCERS]
     for _ in range(WARM_UP):
         for case in cases:
@@ -151,7 +143,6 @@ def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Seque
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Backward time, a table per world size; then peak memory."""
     timed = [record for record in records if record.metric == BACKWARD_MS]
     memory = [record for record in records if record.metric == MEMORY]
     names = {"model": lambda record: record["model"], "hook": lambda record: label(record["hook"])}
@@ -192,7 +183,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"models and their parameters: {', '.join(sizes)}",
         "backward time: until every gradient is final, on the slowest rank, median of "
-        f"{facts['settings']['steps']} steps, in turns",
+        f"{facts['settings']['steps']} interleaved steps",
         "us per parameter: median beyond that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]

@@ -16,18 +16,9 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.bench.record import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
-from gradwire.kernels import (
-    WIRE_FORMATS,
-    BlockTable,
-    MessageLayout,
-    WireFormat,
-    commit_errors,
-    dequantize,
-    quantize,
-    reduce_quantized,
-)
 
 RING = "ring, sum in wire dtype"
 TWO_SHOT = "two-shot, sum in fp32"
@@ -45,13 +36,13 @@ Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of
 class SimulatedAllReduce(NamedTuple):
     """A simulated all-reduce."""
 
-    wire: WireFormat
+    wire: kernels.WireFormat
     implementation: str  # `RING` or `TWO_SHOT`
     # (wire, world size) -> function of a step, with empty error memories before the first step
-    start: Callable[[WireFormat, int], Mean]
+    start: Callable[[kernels.WireFormat, int], Mean]
 
 
-def ring_mean(gradients: Sequence[Tensor], wire: WireFormat) -> Tensor:
+def ring_mean(gradients: Sequence[Tensor], wire: kernels.WireFormat) -> Tensor:
     """The mean that a ring all-reduce in a format without scales computes.
 
     The gradients are divided by the number of ranks before the cast, as gradwire's hooks divide them. Chunk c of n
@@ -71,43 +62,42 @@ def ring_mean(gradients: Sequence[Tensor], wire: WireFormat) -> Tensor:
 class TwoShot:
     """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantization hooks."""
 
-    def __init__(self, wire: WireFormat, world_size: int) -> None:
-        table = BlockTable([torch.empty(NUMEL)], BLOCK_SIZE, keys=[0])
-        self._layout = MessageLayout([(wire, table)], world_size)
+    def __init__(self, wire: kernels.WireFormat, world_size: int) -> None:
+        table = kernels.BlockTable([torch.empty(NUMEL)], BLOCK_SIZE, keys=[0])
+        self._layout = kernels.MessageLayout([(wire, table)], world_size)
         (self._section,) = self._layout.sections
         self._errors, self._pending = torch.zeros(2, world_size, table.numel + self._layout.shard_numel(self._section))
 
     def mean(self, gradients: Sequence[Tensor]) -> Tensor:
         """The mean that every rank computes in one step."""
         n, layout, section = len(gradients), self._layout, self._section
-        of_first_shot, of_second_shot = slice(section.table.numel), slice(section.table.numel, None)
+        first_shot, second_shot = slice(section.table.numel), slice(section.table.numel, None)
         messages = torch.zeros(n, *layout.message_shape, dtype=torch.uint8)
         for rank, gradient in enumerate(gradients):
-            errors, pending = self._errors[rank, of_first_shot], self._pending[rank, of_first_shot]
-            quantize([gradient], section, messages[rank], scale=1 / n, errors=errors, pending=pending)
+            errors, pending = self._errors[rank, first_shot], self._pending[rank, first_shot]
+            kernels.quantize([gradient], section, messages[rank], scale=1 / n, errors=errors, pending=pending)
         gathered = torch.zeros(layout.message_shape, dtype=torch.uint8)
         for rank in range(n):
-            errors, pending = self._errors[rank, of_second_shot], self._pending[rank, of_second_shot]
+            errors, pending = self._errors[rank, second_shot], self._pending[rank, second_shot]
             received, result = messages[:, :, rank].transpose(0, 1).contiguous(), gathered[:, rank].clone()
-            reduce_quantized(received, section, result, rank=rank, errors=errors, pending=pending)
+            kernels.reduce_quantized(received, section, result, rank=rank, errors=errors, pending=pending)
             gathered[:, rank] = result
         mean = torch.empty_like(gradients[0])
-        dequantize(gathered, section, [mean])
-        commit_errors(gathered, self._pending.flatten(), self._errors.flatten())
+        kernels.dequantize(gathered, section, [mean])
+        kernels.commit_errors(gathered, self._pending.flatten(), self._errors.flatten())
         return mean
 
 
 def all_reduces() -> list[SimulatedAllReduce]:
-    """Every all-reduce, in the order of the table."""
 
-    def ring(wire: WireFormat, _: int) -> Mean:
+    def ring(wire: kernels.WireFormat, _: int) -> Mean:
         return partial(ring_mean, wire=wire)
 
-    def two_shot(wire: WireFormat, world_size: int) -> Mean:
+    def two_shot(wire: kernels.WireFormat, world_size: int) -> Mean:
         return TwoShot(wire, world_size).mean
 
     sets = ((RINGS, RING, ring), (TWO_SHOTS, TWO_SHOT, two_shot))
-    return [SimulatedAllReduce(WIRE_FORMATS[name], by, start) for names, by, start in sets for name in names]
+    return [SimulatedAllReduce(kernels.WIRE_FORMATS[name], by, start) for names, by, start in sets for name in names]
 
 
 def check(simulated: SimulatedAllReduce, world_size: int) -> None:

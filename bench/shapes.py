@@ -1,7 +1,6 @@
 """Parameter shapes of real models, in the order of their ``parameters()``.
 
-Each function follows the table of its source. `PARAMETERS` holds the total that the source (or the published weights)
-gives; a test compares.
+Each function follows the table of its source. A test compares the totals with the published ones.
 """
 
 from __future__ import annotations
@@ -79,26 +78,17 @@ SHAPES: dict[str, Callable[[], Iterator[Shape]]] = {
     "llama-1b": llama_1b,
 }
 
-PARAMETERS = {
-    "resnet50": 25_557_032,
-    "vit-b16": 86_567_656,
-    "bert-base": 109_482_240,
-    "gpt2-124m": 124_439_808,
-    "llama-1b": 973_146_112,
-}
-
-
 ROTATION_MIB = 100  # size of the buckets in rotation, so that no cache holds them
 
 
-def rotation(of_model: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
-    """As many of a model's buckets, which are full at ``size_mib``, as benchmarks of kernels go through in turn."""
-    return of_model[: -(-ROTATION_MIB // size_mib)]
+def rotation(model_buckets: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
+    """The buckets of a model that kernel benchmarks cycle through, each full at ``size_mib``."""
+    return model_buckets[: -(-ROTATION_MIB // size_mib)]
 
 
-def mean_mib(of_model: Sequence[Sequence[Shape]]) -> int:
+def mean_mib(model_buckets: Sequence[Sequence[Shape]]) -> int:
     """The mean size of buckets in fp32, in whole MiB."""
-    return round(4 * sum(prod(shape) for bucket in of_model for shape in bucket) / len(of_model) / (1 << 20))
+    return round(4 * sum(prod(shape) for bucket in model_buckets for shape in bucket) / len(model_buckets) / (1 << 20))
 
 
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:

@@ -39,11 +39,11 @@ def pivot(
     """A table with a row for every group of records that have equal names.
 
     Args:
-        title: of the table.
-        records: in the order of the rows.
-        names: by header, the functions that name a record's row.
+        title: title of the table.
+        records: records in the order of the rows.
+        names: functions that name a record's row, by header.
         columns: header and function of a row's records, for each further column. Columns without any text are dropped.
-        notes: of the table.
+        notes: notes of the table.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -72,7 +72,6 @@ def median_of(group: Iterable[Record], metric: str, implementation: str | None =
 
 
 def value(metric: str, implementation: str | None = None) -> Cell:
-    """A cell with a median."""
     return lambda group: format_value(metric, median_of(group, metric, implementation))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ Batch = tuple[Tensor, Tensor]  # inputs and labels
 
 
 class Task:
-    """A training until a target."""
-
     title: str  # title of tables and plots
     score: str  # name of the validation metric, with its unit
     target: float  # the score that ends a training
@@ -27,21 +25,11 @@ class Task:
     evaluate_every: int  # steps between evaluations
     max_steps: int  # length of a training that misses the target
 
-    def make_model(self) -> nn.Module:
-        """The model, with weights from PyTorch's generator."""
-        raise NotImplementedError
-
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer; its learning rate rises to this value in the first `WARM_UP` steps and stays there."""
-        raise NotImplementedError
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        """This rank's share of every batch, endless."""
-        raise NotImplementedError
-
-    def score_of(self, model: nn.Module) -> float:
-        """The score on data that the model was not trained on."""
-        raise NotImplementedError
+    make_model: Callable[[], nn.Module]  # with weights from PyTorch's generator
+    # its learning rate rises to its value in the first `WARM_UP` steps and stays there
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batches: Callable[[int], Iterator[Batch]]  # from a seed: this rank's share of every batch, endless
+    score_of: Callable[[nn.Module], float]  # on data that the model was not trained on
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy, in nats."""
@@ -49,13 +37,10 @@ class Task:
         return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
     def is_reached(self, score: float) -> bool:
-        """Whether a score reaches the target."""
         return score >= self.target if self.rises else score <= self.target
 
 
 class Digits(Task):
-    """The demo's network and images."""
-
     title = "Convolutional network on 8 x 8 digits"
     score = "test accuracy (%)"
     target = 97.5
@@ -157,7 +142,6 @@ class Gpt(nn.Module):
         self.mask = nn.Transformer.generate_square_subsequent_mask(length)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the byte that follows each."""
         hidden = self.embed(x) + self.position
         for layer in self.layers:
             hidden = layer(hidden, src_mask=self.mask, is_causal=True)
@@ -169,7 +153,6 @@ TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text}
 
 
 def parameters_of(task: Task) -> int:
-    """The number of parameters of its model."""
     return sum(parameter.numel() for parameter in task.make_model().parameters())
 
 

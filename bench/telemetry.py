@@ -1,4 +1,4 @@
-"""The cost of telemetry: steps that measure themselves, and that compare with the exact mean, beside plain steps.
+"""The cost of telemetry: measured steps and steps compared with the exact mean, against plain steps.
 
 One model per kind of step trains with the same hook. They take turns step by step, so that background load falls on
 all of them, and each timed step follows a plain one. `measure` starts the ranks; each runs `main`.
@@ -42,7 +42,6 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    """Time one hook as one rank; returns the records."""
     hook, steps, rank = settings["hook"], settings["steps"], dist.get_rank()
     kinds = {kind: Implementation(hook, GRADWIRE, device) for kind in (PLAIN, MEASURED, COMPARED)}
     kinds[MEASURED].state.observe(every=1)
@@ -62,7 +61,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """What telemetry adds to a step, a table per world size."""
     names = {"hook": lambda record: label(record["hook"])}
     columns = [
         ("step time (ms)", value(STEP_MS, PLAIN)),
@@ -74,7 +72,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     settings = records[0].provenance["settings"]
     notes = (
         f"model: {settings['model']}",
-        f"median of {settings['steps']} steps of each kind, in turns, forward and backward on the slowest rank",
+        f"median of {settings['steps']} interleaved steps of each kind, forward and backward on the slowest rank",
         "overhead: extra time of a measured step, averaged over all steps, relative to a step without telemetry",
     )
     return [
@@ -84,7 +82,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _share(kind: str, every: int) -> Callable[[Group], str]:
-    """What steps of a kind add to the average step, if one in ``every`` is of it."""
+    """Overhead per step, averaged, if one step in ``every`` is of this kind."""
 
     def cell(group: Group) -> str:
         plain, other = median_of(group, STEP_MS, PLAIN), median_of(group, STEP_MS, kind)

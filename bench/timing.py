@@ -54,7 +54,7 @@ def timed(work: Callable[[], object], device: torch.device) -> Timing:
 
     On a GPU, two events around the call would time the host, which enqueues small kernels more slowly than they run.
     So the device first spins, and the host enqueues all work in the meantime. If the spin ends too early, the timing
-    is repeated behind a spin of twice the length.
+    is repeated after a spin of twice the length.
     """
     if not has_events(device):
         start = time.perf_counter()
@@ -68,7 +68,7 @@ def timed(work: Callable[[], object], device: torch.device) -> Timing:
 
 
 def _timed_behind(cycles: int, work: Callable[[], object]) -> Timing:
-    """The duration of ``work`` in the current stream behind a spin of ``cycles``; 0 for none."""
+    """The duration of ``work`` in the current stream after a spin of ``cycles``; 0 for none."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     if cycles > 0:
@@ -132,8 +132,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 class DriverCalls(NamedTuple):
-    """Calls of the GPU driver."""
-
     launches: int  # kernels, copies and fills that were handed to the GPU
     synchronizations: int  # waits of the host for the device, a stream or an event
 

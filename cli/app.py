@@ -1,4 +1,4 @@
-"""The commands of ``gradwire``: doctor, advise and demo. Those of ``gradwire bench`` are in `gradwire.cli.bench`."""
+"""The commands ``gradwire doctor``, ``advise`` and ``demo``. `gradwire.cli.bench` has ``gradwire bench``."""
 
 import os
 from functools import partial

@@ -33,7 +33,6 @@ def measured(
 
 
 def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[Table]], output: Path | None) -> None:
-    """Print the tables of records, and write the records to ``output``."""
     print_tables(tables(records))
     if output is not None:
         save(records, output)

@@ -44,8 +44,6 @@ _TEXT_COLUMN, _WIDTH = 22, 100
 
 
 class Check(NamedTuple):
-    """A line of the report."""
-
     name: str  # the checked item
     text: str  # the finding; for a warning or a failure also the remedy
     status: Literal["ok", "warning", "failed"] = "ok"  # "failed": it cannot work
@@ -90,7 +88,6 @@ def _driver() -> Check:
 
 
 def devices() -> Iterator[Check]:
-    """This machine's CPU and GPUs."""
     yield Check("cpu", f"{cpu_name()}, cores: {os.cpu_count()}, threads: {torch.get_num_threads()}")
     for device in _gpus():
         facts = torch.cuda.get_device_properties(device)

@@ -65,12 +65,10 @@ def listed(hooks: dict[str, HookEntry]) -> str:
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """Split ``text`` at commas; repeated parts count once."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of ``choices``."""
     names = parse_list(text)
     unknown = [name for name in names if name not in choices]
     if unknown:
@@ -81,7 +79,6 @@ def parse_choices(text: str, choices: Collection[str], option: str) -> tuple[str
 
 
 def parse_choice(text: str, choices: Collection[str], option: str) -> str:
-    """Parse a single choice among ``choices``."""
     names = parse_choices(text, choices, option)
     if len(names) > 1:
         raise typer.BadParameter(
@@ -91,7 +88,6 @@ def parse_choice(text: str, choices: Collection[str], option: str) -> str:
 
 
 def parse_hooks(text: str, choices: Collection[str]) -> tuple[str, ...]:
-    """Parse names of hooks."""
     return parse_choices(text, choices, "--hooks")
 
 
@@ -104,7 +100,6 @@ def parse_ranks(text: str | None, device: torch.device) -> list[int]:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse sizes in MiB."""
     sizes = parse_list(text)
     wrong = [size for size in sizes if re.fullmatch("[1-9][0-9]{0,5}", size) is None]
     if wrong:

@@ -7,11 +7,11 @@ from gradwire.comm.connections import Connections, connections_of, executor_for
 from gradwire.comm.executor import Executor, Workspace
 from gradwire.comm.transport import (
     Collective,
+    Driver,
     GroupTransport,
     LocalTransport,
     Steps,
     Transport,
-    in_ranges,
     run_algorithm,
     wait_for,
 )
@@ -19,6 +19,7 @@ from gradwire.comm.transport import (
 __all__ = [
     "Collective",
     "Connections",
+    "Driver",
     "Executor",
     "GroupTransport",
     "LocalTransport",
@@ -27,7 +28,6 @@ __all__ = [
     "Workspace",
     "connections_of",
     "executor_for",
-    "in_ranges",
     "run_algorithm",
     "wait_for",
 ]

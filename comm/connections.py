@@ -17,31 +17,28 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.executor import TWO_THREADS, Executor
+from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.store_collectives import gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
-    Store,
     current_backward,
     default_group,
-    is_initialized_group,
     lifetime_token,
+    world,
 )
 from gradwire.comm.transport import GroupTransport
-from gradwire.comm.worker_executor import EXIT_TIMEOUT_SECONDS, WorkerExecutor
 
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
 )
-NOTICE = "failure"  # where a rank announces that it leaves, and why
+NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
     "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."
@@ -51,8 +48,7 @@ ADVICE = (
 class Connections:
     """gradwire's own groups and executors on one process group; see `connections_of`.
 
-    Groups and executors are created at their first use. On CPUs creating one is a collective call,
-    and all ranks create the same ones.
+    They are created at their first use. On CPUs that is a collective call, and all ranks create the same ones.
 
     Attributes:
         group: the process group.
@@ -68,7 +64,7 @@ class Connections:
         self.generation = self._store.add(self._counter, 1)
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
-        # Who exchanges at present, in which thread and which backward.
+        # Users that exchange at present, with their thread and backward.
         self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
         self._is_connecting = threading.Lock()
@@ -89,24 +85,21 @@ class Connections:
 
     def executor(self, device: torch.device) -> Executor:
         """The executor that runs the hooks' algorithms on a device."""
-        self.check()
-        if device not in self._executors:
-            if self.has_streams(device):
-                self._executors[device] = StreamExecutor(GroupTransport(self.group), device)
+        executor = self._executors.get(device)
+        if executor is None:  # also after a failure
+            self.check()
+            if has_streams(device):
+                executor = StreamExecutor(GroupTransport(self.group), device)
             else:
                 transport = GroupTransport(self._duplicate_group("first"))
-                later = self._duplicate_group("later")
-                check = partial(_check_notice, self._store, self.generation)  # not `self`, which holds the executor
-                self._executors[device] = WorkerExecutor(transport, later, device, check)
-        return self._executors[device]
-
-    @staticmethod
-    def has_streams(device: torch.device) -> bool:
-        """Whether the executor of a device uses streams; raises NotImplementedError if gradwire cannot run on it."""
-        return has_streams(device)
+                executor = WorkerExecutor(transport, self._duplicate_group("later"), device, self.check_peers)
+            self._executors[device] = executor
+        return executor
 
     def replace_executor(self, executor: Executor, device: torch.device) -> None:
         """Run the hooks' algorithms on a device in ``executor`` from now on, to measure a hook without a network."""
+        if device in self._executors:
+            self._executors[device].close(EXIT_TIMEOUT_SECONDS)
         self._executors[device] = executor
 
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
@@ -114,8 +107,8 @@ class Connections:
 
         On gloo each transport has a group of its own.
         """
-        self.check()
-        if purpose not in self._transports:
+        if purpose not in self._transports:  # also after a failure
+            self.check()
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
             group = self._duplicate_group(purpose) if is_own else self.group
             self._transports[purpose] = GroupTransport(group, self.check_peers)
@@ -129,12 +122,11 @@ class Connections:
     def enter(self, user: object, thread: int) -> None:
         """Note that ``user`` begins to exchange in the current backward or in a forward, until `leave`.
 
-        Args:
-            user: exchanges; two of one thread or in one backward may do so at the same time.
-            thread: its number; of a backward, the one that called the forward: autograd has threads of its own.
+        Two users of one thread or in one backward may exchange at the same time. The thread of a backward is the one
+        that called the forward: autograd has threads of its own.
 
         Raises:
-            RuntimeError: another thread exchanges meanwhile: their collectives would have another order on each rank.
+            RuntimeError: another thread is exchanging: the order of the collectives would differ between ranks.
         """
         backward = current_backward()
         for other_thread, other_backward in self._in_use.values():
@@ -143,7 +135,7 @@ class Connections:
         self._in_use[user] = thread, backward
 
     def forget_users(self) -> None:
-        """Nobody exchanges: models whose last step was not finished have been given up."""
+        """Forget all users: models whose last step did not finish are abandoned."""
         self._in_use.clear()
 
     def leave(self, user: object) -> None:
@@ -157,7 +149,11 @@ class Connections:
 
     def announced(self, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
-        return _announced(self._store, f"{self.generation}/{place}")
+        key = f"{self.generation}/{place}"
+        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -181,7 +177,8 @@ class Connections:
 
     def check_peers(self) -> None:
         """Raise RuntimeError if another rank has left."""
-        _check_notice(self._store, self.generation)
+        if (reason := self.failure_elsewhere()) is not None:
+            raise RuntimeError(f"{reason}\n{ADVICE}")
 
     def failure_elsewhere(self) -> str | None:
         """Why another rank has left since the ranks last agreed; None if none has."""
@@ -190,16 +187,16 @@ class Connections:
     def fail(self, reason: str) -> None:
         """Leave: from now on every exchange raises, here and, within moments, on the other ranks.
 
-        Abandons everything in flight. A group of one rank has nobody to agree with and starts again at once.
+        Abandons everything in flight. A group of one rank has no peers and starts again at once.
         """
         if self.failure is not None:
             return
         if self.group.size() == 1:
             self.renew(self.generation + 1)
-            return
-        self.failure = reason
-        self._post(reason)
-        self._abandon()
+        else:
+            self.failure = reason
+            self._post(reason)
+            self._abandon()
 
     def _post(self, reason: str) -> None:
         if self.announced(NOTICE) is None:
@@ -235,23 +232,10 @@ class Connections:
             transport.close()
 
 
-def _announced(store: Store, key: str) -> str | None:
-    with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
-        if store.check([key]):
-            return store.get(key).decode()
-    return None
-
-
-def _check_notice(store: Store, generation: int) -> None:
-    """Raise RuntimeError if a rank has left the connections of a generation."""
-    if (reason := _announced(store, f"{generation}/{NOTICE}")) is not None:
-        raise RuntimeError(f"{reason}\n{ADVICE}")
-
-
 def _why_it_ends(rank: int) -> str:
     if threading.main_thread().is_alive():
         return f"The process group was destroyed on rank {rank}."
-    error = getattr(sys, "last_value", None)  # set by an exception that nobody caught
+    error = getattr(sys, "last_value", None)  # set by an uncaught exception
     return f"Rank {rank} has exited" + ("." if error is None else f" after {type(error).__name__}: {error}")
 
 
@@ -282,13 +266,14 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
         RuntimeError: the group was destroyed.
     """
     group = group if group is not None else default_group()
-    if not is_initialized_group(group):
+    if group not in world.pg_map:
         _end(group)
         raise RuntimeError(DESTROYED)
-    if group not in _connections:
-        _connections[group] = Connections(group)
+    connections = _connections.get(group)
+    if connections is None:
+        connections = _connections[group] = Connections(group)
         weakref.finalize(lifetime_token(group), _end, group)
-    return _connections[group]
+    return connections
 
 
 def _end(group: dist.ProcessGroup) -> None:
@@ -297,11 +282,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:
-    """The executor of a process group on a device.
-
-    Args:
-        group: the process group; None for the default one.
-        device: device of the gradients.
+    """The executor of a process group, None for the default one, on the device of the gradients.
 
     Raises:
         RuntimeError: the group was destroyed, or an exchange on it has failed.

@@ -1,4 +1,4 @@
-"""Executors run bucket algorithms in bucket order, off the critical path of the backward pass; their wire buffers.
+"""Executors, which run bucket algorithms in bucket order outside the backward pass, and their wire buffers.
 
 An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
 the same collectives in the same order, however long a collective takes.
@@ -7,23 +7,34 @@ the same collectives in the same order, however long a collective takes.
 - `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight. It has process groups of its own: two
   threads that issue collectives on one gloo group take their order from thread timing.
 
-After a task has raised, no later task issues collectives: they would be matched with those that the
-peers still issue for the failed task. Every later task fails with the same exception; see
-`gradwire.comm.connections` for the consequences.
+After a task has raised, no later task issues collectives: they would be matched with those that the peers still issue
+for the failed task. Every later task fails with the same exception; see `gradwire.comm.connections` for the
+consequences.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 from gradwire.comm.graphs import PiecewiseGraphs
-from gradwire.comm.transport import Steps, Transport
+from gradwire.comm.groups import DESTROY_SECONDS, destroy
+from gradwire.comm.store_collectives import POLL_SECONDS
+from gradwire.comm.transport import Driver, GroupTransport, Steps, Transport
 
 ALIGN_BYTES = 64  # every allocator aligns the start of a buffer at least as much
 CLOSED = "The executor is closed: an exchange on its process group failed, or it was destroyed."
@@ -31,6 +42,10 @@ TWO_THREADS = (
     "Two threads exchange gradients on one process group at the same time. Their collectives could be in a different "
     "order on each rank. Train in one thread, or give each model a process group of its own: dist.new_group()."
 )
+MAX_TASKS_IN_FLIGHT = 2  # gloo works on two collectives of a group at a time
+EXIT_TIMEOUT_SECONDS = 2.0  # how long tasks in flight may delay the interpreter's exit
+
+_future_of = methodcaller("get_future")
 
 
 class Workspace:
@@ -91,8 +106,8 @@ class Workspace:
             self._buffer = self._buffer.new_empty(nbytes)
         if self._device.type == "cuda":
             self._buffer.record_stream(torch.cuda.current_stream(self._device))
-        if self._is_capturing() and not self._is_captured():
-            self._captured.append(self._buffer)
+            if self._is_capturing() and not self._is_captured():
+                self._captured.append(self._buffer)
         wires = []
         for start, (numel, dtype) in zip(starts, sizes, strict=True):
             wires.append(self._buffer[start : start + numel * dtype.itemsize].view(dtype))
@@ -126,25 +141,266 @@ class Executor:
     @property
     def has_failed(self) -> bool:
         """Whether a task has raised; every later task fails."""
-        raise NotImplementedError
+        return False
 
-    def submit(self, task: Task) -> Future[Any]:
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
         """Queue ``task``; its future gets the result or the exception. Futures complete in order.
 
         Args:
-            task: makes the algorithm's coroutine, for a workspace.
+            task: function from a workspace to the algorithm's coroutine.
+            name: name of its profiler ranges; see `Driver`.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Enqueue the rest of all tasks, so that their futures complete although nobody asks for them."""
+        """Enqueue the rest of all tasks, so that their futures complete without being asked."""
 
     def close(self, timeout: float) -> None:
-        """Accept no more tasks, and wait until all submitted ones are done.
-
-        Args:
-            timeout: longest wait in seconds; the executor ends later if it is not enough.
-        """
+        """Accept no more tasks, and wait until all submitted ones are done, or for ``timeout`` seconds."""
 
     def abandon(self) -> None:
         """Accept no more tasks, and fail all unfinished ones, which may wait for a rank that has left."""
+
+
+class WorkerExecutor(Executor):
+    """Runs tasks in one worker thread, over two process groups of its own.
+
+    The first collective of each task is issued in task order on one group. Later collectives are issued for the oldest
+    task only, on the other group. So on each group all ranks issue collectives in the same order, which only the order
+    of the tasks decides.
+
+    Once a task has failed, earlier tasks still finish, later ones issue no more collectives, and the worker drops its
+    groups. That closes their connections, so a peer that waits for this rank gets an error at once.
+
+    The thread reads its events from a queue: a submitted task, a `_Command`, or the future of a collective that is
+    done. It keeps the executor alive until that is closed or abandoned.
+
+    Args:
+        transport: its group carries the first collective of every task.
+        later: carries every other collective.
+        device: device of the gradients.
+        check: called every `POLL_SECONDS` while tasks wait for other ranks; raises RuntimeError to fail them.
+    """
+
+    def __init__(
+        self, transport: GroupTransport, later: dist.ProcessGroup, device: torch.device, check: Callable[[], None]
+    ) -> None:
+        super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
+        self._group_transport = transport
+        self._later: dist.ProcessGroup | None = later
+        self._check = check
+        self._is_closed = False
+        self._latest: weakref.ref[WorkerTask] | None = None
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # The worker thread's own state.
+        self._error: Exception | None = None  # the first failure
+        self._waiting: deque[WorkerTask] = deque()
+        self._in_flight: deque[WorkerTask] = deque()
+        self._free = set(range(MAX_TASKS_IN_FLIGHT))  # workspaces
+        self._n_awaited = 0  # collectives that have not reported that they are done
+        self._is_ending = False
+        self._is_idle = threading.Event()  # set when the thread has ended: no task touches memory any longer
+        self._thread = threading.Thread(target=self._work, name="gradwire", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:  # noqa: D102
+        return self._error is not None
+
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:  # noqa: D102
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
+            task = _refuse  # fails on all ranks
+        submitted = WorkerTask(task, name)
+        self._latest = weakref.ref(submitted)
+        self._events.put(submitted)
+        return submitted.future
+
+    def close(self, timeout: float) -> None:
+        """Let the worker end once its tasks are done; at the interpreter's exit after ``timeout`` in any case.
+
+        No collective may end after the interpreter: this thread would return from C++, or gloo's call back into Python,
+        and either aborts the process.
+        """
+        self._is_closed = True
+        self._events.put(_Command.END)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+            if self._thread.is_alive() and not threading.main_thread().is_alive():
+                self.abandon()
+                self._thread.join()
+
+    def abandon(self) -> None:  # noqa: D102
+        self._is_closed = True
+        self._events.put(_Command.ABANDON)
+        self._is_idle.wait()
+
+    # In the worker thread.
+
+    def _work(self) -> None:
+        """Run until END has been received and all tasks submitted before it are done."""
+        torch.set_grad_enabled(False)
+        torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
+        try:
+            while not self._is_ending or self._waiting or self._in_flight:
+                try:
+                    self._take(self._events.get(timeout=POLL_SECONDS if self._in_flight else None))
+                except queue.Empty:
+                    self._check_peers()
+                self._advance()
+                if self._error is not None and not self._in_flight:
+                    self._leave()
+            self._leave()
+        finally:
+            self._is_idle.set()
+
+    def _leave(self) -> None:
+        """Destroy the groups, which ends all collectives in flight. A rank that waits for this one gets an error."""
+        self._group_transport.close()
+        if self._later is not None:
+            last, self._later = [self._later], None
+            destroy(last)
+
+    def _check_peers(self) -> None:
+        """Fail all tasks if another rank has left.
+
+        gloo may forget a collective whose connection has closed, so its end is no event to rely on.
+        """
+        try:
+            self._check()
+        except RuntimeError as error:
+            self._error = RuntimeError(str(error))  # without frames, which would hold this executor
+            self._abandon()
+
+    def _take(self, event: Any) -> None:
+        """Record an event."""
+        if isinstance(event, WorkerTask):
+            self._waiting.append(event)
+        elif isinstance(event, _Command):
+            self._is_ending = True
+            if event is _Command.ABANDON:
+                self._abandon()
+        else:
+            self._n_awaited -= 1
+
+    def _abandon(self) -> None:
+        error = self._error = self._error or RuntimeError("The exchange was abandoned: a rank has left it.")
+        self._leave()
+        with suppress(queue.Empty):  # collectives that gloo has forgotten report nothing
+            while self._n_awaited > 0:
+                self._take(self._events.get(timeout=DESTROY_SECONDS))
+        for task in self._in_flight:
+            task.works = []
+            task.complete = task.complete or partial(task.future.set_exception, error)
+
+    def _advance(self) -> None:
+        """Start tasks, and advance the oldest one, until all wait for collectives or there are none."""
+        while True:
+            while not self._events.empty():
+                self._take(self._events.get())
+            if self._waiting and self._free:
+                task = self._waiting.popleft()
+                task.place = min(self._free)  # a bucket usually gets the same workspace in each step: cached views fit
+                self._free.remove(task.place)
+                self._in_flight.append(task)
+                self._step(task)
+                continue
+            if not self._in_flight:
+                return
+            task = self._in_flight[0]
+            if task.complete is not None:
+                self._in_flight.popleft()
+                self._free.add(task.place)
+                complete = task.complete
+                del task  # it holds gradients, and must not outlive its step
+                complete()
+                del complete
+            elif task.messages.done():
+                self._step(task)
+            else:
+                return
+
+    def _step(self, task: WorkerTask) -> None:
+        """Run a task up to its next collective, and launch that."""
+        try:
+            while task.works:
+                task.works.pop(0).wait()
+            if self._error is not None and not task.precedes_error:
+                self._fail(task, self._error)
+                return
+            is_first = task.driver is None
+            if task.driver is None:
+                task.driver = Driver(task.task(self.workspaces[task.place]), task.name)
+            collective = task.driver.advance()
+            if collective is None:
+                task.complete = partial(task.future.set_result, task.driver.result)
+                return
+            task.works = self._group_transport.start(collective, None if is_first else self._later)
+            # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
+            task.messages = collect_all(list(map(_future_of, task.works)))
+            # A collective that gloo has forgotten keeps this callback, which must hold the queue only: the executor
+            # holds errors, their frames and so the main module, whose files Python then never closes.
+            task.messages.add_done_callback(self._events.put)
+            self._n_awaited += 1
+        except Exception as error:
+            self._fail(task, _with_traceback_as_text(error))
+
+    def _fail(self, task: WorkerTask, error: Exception) -> None:
+        """Record the first failure; the task's future gets its exception in turn."""
+        if self._error is None:
+            self._error = error
+            for older in self._in_flight:
+                if older is task:
+                    break
+                older.precedes_error = True
+        task.works = []
+        task.complete = partial(task.future.set_exception, error)
+
+
+class WorkerTask:
+    """A submitted task.
+
+    Attributes:
+        thread: number of the submitting thread.
+        driver: runs the task's coroutine; None before it starts.
+        place: index of its workspace.
+        works: handles of the collective that it awaits, one per message; each keeps connections open.
+        messages: done when all messages are.
+        complete: completes the future; set once the task has ended.
+        precedes_error: whether a later task has failed, which does not stop this one.
+    """
+
+    def __init__(self, task: Task, name: str) -> None:
+        self.task = task
+        self.name = name
+        self.thread = threading.get_ident()
+        self.future: Future[Any] = Future()
+        self.driver: Driver[Any] | None = None
+        self.place = 0
+        self.works: list[dist.Work] = []
+        self.messages: Future[Any] = Future()
+        self.complete: Callable[[], None] | None = None
+        self.precedes_error = False
+
+
+class _Command(Enum):
+    END = "no more tasks will be submitted"
+    ABANDON = "unfinished tasks must fail"
+
+
+async def _refuse(_: Workspace) -> None:
+    raise RuntimeError(TWO_THREADS)
+
+
+def _with_traceback_as_text(error: Exception) -> Exception:
+    """The error, with its traceback as a note.
+
+    Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
+    """
+    error.add_note(f"In gradwire's worker thread:\n{''.join(traceback.format_exception(error))}")
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__context__
+    return error

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from gradwire.comm.transport import Collective, Steps
+from gradwire.comm.transport import Collective, Driver, Steps
 
 # Eager steps before a capture. Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
 WARM_UP_STEPS = 5
+
+
+Stretch = tuple[torch.cuda.CUDAGraph, Collective | None]  # kernels, and the collective after them
 
 
 class PiecewiseGraphs:
@@ -39,8 +41,7 @@ class PiecewiseGraphs:
 
     def __len__(self) -> int:
         """Number of captured graphs."""
-        variants = (variant for of_owner in self._recordings.values() for variant in of_owner.values())
-        return sum(len(variant.stretches) for variant in variants)
+        return sum(len(each.stretches) for variants in self._recordings.values() for each in variants.values())
 
     async def run(
         self, owner: object, variant: Hashable, make_steps: Callable[[], Steps[None]], refresh: Callable[[], None]
@@ -50,14 +51,11 @@ class PiecewiseGraphs:
         While the user captures the whole step, it runs eagerly and becomes part of the user's graph.
 
         Args:
-            owner: has the algorithm's memory. Compared by identity, and referred to weakly.
+            owner: the object with the algorithm's memory. Compared by identity, referenced weakly.
             variant: the decisions of the host about the step, such as its parity.
-            make_steps: makes the coroutine of the algorithm. Called in eager and captured steps only.
+            make_steps: creates the coroutine of the algorithm. Called in eager and captured steps only.
             refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
                 must not contain such uploads, and before replays.
-
-        Raises:
-            RuntimeError: the kernels cannot be captured.
         """
         if torch.cuda.is_current_stream_capturing():
             await make_steps()
@@ -71,39 +69,39 @@ class PiecewiseGraphs:
         if not recording.stretches:
             recording.stretches = await self._record(make_steps())
             return
-        for stretch in recording.stretches:
-            stretch.graph.replay()
-            if stretch.collective is not None:
-                await stretch.collective
+        for graph, collective in recording.stretches:
+            graph.replay()
+            if collective is not None:
+                await collective
 
-    async def _record(self, steps: Steps[None]) -> list[_Stretch]:
+    async def _record(self, steps: Steps[None]) -> list[Stretch]:
         """Capture every stretch of a step and run it."""
-        stretches = []
+        stretches: list[Stretch] = []
         try:
+            driver = Driver(steps)
             while True:
-                stretch = self._capture(steps)
-                stretch.graph.replay()
-                stretches.append(stretch)
-                if stretch.collective is None:
+                graph, collective = self._capture(driver)
+                graph.replay()
+                stretches.append((graph, collective))
+                if collective is None:
                     return stretches
-                await stretch.collective
+                await collective
         finally:
             steps.close()
 
-    def _capture(self, steps: Steps[None]) -> _Stretch:
+    def _capture(self, driver: Driver[None]) -> Stretch:
         """Capture the kernels up to the next collective, or to the end.
 
-        Not by ``torch.cuda.graph``, which waits for the device and gives cached memory back to the driver, here in the
-        middle of a backward.
+        Without ``torch.cuda.graph``, which would synchronize with the device and free cached memory in the middle of a
+        backward.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, collective = torch.cuda.CUDAGraph(), None
+        graph = torch.cuda.CUDAGraph()
         # Other threads may allocate memory, and NCCL's watchdog may query events, meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with suppress(StopIteration):
-                collective = steps.send(None)
+            collective = driver.advance()
             graph.capture_end()
         except BaseException as error:
             with suppress(RuntimeError):  # the capture is void
@@ -112,38 +110,20 @@ class PiecewiseGraphs:
                 message = f"A step could not be captured in CUDA graphs: {error}\nPass cuda_graphs=False."
                 raise RuntimeError(message) from error
             raise
-        return _Stretch(graph, collective)
+        return graph, collective
 
     def reset(self) -> None:
         """Drop all graphs. A later step starts with a new warm-up."""
         for variants in self._recordings.values():
             for recording in variants.values():
-                for stretch in recording.stretches:
-                    stretch.graph.reset()
+                for graph, _ in recording.stretches:
+                    graph.reset()
         self._recordings.clear()
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """The kernels between two collectives.
-
-    Attributes:
-        graph: the kernels.
-        collective: the next collective; None at the end.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    collective: Collective | None
-
-
-@dataclass
 class _Recording:
-    """One variant of an owner's steps.
+    """One variant of an owner's steps."""
 
-    Attributes:
-        eager_steps: number of steps of the warm-up that are over.
-        stretches: the stretches of a step; empty before the capture.
-    """
-
-    eager_steps: int = 0
-    stretches: list[_Stretch] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.eager_steps = 0  # number of warm-up steps so far
+        self.stretches: list[Stretch] = []  # empty before the capture

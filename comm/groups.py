@@ -29,17 +29,11 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
 
 
 class OwnGroup(dist.ProcessGroupGloo):
-    """A gloo group that nobody else uses.
+    """A gloo group that only gradwire uses.
 
     gloo cannot cancel a collective. One that waits for a lost rank waits until the group's timeout, and nothing can
     destroy the group before. `cut` shuts down the sockets instead, so that collectives in flight fail within
     milliseconds, here and on the peers.
-
-    Args:
-        store: the store in which the ranks find each other; used by this group only.
-        rank: number of this process.
-        size: number of ranks.
-        timeout: timeout of the group's collectives.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -47,7 +41,7 @@ class OwnGroup(dist.ProcessGroupGloo):
         before = _epolls()
         options._devices = _devices()
         # gloo registers the sockets of a device with an epoll instance of its own. If another thread has created one
-        # meanwhile, nobody can tell which is whose.
+        # meanwhile, the new instances cannot be told apart.
         found = _epolls() - before
         self._epolls = found if len(found) == len(options._devices) else set()
         options._threads = THREADS_PER_DEVICE * len(options._devices)
@@ -90,21 +84,15 @@ def _watched(epoll: int) -> list[int]:
 
 
 def _target(descriptor: int) -> str:
-    """The file that a descriptor refers to."""
     return str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
     """Make a gloo group with the ranks and the timeout of ``group``. A collective call of these ranks only.
 
-    ``dist.new_group`` does not serve: it names a group by the number of groups that the process has
-    made, which may differ between the ranks.
-
-    Args:
-        group: the group to duplicate.
-        store: the store in which the ranks find each other.
-        key: names the new group in ``store``; equal on all ranks, never used before.
-        check: called while waiting for the other ranks; raises to end the wait.
+    ``dist.new_group`` cannot be used: it names a group by the number of groups that the process has made, which may
+    differ between the ranks. The ranks find each other in ``store`` under a key that was never used before. ``check``
+    is called while waiting for them and raises to end the wait.
 
     Raises:
         NotImplementedError: ``group`` has no gloo.

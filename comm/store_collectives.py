@@ -57,18 +57,11 @@ def store_all_gather(
     timeout: timedelta = DEFAULT_TIMEOUT,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Return the value of every rank, in rank order. A collective call.
+    """Return the value of every rank, a few kilobytes at most, in rank order. A collective call.
 
     The n-th call on one rank joins the n-th call for the same purpose on every other rank. The first rank that has
     seen all others, or has given up, decides the outcome for all. A rank that calls after a failed attempt joins the
-    next one.
-
-    Args:
-        group: the ranks that take part.
-        purpose: names the call, in keys and in the error message.
-        value: this rank's value, a few kilobytes at most.
-        timeout: longest wait for the other ranks.
-        check: called every `POLL_SECONDS` while waiting; raises to end the wait.
+    next one. ``check`` is called every `POLL_SECONDS` while waiting and raises to end the wait.
 
     Raises:
         RanksMissing: some ranks did not call within ``timeout``; names them.
@@ -129,12 +122,7 @@ def named_barrier(group: dist.ProcessGroup, purpose: str, timeout: timedelta = D
 
 
 def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """One line for each fact that differs between ranks: every value, and the ranks that hold it.
-
-    Args:
-        facts_by_rank: each rank's facts, by name.
-        ranks: rank numbers.
-    """
+    """One line for each fact, by name, that differs between ranks: every value, and the ranks that hold it."""
     lines = []
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
         holders: dict[str, list[int]] = {}

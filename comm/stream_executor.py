@@ -11,10 +11,10 @@ from torch.futures import Future
 from gradwire.comm.executor import CLOSED, Executor, Task, Workspace
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
-from gradwire.comm.transport import GroupTransport, Steps
+from gradwire.comm.transport import Driver, GroupTransport
 
-HIGH_PRIORITY = -1  # so that the few kernels of a hook do not queue after the kernels of the backward
-MAX_TASKS_IN_FLIGHT = 2  # the one that waits at its first collective, and the one after it
+HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
+MAX_TASKS_IN_FLIGHT = 2  # the task that waits at its first collective, and the next one
 
 
 class StreamExecutor(Executor):
@@ -39,16 +39,16 @@ class StreamExecutor(Executor):
         self._device = device
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        self._latest: _Run | None = None  # the latest task, unless it was enqueued to its end
-        self._n_submitted = 0  # since all tasks were enqueued to their ends
-        self._backward = NO_BACKWARD  # at whose end `finish` will be called
+        self._latest: StreamTask | None = None  # the latest task, unless it was enqueued to its end
+        self._n_submitted = 0  # tasks since all were enqueued to their ends
+        self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
         self._error: Exception | None = None
 
     @property
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:  # noqa: D102
         future = Result(self, [self._device])
         if self._error is not None:
             future.set_exception(self._error)
@@ -56,7 +56,7 @@ class StreamExecutor(Executor):
         self._kernels.wait_stream(torch.cuda.current_stream(self._device))
         workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
         self._n_submitted += 1
-        before, self._latest = self._latest, _Run(task(workspace), future)
+        before, self._latest = self._latest, StreamTask(Driver(task(workspace), name), future)
         self._advance(self._latest)
         self._run_to_end(before)
         backward = current_backward()
@@ -80,31 +80,32 @@ class StreamExecutor(Executor):
             if workspace.graphs is not None:
                 workspace.graphs.reset()
 
-    def _run_to_end(self, run: _Run | None) -> None:
-        while run is not None and not run.is_done:
-            self._advance(run)
+    def _run_to_end(self, task: StreamTask | None) -> None:
+        while task is not None and not task.is_done:
+            self._advance(task)
 
-    def _advance(self, run: _Run) -> None:
+    def _advance(self, task: StreamTask) -> None:
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
         with torch.cuda.stream(self._kernels), torch.no_grad():
             try:
                 if self._error is not None:
-                    run.steps.close()
+                    task.driver.close()
                     raise self._error
-                if run.collective_done is not None:
-                    self._kernels.wait_event(run.collective_done)
-                collective = run.steps.send(None)
+                if task.collective_done is not None:
+                    self._kernels.wait_event(task.collective_done)
+                collective = task.driver.advance()
+                if collective is None:
+                    task.is_done = True
+                    task.future.set_result(task.driver.result)
+                    return
                 self._collectives.wait_stream(self._kernels)
                 with torch.cuda.stream(self._collectives):
                     self.transport.run(collective)
-                run.collective_done = self._collectives.record_event()
-            except StopIteration as end:
-                run.is_done = True
-                run.future.set_result(end.value)
+                task.collective_done = self._collectives.record_event()
             except Exception as error:
                 self._error = self._error or error
-                run.is_done = True
-                run.future.set_exception(error)
+                task.is_done = True
+                task.future.set_exception(error)
 
 
 class Result(Future[Any]):
@@ -135,18 +136,18 @@ class Result(Future[Any]):
         return super().value()
 
 
-class _Run:
+class StreamTask:
     """A submitted task.
 
     Attributes:
-        steps: its coroutine.
-        future: its result.
+        driver: runs its coroutine.
+        future: future of the result.
         collective_done: recorded after the collective that it awaits; None before the first one.
         is_done: whether the future was completed.
     """
 
-    def __init__(self, steps: Steps[Any], future: Result) -> None:
-        self.steps = steps
+    def __init__(self, driver: Driver[Any], future: Result) -> None:
+        self.driver = driver
         self.future = future
         self.collective_done: torch.cuda.Event | None = None
         self.is_done = False

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as bindings
+from torch.distributed import distributed_c10d as c10d
 
 TESTED_TORCH = ("2.11", "2.15")  # the oldest and the newest release of docs/compatibility.md
 
@@ -31,70 +33,49 @@ def private_names() -> Iterator[None]:
         ) from error
 
 
-with private_names():
-    from torch._C._profiler import _RecordFunctionFast as profiler_range
-    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-        AllgatherOptions,
-        AllToAllOptions,
-        PrefixStore,
-        Store,
-        _get_default_group,
-        _get_process_group_store,
-        _world,
-    )
+NO_BACKWARD = -1
 
+with private_names():
+    PrefixStore = bindings.PrefixStore
+    Store = bindings.Store
+    profiler_range: Any = torch._C._profiler._RecordFunctionFast
+    world: Any = c10d._world  # `pg_map` has every process group that was initialized here and not destroyed
     _engine: Any = torch.autograd.Variable._execution_engine
-    # The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant one has its own.
+    # The number of the backward that runs in this thread; `NO_BACKWARD` outside. A reentrant backward has its own.
     current_backward: Callable[[], int] = torch._C._current_graph_task_id
     # Calls a function at the end of the running backward, after the functions queued before.
     queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
-    _METHODS = (
+    _ATTRIBUTES = (
+        bindings.AllgatherOptions,
+        bindings.AllToAllOptions,
+        c10d._get_default_group,
+        c10d._get_process_group_store,
         dist.ProcessGroup._allgather_base,
         dist.ProcessGroup._device_types,
         dist.ProcessGroup._get_backend,
         dist.ProcessGroup.alltoall_base,
-        _world.pg_map,
+        world.pg_map,
     )
-
-__all__ = [
-    "NO_BACKWARD",
-    "TESTED_TORCH",
-    "PrefixStore",
-    "Store",
-    "all_gather",
-    "all_to_all",
-    "current_backward",
-    "default_group",
-    "device_timeouts",
-    "is_initialized_group",
-    "lifetime_token",
-    "private_names",
-    "profiler_range",
-    "queue_callback",
-    "store_of_group",
-]
-
-NO_BACKWARD = -1
 
 
 def default_group() -> dist.ProcessGroup:
     """The default process group; raises ValueError before ``init_process_group``."""
-    return _get_default_group()
+    return c10d._get_default_group()
 
 
 def is_initialized_group(group: dist.ProcessGroup) -> bool:
     """Whether PyTorch knows ``group``: it was initialized here and not destroyed."""
-    return group in _world.pg_map
+    return group in world.pg_map
 
 
 def lifetime_token(group: dist.ProcessGroup) -> object:
     """The group's store: that PyTorch drops it is the only sign that a group is being destroyed."""
-    return _world.pg_map[group][1]
+    return world.pg_map[group][1]
 
 
 def store_of_group(group: dist.ProcessGroup) -> Store:
     """The key-value store through which the group's ranks found each other."""
-    return _get_process_group_store(group)
+    return c10d._get_process_group_store(group)
 
 
 def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> list[timedelta]:
@@ -112,13 +93,13 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_a
 
     Both tensors are contiguous. If not ``is_async``, NCCL uses the current stream, and the result may be None.
     """
-    options: Any = AllToAllOptions()
+    options: Any = bindings.AllToAllOptions()
     options.asyncOp = is_async
     return group.alltoall_base(received, sent, [], [], options)
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
     """Launch the concatenation of the ranks' 1-D contiguous tensors, of one size, in rank order; see `all_to_all`."""
-    options: Any = AllgatherOptions()
+    options: Any = bindings.AllgatherOptions()
     options.asyncOp = is_async
     return group._allgather_base(gathered, own, options)

@@ -1,20 +1,18 @@
 """Collectives that algorithms await, and the transports that issue them.
 
-An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no
-process group, so the same function runs on a GPU's side stream, in a CPU's worker thread, and in a
-notebook:
+An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no process group, so the
+same function runs on a GPU's side stream, in a CPU's worker thread, and in a notebook:
 
     run_algorithm(powersgd_all_reduce(bucket, ..., transport=LocalTransport(), ...), transport)
 """
 
 from __future__ import annotations
 
-import threading
+import queue
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from types import coroutine
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ T = TypeVar("T")
 # gloo announces that a rank can receive a message only after the data that this rank sends in it. So a single message
 # uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
-MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, smaller cells wait longer for gloo's announcements than for the wire
+MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements of smaller cells take longer than their data
 
 
 class Collective(ABC):
@@ -42,7 +40,7 @@ class Collective(ABC):
     payload_bytes: int
 
     def __await__(self) -> Generator[Collective, None, None]:
-        yield self
+        return iter((self,))  # type: ignore[return-value]  # cheaper than a generator, which is called twice
 
     @abstractmethod
     def run(self, group: dist.ProcessGroup) -> None:
@@ -61,17 +59,60 @@ class Collective(ABC):
 Steps = Coroutine[Collective, None, T]
 
 
+class Driver(Generic[T]):
+    """Runs an algorithm's coroutine from one collective to the next.
+
+    Each stretch between collectives is a profiler range: "NAME, part 1", ... A range costs 0.2 us while no profiler
+    runs. `torch.profiler` records a CPU's worker thread only with
+    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``; `torch.autograd.profiler.emit_nvtx` turns all
+    ranges into NVTX ranges.
+
+    Args:
+        steps: the coroutine; nothing else has awaited it.
+        name: common part of the names of the ranges.
+
+    Attributes:
+        result: result of the algorithm, once `advance` has returned None.
+    """
+
+    result: T
+
+    def __init__(self, steps: Steps[T], name: str = "gradwire::algorithm") -> None:
+        self._steps = steps
+        self._name = name
+        self._part = 0
+
+    def advance(self) -> Collective | None:
+        """Run to the next collective, which must be done before the next call, and return it; None at the end."""
+        self._part += 1
+        with profiler_range(f"{self._name}, part {self._part}"):
+            try:
+                return self._steps.send(None)
+            except StopIteration as end:
+                self.result = end.value
+                return None
+
+    def close(self) -> None:
+        """End the algorithm early."""
+        self._steps.close()
+
+
 class AllReduce(Collective):
     """An in-place all-reduce of tensors that may differ in dtype, one message per tensor.
 
+    Two sparse all-reduces in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log/communication.md), so
+    each waits for the one before it.
+
     Args:
-        tensors: modified in place. A sparse one counts with its values and indices.
+        tensors: the tensors. Modified in place. Values and indices of a sparse tensor count.
         op: the reduction.
-        turn: turn of the sparse tensors.
+        latest_sparse: the future of the transport's latest sparse all-reduce, if any.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType, turn: SparseTurn) -> None:
-        self.tensors, self.op, self._turn = tensors, op, turn
+    def __init__(
+        self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType, latest_sparse: list[Future[Any]]
+    ) -> None:
+        self.tensors, self.op, self._latest_sparse = tensors, op, latest_sparse
         self.payload_bytes = 0
         for tensor in tensors:
             parts = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
@@ -79,50 +120,31 @@ class AllReduce(Collective):
                 self.payload_bytes += part.nbytes
 
     def run(self, group: dist.ProcessGroup) -> None:
-        """Run one tensor after another.
-
-        The all-reduces are not coalesced: the tensors may differ in dtype, and NCCL's coalesced all-reduce takes
-        tensors of one dtype only.
-        """
+        """Run one tensor after another: NCCL's coalesced all-reduce takes tensors of one dtype only."""
         for tensor in self.tensors:
             dist.all_reduce(tensor, self.op, group=group)
 
     def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
         """Launch an all-reduce of each tensor, of a sparse one only once the previous sparse one is done."""
         works = []
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = self.op
         for tensor in self.tensors:
+            if tensor.is_sparse and self._latest_sparse:
+                self._latest_sparse.pop().wait()
+            # `dist.all_reduce` takes only groups that PyTorch knows, which gradwire's own are not.
+            works.append(group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options))
             if tensor.is_sparse:
-                self._turn.wait()
-            works.append(_all_reduce(tensor, self.op, group))
-            if tensor.is_sparse:
-                self._turn.end_with(works[-1])
+                # A further future: the work's own would keep the tensor alive.
+                self._latest_sparse.append(works[-1].get_future().then(_nothing))
         return works
 
     def run_alone(self) -> None:
         """Leave the tensors unchanged."""
 
 
-class SparseTurn:
-    """Lets a transport's sparse all-reduces run one at a time.
-
-    Two in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log/communication.md).
-    """
-
-    def __init__(self) -> None:
-        self._done: Future[None] | None = None  # done when the latest sparse all-reduce is
-
-    def wait(self) -> None:
-        """Wait for the latest sparse all-reduce."""
-        if self._done is not None:
-            self._done.wait()
-
-    def end_with(self, work: dist.Work) -> None:
-        """Record the latest sparse all-reduce."""
-        self._done = work.get_future().then(_nothing)  # the work itself would keep the tensor alive
-
-
 class Shot(Collective):
-    """Half of a two-shot all-reduce over n ranks, cut into pieces: one message per piece.
+    """Half of a two-shot all-reduce over n ranks, one message per piece; see `Transport`.
 
     Args:
         target: [pieces, n, bytes], overwritten.
@@ -140,40 +162,35 @@ class Shot(Collective):
 
     def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
         """Launch every piece."""
-        works = []
-        if self.target.numel() > 0:
-            for target, source in zip(self.target, self.source, strict=True):
-                if (work := self._start_piece(target, source, group, is_async)) is not None:
-                    works.append(work)
-        return works
+        if self.target.numel() == 0:
+            return []
+        pieces = zip(self.target, self.source, strict=True)
+        works = [self._start_piece(target, source, group, is_async) for target, source in pieces]
+        return [work for work in works if work is not None]
 
     @staticmethod
     @abstractmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None: ...
 
+    def run_alone(self) -> None:
+        """Copy the message of the only rank to itself."""
+        self.target.copy_(self.source if self.source.dim() == 3 else self.source[:, None])
+
 
 class AllToAll(Shot):
-    """The first shot: ``target[p, i]`` = ``source[p, this rank]`` of rank i, where the source is [pieces, n, bytes]."""
+    """The first shot, of a source [pieces, n, bytes]."""
 
     @staticmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
         return all_to_all(target, source, group, is_async=is_async)
 
-    def run_alone(self) -> None:
-        """Copy the message of the only rank to itself."""
-        self.target.copy_(self.source)
-
 
 class AllGather(Shot):
-    """The second shot: ``target[p, i]`` = ``source[p]`` of rank i, where the source is [pieces, bytes]."""
+    """The second shot, of a source [pieces, bytes]."""
 
     @staticmethod
     def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
         return all_gather(target.view(-1), source, group, is_async=is_async)
-
-    def run_alone(self) -> None:
-        """Copy the message of the only rank to itself."""
-        self.target.copy_(self.source[:, None])
 
 
 class Transport:
@@ -195,15 +212,15 @@ class Transport:
         self.world_size = world_size
         self.rank = rank
         self.payload_bytes = 0
-        self._turn = SparseTurn()
+        self._latest_sparse: list[Future[Any]] = []  # empty or one: see `AllReduce`
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Return the collective that replaces each tensor by its sum over all ranks; await it."""
-        return AllReduce(tensors, dist.ReduceOp.SUM, self._turn)
+        return AllReduce(tensors, dist.ReduceOp.SUM, self._latest_sparse)
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:
         """Return the collective that replaces ``tensor`` by its elementwise maximum over all ranks; await it."""
-        return AllReduce((tensor,), dist.ReduceOp.MAX, self._turn)
+        return AllReduce((tensor,), dist.ReduceOp.MAX, self._latest_sparse)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
         """Return the collective that sets ``received[p, i]`` to ``sent[p, this rank]`` of rank i; await it.
@@ -234,11 +251,7 @@ class Transport:
         return AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2)
 
     def pieces(self, nbytes: int) -> int:
-        """Number of pieces into which to cut a message; it depends on the size and the world size only.
-
-        Args:
-            nbytes: size of the message, all cells together.
-        """
+        """Number of pieces into which to cut a message of ``nbytes``, all cells together; equal on all ranks."""
         return 1
 
     def run(self, collective: Collective) -> None:
@@ -275,11 +288,7 @@ class GroupTransport(Transport):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            RuntimeError: the transport is closed.
-        """
+        """The process group; raises RuntimeError if the transport is closed."""
         if self._group is None:
             raise RuntimeError(
                 "This transport is closed: an exchange failed on its process group, or it was destroyed."
@@ -287,11 +296,10 @@ class GroupTransport(Transport):
         return self._group
 
     def pieces(self, nbytes: int) -> int:
-        """Number of pieces into which to cut a message: several on gloo, 1 on other backends.
-
-        It depends on the backend, the size and the world size only, so it is the same on all ranks.
-        """
-        return pieces_on_gloo(nbytes, self.world_size) if _is_gloo(self.group) else 1
+        """Number of pieces into which to cut a message: several on gloo, 1 on other backends."""
+        # PyTorch does not know gradwire's own groups, which are gloo's.
+        is_gloo = isinstance(self.group, dist.ProcessGroupGloo) or dist.get_backend(self.group) == "gloo"
+        return pieces_on_gloo(nbytes, self.world_size) if is_gloo else 1
 
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its CUDA tensors."""
@@ -299,13 +307,9 @@ class GroupTransport(Transport):
         collective.run(self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective and return one `dist.Work` per message.
+        """Launch a collective of CPU tensors and return one `dist.Work` per message.
 
-        A sparse all-reduce is launched only once the previous one is done.
-
-        Args:
-            collective: to launch; its tensors are on the CPU.
-            group: the process group to use, of the same ranks; by default the transport's own.
+        ``group`` is a process group of the same ranks, by default the transport's own.
         """
         self.payload_bytes += collective.payload_bytes
         return collective.start(group or self.group)
@@ -317,23 +321,12 @@ class GroupTransport(Transport):
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         """Launch an in-place broadcast of ``tensor`` from the group's rank ``source``."""
-        group = self.group
-        if isinstance(group, dist.ProcessGroup):
-            return cast("dist.Work", dist.broadcast(tensor, group=group, group_src=source, async_op=True))
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return group.broadcast([tensor], options)
+        return self.group.broadcast([tensor], options)
 
     def wait(self, work: dist.Work, check: Callable[[], None] | None = None) -> None:
-        """Wait for a collective that was launched.
-
-        Args:
-            work: its handle.
-            check: called every `POLL_SECONDS`, by default the transport's own; raises to end the wait.
-
-        Raises:
-            RuntimeError: the collective failed, or ``check`` raised.
-        """
+        """Wait for a collective that was launched; see `wait_for`. ``check`` is by default the transport's own."""
         wait_for(work.get_future(), check or self._check)
 
     def close(self) -> None:
@@ -355,48 +348,23 @@ def run_algorithm(steps: Steps[T], transport: Transport) -> T:
         steps: the algorithm, a coroutine that nothing has awaited yet.
         transport: runs its collectives; the same transport that was passed to the algorithm.
     """
-    while True:
-        try:
-            collective = steps.send(None)
-        except StopIteration as end:
-            return cast("T", end.value)
+    driver = Driver(steps)
+    while (collective := driver.advance()) is not None:
         transport.run(collective)
-
-
-@coroutine
-def in_ranges(steps: Steps[T], name: str) -> Generator[Collective, None, T]:
-    """Run an algorithm with each of its stretches between collectives in a profiler range: "NAME, part 1", ...
-
-    A range costs 0.2 us while no profiler runs. `torch.profiler` records a CPU's worker thread only with
-    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``; `torch.autograd.profiler.emit_nvtx` turns all
-    ranges into NVTX ranges.
-
-    Args:
-        steps: the algorithm; await the result instead.
-        name: common part of the names of the ranges.
-    """
-    part = 0
-    try:
-        while True:
-            part += 1
-            with profiler_range(f"{name}, part {part}"):
-                try:
-                    collective = steps.send(None)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-            yield collective
-    finally:
-        steps.close()
+    return driver.result
 
 
 def wait_for(future: Future[T], check: Callable[[], None]) -> T:
     """Wait for ``future`` and return its value; calls ``check``, which may raise, every `POLL_SECONDS`."""
     if not future.done():
-        is_done = threading.Event()
-        future.add_done_callback(lambda _: is_done.set())
-        while not is_done.wait(POLL_SECONDS):
-            check()
+        done: queue.SimpleQueue[object] = queue.SimpleQueue()
+        future.add_done_callback(done.put)
+        while True:
+            try:
+                done.get(timeout=POLL_SECONDS)
+                break
+            except queue.Empty:
+                check()
     try:
         return future.wait()
     except BaseException as error:
@@ -417,7 +385,7 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
             let_go_of_locals(error)
             values.append(None)
         finally:
-            del future  # as above
+            del future  # it holds the error, too
     return values
 
 
@@ -429,23 +397,6 @@ def let_go_of_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    is_registered = isinstance(group, dist.ProcessGroup)
-    return dist.get_backend(group) == "gloo" if is_registered else isinstance(group, dist.ProcessGroupGloo)
-
-
-# torch.distributed's functions take only groups that it has registered: they look up the group's name. gradwire's own
-# groups are not registered, so their methods are called directly.
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
-    if isinstance(group, dist.ProcessGroup):
-        return cast("dist.Work", dist.all_reduce(tensor, op, group=group, async_op=True))
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
 def _nothing(_: Future[Any]) -> None:

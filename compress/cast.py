@@ -8,7 +8,7 @@ Division comes before the cast: 1e5 and 0 on two ranks would overflow fp16, but 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,17 @@ from gradwire.kernels import SegmentTable, flatten, unflatten
 
 
 class Gradients(NamedTuple):
-    """Gradients of one dtype, and the position of each in a flat wire buffer.
+    """The gradients of a bucket: a list with one tensor per parameter, or one flat buffer that holds them all.
 
     Attributes:
-        tensors: one per parameter, or one flat buffer.
-        table: their layout in a wire buffer.
+        tensors: one per parameter, or one flat buffer; of one dtype.
+        table: layout of ``tensors`` in a wire buffer.
+        layout: layout of the gradients, one per parameter, in the flat buffer; None: ``tensors`` are the gradients.
     """
 
     tensors: Sequence[Tensor]
     table: SegmentTable
+    layout: SegmentTable | None = None
 
     @property
     def flat(self) -> Tensor | None:
@@ -36,10 +38,19 @@ class Gradients(NamedTuple):
             return self.tensors[0]
         return None
 
-    def each(self, table: SegmentTable) -> list[Tensor]:
-        """One real tensor per gradient of ``table``: a view of the flat buffer, or the gradient itself."""
-        flat = self.flat
-        return table.views(flat) if flat is not None else self.table.real(self.tensors)
+    def each(self) -> list[Tensor]:
+        """One real tensor per parameter: the gradient itself, or a view of the flat buffer."""
+        if self.layout is None:
+            return self.table.real(self.tensors)
+        return self.layout.views(self.tensors[0])
+
+    def flatten(self, wire: Tensor, **options: Any) -> Tensor:
+        """Gather all gradients in ``wire``; see `gradwire.kernels.flatten`."""
+        return flatten(self.tensors, wire, table=self.table, **options)
+
+    def unflatten(self, wire: Tensor, **options: Any) -> None:
+        """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten`."""
+        unflatten(wire, self.tensors, table=self.table, **options)
 
 
 async def cast_all_reduce(
@@ -65,10 +76,10 @@ async def cast_all_reduce(
     """
     flat = target.flat
     wire = flat if flat is not None and flat.dtype == dtype else workspace.wire(source.table.numel, dtype)
-    flatten(source.tensors, wire, table=source.table, scale=1 / (divisor or transport.world_size))
+    source.flatten(wire, scale=1 / (divisor or transport.world_size))
     await transport.all_reduce(wire)
     if wire is not flat:
-        unflatten(wire, target.tensors, table=target.table)
+        target.unflatten(wire)
 
 
 async def sparse_all_reduce(gradient: Tensor, transport: Transport, divisor: int) -> Tensor:

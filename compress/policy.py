@@ -14,10 +14,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.compress._options import check_number, check_patterns, check_whole_number
+from gradwire.compress._validation import check_number, check_patterns, check_whole_number
 from gradwire.kernels import WIRE_FORMATS, WireFormat
 
 Value = TypeVar("Value")
+DEFAULT_EXEMPT = ("*.bias", "*norm*")
 
 
 class MatrixShape(NamedTuple):
@@ -45,7 +46,6 @@ class LowRankPolicy:
     Attributes:
         rank: r, clamped to min(n, m). Start with 1 to 4 and double it until accuracy suffices; the
             payload is proportional to r.
-        start_iteration: the first compressed step. Choose one after the learning rate's warm-up.
         min_compression_rate: a matrix is compressed if min_compression_rate (n + m) r < n m, and
             never if it would not shrink. A higher rate exempts matrices that gain little. Finite.
         ranks: other ranks by name pattern, as in `fnmatch`; the first match counts, and 0 exempts.
@@ -57,21 +57,17 @@ class LowRankPolicy:
     """
 
     rank: int = 1
-    start_iteration: int = 1_000
     min_compression_rate: float = 2
     ranks: Mapping[str, int] = field(default_factory=dict)
     stacks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_whole_number("rank", self.rank, "at least 1, a whole number", 1)
-        check_whole_number("start_iteration", self.start_iteration, "a whole number of steps")
         check_number("min_compression_rate", self.min_compression_rate, "a finite number")
         check_patterns("ranks", self.ranks, "a rank, or 0 to send it uncompressed", 0)
         check_patterns("stacks", self.stacks, "a number of matrices, at least 1", 1)
-
-    def has_started(self, iteration: int) -> bool:
-        """Whether step ``iteration``, counted from 0, is compressed."""
-        return iteration >= self.start_iteration
+        for name in ("ranks", "stacks"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
 
     def matrix_shape(self, name: str, layout: Tensor) -> MatrixShape | None:
         """The matrices that a parameter is compressed as; None if it is sent uncompressed.
@@ -115,6 +111,35 @@ class LowRankPolicy:
                 rows, columns = _memory_matrix(layout[0])
         return MatrixShape(count, rows, columns, min(_first_match(self.ranks, name, self.rank), rows, columns))
 
+    def why_nothing_is_compressed(self, layouts: Mapping[str, Tensor]) -> str:
+        """Why none of these parameters is compressed: the largest matrix, its rate, and the option to change."""
+        shapes = {name: self.as_matrices(name, layout) for name, layout in layouts.items()}
+        matrices = {
+            name: shape for name, shape in shapes.items() if min(layouts[name].dim(), shape.rows, shape.columns) > 1
+        }
+        if not matrices:
+            return "No parameter is a matrix, and only matrices are compressed."
+        compressible = {name: shape for name, shape in matrices.items() if shape.rank > 0}
+        if not compressible:
+            return "ranks exempts every matrix."
+        name = max(compressible, key=lambda name: layouts[name].numel())
+        shape = compressible[name]
+        wanted = max(self.min_compression_rate, 1)
+        highest = shape._replace(rank=1).rate
+        if shape.rate > 1:
+            remedy = f"min_compression_rate={self.min_compression_rate} asks for a higher one: lower it"
+            remedy += f", or matrix_approximation_rank: rank 1 has {highest:.2f}." if highest > wanted else "."
+        elif highest > wanted:
+            remedy = f"Lower matrix_approximation_rank: rank 1 has {highest:.2f}."
+        elif highest > 1:
+            remedy = f"Lower matrix_approximation_rank and min_compression_rate: rank 1 has {highest:.2f}."
+        else:
+            remedy = "It is too small for any rank."
+        return (
+            f"The largest matrix, {name}, has {shape.rows} x {shape.columns} elements; its factors of rank "
+            f"{shape.rank} have {(shape.rows + shape.columns) * shape.rank:,}, a rate of {shape.rate:.2f}. {remedy}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class WirePolicy:
@@ -128,16 +153,14 @@ class WirePolicy:
         wire: a format of `gradwire.kernels.WIRE_FORMATS`.
         exempt: name patterns, as in `fnmatch`.
         wires: other formats, by name pattern.
-        start_iteration: the first quantized step.
 
     Raises:
         ValueError: an attribute is of another type, or a format is unknown.
     """
 
     wire: str = "int4"
-    exempt: tuple[str, ...] = ("*.bias", "*norm*")
+    exempt: tuple[str, ...] = DEFAULT_EXEMPT
     wires: Mapping[str, str] = field(default_factory=dict)
-    start_iteration: int = 2
 
     def __post_init__(self) -> None:
         _check_format("wire", self.wire)
@@ -147,11 +170,7 @@ class WirePolicy:
             raise ValueError(f"wires is {self.wires!r}; expected a dictionary from name patterns to wire formats.")
         for pattern, wire in self.wires.items():
             _check_format(f"wires[{pattern!r}]", wire)
-        check_whole_number("start_iteration", self.start_iteration, "a whole number of steps, at least 0", 0)
-
-    def has_started(self, iteration: int) -> bool:
-        """Whether step ``iteration``, counted from 0, is quantized."""
-        return iteration >= self.start_iteration
+        object.__setattr__(self, "wires", dict(self.wires))
 
     def wire_format(self, name: str, layout: Tensor) -> WireFormat:
         """The wire format of a parameter.
@@ -176,6 +195,40 @@ class WirePolicy:
         Patterns in ``exempt`` need not match: the default ones suit models with and without normalization layers.
         """
         return _unmatched(list(names), wires=self.wires)
+
+
+def check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], shape: MatrixShape) -> None:
+    """Raise ValueError unless the factors of a parameter fit its matrices, at any rank."""
+    for side, factors, length in (("q", q, shape.columns), ("p", p, shape.rows)):
+        if name in factors:
+            matrices, rank, found = factors[name].shape
+            highest = min(shape.rows, shape.columns)
+            if (matrices, found) != (shape.matrices, length) or not 1 <= rank <= highest:
+                raise ValueError(
+                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected ({shape.matrices}, rank, "
+                    f"{length}) with a rank of 1 to {highest}. Load the state of this model and its stacks, or leave "
+                    "this entry out: its factors then start from scratch."
+                )
+
+
+def check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
+    """Raise ValueError unless the factors fit matrices of any shape with ``numel`` elements in total."""
+    remedy = "Load the state of this model, or leave these factors out: they then start from scratch."
+    for side, factors in (("q", q), ("p", p)):
+        if name in factors:
+            matrices, rank, length = factors[name].shape
+            if numel % (matrices * length) != 0 or rank > numel // (matrices * length):
+                raise ValueError(
+                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected matrices x rank x length, of "
+                    f"matrices with the {numel} elements of {whose}. {remedy}"
+                )
+    if name in q and name in p:
+        sides = [tuple(factors[name].shape) for factors in (q, p)]
+        if sides[0][0] != sides[1][0] or sides[0][0] * sides[0][2] * sides[1][2] != numel:
+            raise ValueError(
+                f"q[{name!r}] and p[{name!r}] have the shapes {sides[0]} and {sides[1]}; expected matrices x rank x "
+                f"columns and matrices x rank x rows, of matrices with the {numel} elements of {whose}. {remedy}"
+            )
 
 
 def _unmatched(names: Sequence[str], **options: Mapping[str, object]) -> str | None:

@@ -20,14 +20,33 @@ Error-Compensated Compression", ICML 2019, algorithm 1; Wang et al., "ZeRO++", a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress.quantized_bucket import QuantizedBucket
-from gradwire.kernels import commit_errors, dequantize, quantize, reduce_quantized
+from gradwire.compress._validation import check_error_shape
+from gradwire.kernels import (
+    HEADER_BYTES,
+    BlockTable,
+    MessageLayout,
+    Rounding,
+    Section,
+    SegmentTable,
+    WireFormat,
+    commit_errors,
+    dequantize,
+    is_capturing,
+    quantize,
+    random_key,
+    reduce_quantized,
+)
+
+SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks
 
 
 async def quantized_all_reduce(
@@ -45,7 +64,7 @@ async def quantized_all_reduce(
         source: the gradients, real. Not modified, unless ``target`` is the same memory.
         target: the result: ``source`` itself, or other tensors like it.
         iteration: number of the step, equal on all ranks.
-        transport: the two shots over the ranks; the one that the bucket was built for.
+        transport: the transport of the two shots, which the bucket was built for.
         workspace: provides the messages.
 
     Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
@@ -70,30 +89,223 @@ async def quantized_all_reduce(
         True
     """
     step = bucket.start_step(source, target, iteration, workspace)
-    for part in step.parts:
+    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
+    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
+    for each in step.sections:
         quantize(
-            part.source,
-            part.section,
+            each.source,
+            each.section,
             step.message,
             scale=1 / transport.world_size,
-            errors=part.errors,
-            pending=part.pending,
+            errors=each.errors,
+            pending=each.pending,
             rounding=step.first_rounding,
         )
     await transport.all_to_all(step.received, step.message)
-    for part in step.parts:
+    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
+    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
+    for each in step.sections:
         reduce_quantized(
             step.received,
-            part.section,
+            each.section,
             step.result,
             rank=transport.rank,
-            errors=part.shard_errors,
-            pending=part.shard_pending,
+            errors=each.shard_errors,
+            pending=each.shard_pending,
             rounding=step.second_rounding,
         )
     await transport.all_gather(step.message, step.result)
-    for part in step.parts:
-        dequantize(step.message, part.section, part.target)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
+    for each in step.sections:
+        dequantize(step.message, each.section, each.target)
+    # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if step.pending is not None:
         assert bucket.errors is not None
         commit_errors(step.message, step.pending, bucket.errors)
+
+
+class SectionTensors(NamedTuple):
+    """One section of a message, with its gradients and errors in one step; no errors without error feedback."""
+
+    section: Section  # the wire format, and the places of the blocks
+    source: list[Tensor]  # the gradients
+    target: list[Tensor]  # the tensors that receive the mean; may be ``source``
+    errors: Tensor | None  # E, the error memory of the first shot, [blocks of the bucket * block size]
+    pending: Tensor | None  # the next E, if the bucket is finite on all ranks
+    shard_errors: Tensor | None  # E2, the error memory of the second shot, [blocks of this rank's cells * block size]
+    shard_pending: Tensor | None  # the next E2, if the bucket is finite on all ranks
+
+
+class QuantizedStep(NamedTuple):
+    """The tensors of one bucket in one step: buffers in the workspace, valid until its next use."""
+
+    sections: list[SectionTensors]  # one for each wire format
+    message: Tensor  # codes of all gradients, uint8 [pieces, n, cell bytes]; in the second shot, the gathered results
+    received: Tensor  # this rank's cells of all ranks' messages, uint8 [pieces, n, cell bytes]
+    result: Tensor  # codes of their sums, uint8 [pieces, cell bytes]
+    pending: Tensor | None  # like `QuantizedBucket.errors`; None without error feedback
+    first_rounding: Rounding
+    second_rounding: Rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How blocks are quantized. See `gradwire.hooks.quantization_hooks.QuantizationState` for advice.
+
+    Attributes:
+        block_size: elements that share a scale: a power of two from 32 to 1024.
+        error_dtype: dtype of the error memories, torch.float32 or torch.bfloat16; None: no error feedback.
+        stochastic_rounding: whether to round to one of the two nearest codes at random.
+        seed: seed of the random numbers, equal on all ranks.
+    """
+
+    block_size: int = 64
+    error_dtype: torch.dtype | None = torch.float32
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+
+class QuantizedBucket:
+    """One bucket: where its gradients lie in a message, and the error memories.
+
+    It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
+    parameters starts from its `folded_errors`.
+
+    Args:
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
+        formats: wire format of each gradient (`WirePolicy.wire_formats`).
+        transport: the transport of its collectives; gives world size, rank and number of pieces.
+        options: block size, error memory and rounding.
+        names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...
+        memory: the "errors" of earlier buckets, by parameter name. Not modified.
+        iteration: number of the current step, for the random numbers.
+
+    Attributes:
+        layout: position of each gradient in a flat buffer of the bucket.
+        message_layout: position of each block in a message.
+        errors: the error memories of all sections: for the first shot, then for the second; None without error
+            feedback. Updated in place.
+        memory: the "errors" of the first shot, by parameter name: views of ``errors``.
+        counter: int64 [1], in device memory: number of the current step, for the random numbers.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Tensor],
+        formats: Sequence[WireFormat],
+        transport: Transport,
+        options: Quantization,
+        *,
+        names: Sequence[str] | None = None,
+        memory: Mapping[str, Mapping[str, Tensor]] | None = None,
+        iteration: int = 0,
+    ) -> None:
+        device = layouts[0].device
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        self._rank, self._stochastic = transport.rank, options.stochastic_rounding
+        self.layout = SegmentTable(layouts)
+        self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
+        # The gradients of each section, in the order of the bucket.
+        self._members = {wire: [i for i, each in enumerate(formats) if each == wire] for wire in dict.fromkeys(formats)}
+        keys = [random_key(options.seed, name) for name in names]
+        groups = [
+            (wire, BlockTable([layouts[i] for i in of], options.block_size, [keys[i] for i in of]))
+            for wire, of in self._members.items()
+        ]
+        whole = MessageLayout(groups, transport.world_size)
+        pieces = transport.pieces(transport.world_size * whole.cell_bytes)
+        self.message_layout = MessageLayout(groups, transport.world_size, pieces)
+        sections = self.message_layout.sections
+        self._sizes = [section.table.numel for section in sections]
+        self._sizes += [self.message_layout.shard_numel(section) for section in sections]
+
+        self.errors: Tensor | None = None
+        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
+        if options.error_dtype is not None:
+            self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=device)
+            self.memory["errors"] = self._by_name(self.errors, names)
+            earlier = memory["errors"] if memory is not None else {}
+            for name, error in self.memory["errors"].items():
+                if name in earlier:
+                    check_error_shape(name, earlier[name], error)
+                    error.copy_(earlier[name])
+        self._names = names
+
+    def folded_errors(self) -> dict[str, Tensor]:
+        """This rank's errors of both shots, by parameter name: copies, in the gradients' shapes and fp32.
+
+        Summed over the ranks, they are what earlier steps have not applied yet. So a bucket with other cells, or on
+        other ranks, that starts from them loses nothing.
+        """
+        if self.errors is None:
+            return {}
+        sections = self.message_layout.sections
+        parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
+        for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
+            block_size = section.table.block_size
+            for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
+                first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
+                errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
+        return self._by_name(torch.cat(parts[: len(sections)]), self._names)
+
+    def start_step(
+        self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, workspace: Workspace
+    ) -> QuantizedStep:
+        """Set ``counter``, and lay out the tensors of a step.
+
+        Args:
+            source: the gradients, real.
+            target: the tensors that receive the mean; may be ``source``.
+            iteration: the number of the step. Ignored while a CUDA graph is captured: every replay would set the same
+                number.
+            workspace: provides the buffers.
+        """
+        if not is_capturing(self.counter.device):
+            self.counter.fill_(iteration)
+        layout = self.message_layout
+        numel = layout.n_cells * layout.cell_bytes
+        sizes = [(numel, torch.uint8), (numel, torch.uint8), (layout.pieces * layout.cell_bytes, torch.uint8)]
+        if self.errors is not None:
+            sizes.append((self.errors.numel(), self.errors.dtype))
+        message, received, result, *buffers = workspace.wires(*sizes)
+        pending = buffers[0] if buffers else None
+        result = result.view(layout.result_shape)
+        result[:, :HEADER_BYTES].zero_()
+        n = len(layout.sections)
+        errors = self.errors.split(self._sizes) if self.errors is not None else [None] * 2 * n
+        after = pending.split(self._sizes) if pending is not None else [None] * 2 * n
+        sections_in_step = [
+            SectionTensors(
+                section,
+                list(map(source.__getitem__, members)),
+                list(map(target.__getitem__, members)),
+                errors[k],
+                after[k],
+                errors[n + k],
+                after[n + k],
+            )
+            for k, (section, members) in enumerate(zip(layout.sections, self._members.values(), strict=True))
+        ]
+        return QuantizedStep(
+            sections_in_step,
+            message.view(layout.message_shape),
+            received.view(layout.message_shape),
+            result,
+            pending,
+            Rounding(self.counter, self._rank, self._stochastic),
+            Rounding(self.counter, SECOND_SHOT_SALT, self._stochastic),
+        )
+
+    def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Views of the errors of the first shot in the gradients' shapes and strides, by parameter name.
+
+        Args:
+            errors: flat, beginning like `errors`.
+            names: parameter names.
+        """
+        views: dict[str, Tensor] = {}
+        sections = self.message_layout.sections
+        section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
+        for section, members, flat in zip(sections, self._members.values(), section_errors, strict=True):
+            views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
+        return views

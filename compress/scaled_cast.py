@@ -10,7 +10,7 @@ of a bucket in a process group sends one, of 12 bytes: the ranks agree on their 
 limit is the largest value of the wire dtype / 2^(ceil(log2 n) + 1). The sum of n contributions cannot overflow in any
 order and with any rounding of partial sums, so a non-finite result means a non-finite gradient.
 
-Delayed scaling is from the fp8 recipe of NVIDIA's Transformer Engine; here it applies to a sum over ranks.
+Source: delayed scaling is the fp8 recipe of NVIDIA's Transformer Engine; here it applies to a sum over ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress._options import check_whole_number
+from gradwire.compress._validation import check_whole_number
 from gradwire.compress.cast import Gradients
-from gradwire.kernels import MAX_EXPONENT, flatten, unflatten, update_scale
+from gradwire.kernels import MAX_EXPONENT, update_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,16 @@ async def scaled_cast_all_reduce(
         transport: the all-reduce over the ranks.
         workspace: provides the wire buffer.
     """
-    if scale.transport is not transport:
+    if scale.transport is not transport:  # the first step: ranks may remember different exponents
         await _agree(source, scale, transport)
         _update(scaling, scale, counters, False, transport)
     wire = workspace.wire(source.table.numel, scaling.dtype)
+    # Dividing by n before the cast, and clamping each contribution, keeps every partial sum in range.
     limit = scaling.limit(transport.world_size)
-    flatten(source.tensors, wire, table=source.table, scale=scale.scales[0], limit=limit, counters=counters)
+    source.flatten(wire, scale=scale.scales[0], limit=limit, counters=counters)
     await transport.all_reduce(wire)
-    unflatten(wire, target.tensors, table=target.table, scale=scale.scales[1], absmax=scale.absmax)
+    # The next scale depends on the result only, which has the same bits on all ranks: so no message is needed.
+    target.unflatten(wire, scale=scale.scales[1], absmax=scale.absmax)
     _update(scaling, scale, counters, is_last, transport)
 
 
@@ -127,8 +129,8 @@ async def _agree(source: Gradients, scale: BucketScale, transport: Transport) ->
     norms = torch._foreach_norm([g for g in tensors if g.numel() > 0] or [scale.absmax], math.inf)
     scale.absmax.copy_(torch.stack([norm.float() for norm in norms]).max())
     exponent, calibrated = scale.exponent.unbind()
-    lowered = 4 * MAX_EXPONENT * (1 - calibrated)  # below all that are derived from a gradient
-    bits = scale.absmax.view(torch.int32)[0]  # the bits of non-negative numbers order as the numbers do, NaN on top
+    lowered = 4 * MAX_EXPONENT * (1 - calibrated)  # below every exponent derived from a gradient
+    bits = scale.absmax.view(torch.int32)[0]  # bits of non-negative numbers sort like the numbers, with NaN on top
     message = torch.stack([bits, -exponent - lowered, calibrated])
     await transport.all_reduce_max(message)
     scale.absmax.view(torch.int32).copy_(message[0])

@@ -3,6 +3,7 @@
 Run it with torchrun --nproc-per-node 2 examples/topk_hook.py
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,14 +42,13 @@ async def topk_all_reduce(step: Step, density: float) -> None:
     world_size, errors = step.transport.world_size, step.memory["errors"]
     share = torch.cat([gradient.flatten().float() for gradient in step.gradients]) / world_size
     total = share + torch.cat([error.flatten().float() for error in errors])
-    indices = total.abs().topk(max(1, int(density * total.numel()))).indices
-    message = torch.cat([indices.int().view(torch.uint8), total[indices].view(torch.uint8)])
+    indices = total.abs().topk(math.ceil(density * total.numel())).indices
+    message = torch.cat([indices.int(), total[indices].view(torch.int32)])
     gathered = message.new_empty(1, world_size, message.numel())
-    await step.transport.all_gather(gathered, message[None])
+    await step.transport.all_gather(gathered.view(torch.uint8), message[None].view(torch.uint8))
     result = torch.zeros_like(total)
-    for received in gathered[0]:  # in the order of the ranks, so all ranks get the same bits
-        their_indices, their_values = received.chunk(2)
-        result.index_add_(0, their_indices.view(torch.int32), their_values.view(torch.float32))
+    for received in gathered.view(world_size, 2, len(indices)):  # in the order of the ranks: the same bits on all
+        result.index_add_(0, received[0], received[1].view(torch.float32))
     is_finite = result.isfinite().all()  # on all ranks or on none
     unsent = total.index_fill(0, indices, 0)
     sizes = [error.numel() for error in errors]

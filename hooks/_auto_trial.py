@@ -2,98 +2,61 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Steps, Transport, Workspace
-from gradwire.compress import Gradients
-from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_work, is_sparse
-from gradwire.hooks._types import CommHook, GradBucket
+from gradwire.comm import Executor
+from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
+from gradwire.hooks._bucket import CommHook, GradBucket, ModelBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.hooks.telemetry import Algorithm, Mark, Recorder, T, Timeline, mark
-from gradwire.kernels import WIRE_FORMATS, flatten
+from gradwire.hooks.telemetry import Mark, Stopwatch, durations
+from gradwire.kernels import WIRE_FORMATS
 
 PLAIN = "plain"
 CASTS: dict[str, CommHook] = {PLAIN: allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 LOW_RANK = "powersgd-r"
 
 
-class Exchange(NamedTuple):
+class Candidate(NamedTuple):
     """A hook and its state."""
 
     state: CastState | QuantizationState | PowerSGDState
     hook: CommHook
 
-    def run(self, bucket: GradBucket, iteration: int, recorder: Recorder | None) -> Future[Tensor]:
+    def run(self, bucket: GradBucket, iteration: int, recorder: Stopwatch | None) -> Future[Tensor]:
         """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, HookState):
-            self.state.continue_at(iteration)  # it gets some of the buckets only
+            self.state.continue_at(iteration)  # it gets only some of the buckets
         self.state._recorder = recorder
         return self.hook(self.state, bucket)
 
 
-def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int) -> Exchange:
+def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int) -> Candidate:
     """The exchange of a candidate's name, which compresses from step ``start`` on.
 
     Raises:
         ValueError: there is no candidate of that name.
     """
     if name in CASTS:
-        return Exchange(CastState(process_group), CASTS[name])
+        return Candidate(CastState(process_group), CASTS[name])
     if name in WIRE_FORMATS:
-        return Exchange(QuantizationState(process_group, name, start_iter=start), quantization_hook)
+        return Candidate(QuantizationState(process_group, name, start_iter=start), quantization_hook)
     rank = name.removeprefix(LOW_RANK)
     if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
         state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
         state._has_compressed = True  # no warning if it cannot: the measurement shows that it gains nothing
-        return Exchange(state, powerSGD_hook)
+        return Candidate(state, powerSGD_hook)
     raise ValueError(
         f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
         "rank N, such as powersgd-r4."
     )
-
-
-class Stopwatch:
-    """Measures the buckets of one step of one exchange; see `gradwire.hooks.telemetry.Recorder`.
-
-    Attributes:
-        timelines: of the buckets, in order.
-    """
-
-    def __init__(self) -> None:
-        self.timelines: list[Timeline] = []
-
-    def recorder(self, bucket: GradBucket) -> "Stopwatch":
-        return self
-
-    def settings(self) -> dict[str, object]:
-        return {}
-
-    def agreed(self) -> None:
-        pass
-
-    def observed(self, algorithm: Algorithm) -> Algorithm:
-        def timed(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
-            return self._start(source.table.device).of(algorithm(source, target, transport, workspace))
-
-        return timed
-
-    def uncompressed(self, steps: Steps[T], device: torch.device) -> Steps[T]:
-        return self._start(device).of(steps)
-
-    def finish(self, device: torch.device) -> None:
-        pass
-
-    def _start(self, device: torch.device) -> Timeline:
-        self.timelines.append(Timeline(device))
-        return self.timelines[-1]
 
 
 class CopiedBucket:
@@ -102,9 +65,9 @@ class CopiedBucket:
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
-            of_model = cast("ModelBucket", bucket)
-            self.process_group, self.hook_has_groups = of_model.process_group, of_model.hook_has_groups
-            self.model_parameters = of_model.model_parameters
+            model_bucket = cast("ModelBucket", bucket)
+            self.process_group, self.hook_has_groups = model_bucket.process_group, model_bucket.hook_has_groups
+            self.model_parameters = model_bucket.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -123,46 +86,30 @@ class CopiedBucket:
 def _flat_copy(bucket: GradBucket) -> Tensor:
     source = bucket_work(bucket, {}).source
     table = source.table
-    return flatten(source.tensors, torch.empty(table.numel, dtype=table.dtype, device=table.device), table=table)
+    return source.flatten(torch.empty(table.numel, dtype=table.dtype, device=table.device))
 
 
 class Trial:
-    """The measurement of one candidate in one step, bucket by bucket, each on its own.
+    """The measurement of one candidate in one step, bucket by bucket, on copies of the gradients."""
 
-    Args:
-        candidate: its name.
-        exchange: runs on copies of the gradients. Candidates keep theirs from step to step.
-
-    Attributes:
-        buckets: the parameter names of each bucket.
-    """
-
-    def __init__(self, candidate: str, exchange: Exchange) -> None:
-        self.candidate = candidate
-        self.buckets: list[tuple[str, ...]] = []
+    def __init__(self, candidate: str, exchange: Candidate) -> None:
+        self.candidate = candidate  # name of the candidate
+        self.buckets: list[tuple[str, ...]] = []  # parameter names of each bucket
         self.exchange = exchange
         self._stopwatch = Stopwatch()
         self._marks: list[Mark] = []  # begin and end of each bucket
 
     def run(
-        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Exchange, recorder: Recorder | None
+        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Candidate, recorder: Stopwatch | None
     ) -> Future[Tensor]:
-        """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``; wait for both.
-
-        Args:
-            bucket: the gradients.
-            names: of its parameters.
-            iteration: number of the step.
-            plain: gives the result of the step.
-            recorder: of the whole run.
-        """
+        """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``."""
         self.buckets.append(names)
         device = bucket_device(bucket)
-        self._marks.append(mark(device))
+        self._marks.append(Mark(device))
         self.exchange.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
         result = plain.run(bucket, iteration, recorder)
         result.wait()
-        self._marks.append(mark(device))
+        self._marks.append(Mark(device))
         return result
 
     def costs(self) -> list[list[float]]:
@@ -171,8 +118,7 @@ class Trial:
 
     def ready(self) -> list[float]:
         """Milliseconds from the first complete gradient to each bucket, without the waiting."""
-        gaps = [begin.milliseconds_since(end) for end, begin in zip(self._marks[1::2], self._marks[2::2], strict=False)]
-        return list(accumulate(gaps, initial=0.0))
+        return list(accumulate(durations(self._marks[1:]), initial=0.0))
 
 
 # A plan may take this much longer than the fastest one, if it rounds less.
@@ -180,64 +126,83 @@ TOLERANCE = 1.02
 
 
 class Cost(NamedTuple):
-    """What the exchange of one bucket takes on its own, in milliseconds.
-
-    Attributes:
-        encode: computing up to the last collective.
-        wire: the collectives.
-        decode: computing behind the last collective.
-    """
+    """Milliseconds of the exchange of one bucket on its own: before, in and after the collectives."""
 
     encode: float
     wire: float
     decode: float
 
 
-Costs = Sequence[Mapping[str, Cost]]  # of each bucket, by exchange, the most precise one first
+Costs = Sequence[Mapping[str, Cost]]  # for each bucket, by exchange, the most precise one first
+
+
+def slowest_times(
+    counted: Mapping[str, Sequence[Trial]], executor: Executor, device: torch.device
+) -> tuple[list[float], list[dict[str, Cost]]]:
+    """`predicted_ms`' arguments for every candidate, from the times of the slowest rank. A collective call.
+
+    The times of the plain exchange count as their minimum and all others as their median: load on the machine favors
+    plain.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    costs = torch.stack(
+        [
+            _samples([trial.costs() for trial in trials]).quantile(0.0 if candidate == PLAIN else 0.5, 0)
+            for candidate, trials in counted.items()
+        ],
+        1,
+    )
+    ready = _samples([trial.ready() for trials in counted.values() for trial in trials]).amin(0)
+    times = torch.cat([costs.flatten(), ready]).to(device)
+
+    async def largest() -> None:
+        await executor.transport.all_reduce_max(times)
+
+    executor.submit(lambda _: largest()).wait()
+    costs_ms, ready_ms = times[: costs.numel()].view(costs.shape).tolist(), times[costs.numel() :].tolist()
+    by_name = [{name: Cost(*cost) for name, cost in zip(counted, bucket, strict=True)} for bucket in costs_ms]
+    return ready_ms, by_name
+
+
+def _samples(times: Sequence[Any]) -> Tensor:
+    return torch.tensor(times, dtype=torch.float64, device="cpu")
 
 
 def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
     """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
 
     Args:
-        ready: r of each bucket, in milliseconds, not decreasing.
-        costs: of each bucket.
+        ready: time at which each bucket is ready (ms), not decreasing.
+        costs: cost of each bucket's exchange.
     """
-    encoded = sent = done = 0.0
-    for at, cost in zip(ready, costs, strict=True):
-        encoded = max(at, encoded) + cost.encode
-        sent = max(encoded, sent) + cost.wire
-        done = max(sent, done) + cost.decode
-    computing, busy_until = 0.0, done
-    for at, cost in zip(reversed(ready), reversed(costs), strict=True):
-        computing += cost.encode + cost.decode
-        busy_until = max(busy_until, at + computing)
-    return busy_until
+    times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
+    return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 
 
 def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     """The exchange of each bucket: the most precise ones that are about as fast as the fastest.
 
     Args:
-        ready: as in `predicted_ms`.
-        costs: of every exchange for each bucket.
+        ready: time at which each bucket is ready (ms), not decreasing.
+        costs: for each bucket, the cost of every exchange.
         min_gain: how many times faster the fastest plan must be than the most precise one to be considered.
     """
     plain = [next(iter(of)) for of in costs]
     fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]
-    limit = TOLERANCE * _of_plan(ready, costs, fastest)
-    if min_gain * limit > TOLERANCE * _of_plan(ready, costs, plain):
+    limit = TOLERANCE * _plan_ms(ready, costs, fastest)
+    if min_gain * limit > TOLERANCE * _plan_ms(ready, costs, plain):
         return plain
     plan = list(fastest)
     for i, of in enumerate(costs):
         for name in of:
             plan[i] = name
-            if _of_plan(ready, costs, plan) <= limit:
+            if _plan_ms(ready, costs, plan) <= limit:
                 break
         else:
             plan[i] = fastest[i]
     return plan
 
 
-def _of_plan(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
+def _plan_ms(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
     return predicted_ms(ready, [of[name] for of, name in zip(costs, plan, strict=True)])

@@ -1,31 +1,37 @@
-"""`reduce_bucket`: run an algorithm on the gradients of a bucket, in bucket order.
+"""A bucket of either DDP, and `reduce_bucket`, which runs an algorithm on its gradients, in bucket order.
 
 A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a list of gradients. A hook marked with
 `zero_copy` reads and writes these gradients directly if the reducer calls it. If a wrapper calls it, the same hook gets
-the flat buffer and returns it, as PyTorch's hooks do.
+the flat buffer and returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per parameter.
 """
 
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm import Transport, Workspace, connections_of, executor_for, in_ranges
+from gradwire.comm import Steps, Transport, Workspace, connections_of
 from gradwire.compress import Gradients, sparse_all_reduce
-from gradwire.hooks._types import GradBucket
-from gradwire.hooks.telemetry import Algorithm, Recorder
-from gradwire.kernels import SegmentTable, flatten, is_capturing
+from gradwire.hooks.telemetry import Algorithm, Stopwatch
+from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket as GradBucket
+else:  # PyTorch compares the annotation of a hook with this class
+    from torch.distributed import GradBucket
+
+CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not an attribute of the hook: functools.wraps would copy it to a user's wrapper, which expects flat buffers.
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+_gradwire_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 # Tables of flat buckets, kept from step to step.
 _tables_of: weakref.WeakKeyDictionary[Transport, Tables] = weakref.WeakKeyDictionary()
@@ -43,12 +49,12 @@ def is_zero_copy(hook: Callable[..., object]) -> bool:
 
 
 class ModelBucket(Protocol):
-    """What gradwire's buckets, and copies of them, know of their DistributedDataParallel.
+    """A bucket of gradwire's DDP, or a copy of one.
 
     Attributes:
-        process_group: its ranks; None before the reducer launches the bucket.
+        process_group: process group of the DDP; None before the reducer launches the bucket.
         hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
-        model_parameters: all parameters that it averages.
+        model_parameters: all parameters that its DDP averages.
     """
 
     process_group: dist.ProcessGroup | None
@@ -57,15 +63,10 @@ class ModelBucket(Protocol):
 
 
 class ZeroCopyBucket(ModelBucket, Protocol):
-    """The interface of gradwire's buckets in addition to PyTorch's.
-
-    Attributes:
-        device: of the gradients.
-        zero_copy: whether `source` and `target` may be used; else the bucket is a flat buffer.
-    """
+    """The interface of gradwire's buckets in addition to PyTorch's."""
 
     device: torch.device
-    zero_copy: bool
+    zero_copy: bool  # whether `source` and `target` may be used; else the bucket is a flat buffer
 
     def source(self) -> Gradients:
         """The gradients."""
@@ -76,30 +77,16 @@ class ZeroCopyBucket(ModelBucket, Protocol):
     def empty_buffer(self) -> torch.Tensor:
         """A flat tensor for the mean of the gradients, as the value of the hook's future instead of `target`."""
 
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in order."""
-
     def parameter_names(self) -> list[str]:
         """The names of the parameters, in order."""
 
 
-def is_zero_copy_bucket(bucket: GradBucket | ZeroCopyBucket) -> TypeGuard[ZeroCopyBucket]:
-    """Whether `ZeroCopyBucket.source` and `ZeroCopyBucket.target` of ``bucket`` may be used."""
-    return getattr(bucket, "zero_copy", False)
-
-
 class BucketWork(NamedTuple):
-    """The tensors of a bucket that an algorithm reads and writes.
+    """The tensors of a bucket that an algorithm reads and writes."""
 
-    Attributes:
-        source: the gradients.
-        target: the tensors that get the result; may be ``source``.
-        result: the value of the hook's future: the flat buffer, or the first tensor of ``target``.
-    """
-
-    source: Gradients
-    target: Gradients
-    result: torch.Tensor
+    source: Gradients  # the gradients
+    target: Gradients  # the tensors that receive the mean; may be ``source``
+    result: torch.Tensor  # the value of the hook's future: the flat buffer, or the first tensor of ``target``
 
 
 def is_sparse(bucket: GradBucket) -> bool:
@@ -119,21 +106,28 @@ def bucket_dtype(bucket: GradBucket) -> torch.dtype:
     return bucket.buffer().dtype
 
 
-def bucket_work(bucket: GradBucket, tables: Tables) -> BucketWork:
-    """The tensors of ``bucket``, whose gradients are dense: the gradients if it is zero-copy, else the flat buffer.
+def real_layouts(bucket: GradBucket) -> list[torch.Tensor]:
+    """Real tensors with the shapes, strides, dtype and device of the bucket's gradients."""
+    dtype = bucket_dtype(bucket)
+    return [layout_in_dtype(as_real(gradient_layout(parameter)), dtype) for parameter in bucket.parameters()]
+
+
+def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
+    """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
 
     Args:
         bucket: a bucket of either DDP.
         tables: layouts of flat buckets; a missing one is added.
+        layout: layout of the gradients in a flat buffer; None if the flat buffer need not be taken apart.
     """
-    if is_zero_copy_bucket(bucket):
-        target = bucket.target()
-        return BucketWork(bucket.source(), target, target.tensors[0])
+    if getattr(bucket, "zero_copy", False):
+        target = cast("ZeroCopyBucket", bucket).target()
+        return BucketWork(cast("ZeroCopyBucket", bucket).source(), target, target.tensors[0])
     buffer = bucket.buffer()
     key = (bucket.index(), buffer.numel(), buffer.dtype)
     if key not in tables:
         tables[key] = SegmentTable([buffer])
-    flat = Gradients([buffer], tables[key])
+    flat = Gradients([buffer], tables[key], layout)
     return BucketWork(flat, flat, buffer)
 
 
@@ -143,8 +137,9 @@ def reduce_bucket(
     algorithm: Algorithm,
     name: str,
     *,
+    layout: SegmentTable | None = None,
     divisor: int | None = None,
-    recorder: Recorder | None = None,
+    recorder: Stopwatch | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
@@ -153,33 +148,34 @@ def reduce_bucket(
         bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm.
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
+        layout: layout of the gradients, which `Gradients.each` needs on PyTorch's DDP.
         divisor: divisor of a sparse gradient, by default the world size.
         recorder: measurements of the hook's state; None without any.
     """
     device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
-    executor = executor_for(process_group, device)
+    executor = connections_of(process_group).executor(device)
     transport, workspaces = executor.transport, executor.workspaces
-    work = bucket_work(bucket, _tables_of.setdefault(transport, {})) if not is_sparse(bucket) else None
-    gradient = bucket.buffer() if work is None else work.result
-    measured = recorder.recorder(bucket) if recorder is not None and not is_capturing(device) else None
+    work = None if is_sparse(bucket) else bucket_work(bucket, _tables_of.setdefault(transport, {}), layout)
+    result = bucket.buffer() if work is None else work.result
+
+    # In this thread, which reports earlier steps.
+    sample = recorder.sample(index) if recorder is not None and not is_capturing(device) else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
         if index == 0:
             for each in workspaces:
                 each.start_step()
+        steps: Steps[torch.Tensor | None]
         if work is None:
-            steps = sparse_all_reduce(gradient, transport, divisor or transport.world_size)
-            result = await (steps if measured is None else measured.uncompressed(steps, device))
+            steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
-            run = algorithm if measured is None else measured.observed(algorithm)
-            await run(work.source, work.target, transport, workspace)
-            result = work.result
-        if is_last and measured is not None:
-            measured.finish(device)
-        return result
+            steps = algorithm(work.source, work.target, transport, workspace)
+        if sample is not None:
+            steps = sample.measured(steps, is_last, device, work and work[:2], transport)
+        reduced = await steps
+        return result if reduced is None else reduced
 
-    ranges = f"gradwire::{name}, bucket {index}"
-    future = executor.submit(lambda workspace: in_ranges(task(workspace), ranges))
+    future = executor.submit(task, f"gradwire::{name}, bucket {index}")
     if is_last:
         executor.finish()
     return cast("Future[torch.Tensor]", future)
@@ -190,30 +186,25 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
 
     Everything but the flattening happens in gloo's threads. A task in the executor, whose thread competes with the
     backward for the interpreter lock, would gain nothing: nothing is computed after the collective.
-
-    Args:
-        process_group: the ranks to average over; None for the model's.
-        bucket: of either DDP.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)
     transport = connections.transport("backward", device)
     if bucket.index() == 0:
         connections.start_step()
     source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
-    if is_zero_copy_bucket(bucket) and target.flat is None:
-        result = bucket.empty_buffer()
+    if getattr(bucket, "zero_copy", False) and target.flat is None:
+        result = cast("ZeroCopyBucket", bucket).empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
-    flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
+    source.flatten(wire, scale=1 / transport.world_size)
 
     def finished(future: Future[object]) -> torch.Tensor:
-        future.value()  # raises what gloo has raised
+        future.value()  # raises gloo's error
         return result
 
     return transport.start_all_reduce(wire).then(finished)
 
 
-_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-StateCheck = Callable[[str, object], None]  # of the hook's name and its state
+StateCheck = Callable[[str, object], None]  # takes the hook's name and its state
 
 
 def described(value: object) -> str:
@@ -224,7 +215,7 @@ def described(value: object) -> str:
 
 
 def check_process_group(value: object, argument: str = "process_group") -> None:
-    """Raise TypeError unless ``value`` is a process group, or None for the default one."""
+    """Raise TypeError unless ``value`` is a process group or None."""
     if value is not None and not isinstance(value, dist.ProcessGroup):
         raise TypeError(
             f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
@@ -234,8 +225,7 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
 
 def needs_process_group(hook_name: str, state: object) -> None:
     """Raise TypeError unless the state of a hook is a process group or None."""
-    if state is not None and not isinstance(state, dist.ProcessGroup):
-        check_process_group(state, f"The state of {hook_name}")
+    check_process_group(state, f"The state of {hook_name}")
 
 
 def needs_state(kind: type) -> StateCheck:
@@ -273,7 +263,7 @@ def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
             check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
             return hook(*arguments, **named)
 
-        _hooks.add(checked)
+        _gradwire_hooks.add(checked)
         return cast("Hook", checked)
 
     return decorate
@@ -281,4 +271,4 @@ def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
 
 def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
-    return any(each is hook for each in _hooks)  # a hook need not be hashable
+    return any(each is hook for each in _gradwire_hooks)  # a hook need not be hashable

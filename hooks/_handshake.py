@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,14 +38,21 @@ from gradwire.comm.store_collectives import (
     store_all_gather,
 )
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import ModelBucket, bucket_device, bucket_dtype, is_gradwire_hook, is_sparse
+from gradwire.hooks._bucket import (
+    GradBucket,
+    ModelBucket,
+    bucket_device,
+    bucket_dtype,
+    check_process_group,
+    is_gradwire_hook,
+    is_sparse,
+)
 from gradwire.hooks._parameter_names import registered_wrappers
-from gradwire.hooks._types import GradBucket
-from gradwire.hooks.telemetry import Recorder
+from gradwire.hooks.telemetry import Observed
 
-# How long to wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
-# rank that does not join already waits in a collective, and must get the reason before that times out. In the first
-# handshake ranks may still be loading data, and have the whole timeout.
+# Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
+# rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
+# handshake, ranks may still be loading data, and have the whole timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
 _PURPOSE = "The handshake of communication hooks"
@@ -54,24 +61,37 @@ _REMEDY = (
     "and install the same gradwire."
 )
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
+_PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
 
-class HookSettings:
+class HookSettings(Observed):
     """The settings of a hook, which must be equal on all ranks, and the process groups that have agreed on them.
 
     States of hooks derive from this class; for a hook without a state, its module has an instance.
-
-    Args:
-        hook: name of the hook.
-
-    Attributes:
-        hook_name: name of the hook.
     """
 
-    def __init__(self, hook: str) -> None:
+    serves_one_model = False  # whether the state takes the process group of the model that it is registered for
+    follows_model = False  # whether it has taken it
+
+    def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
         self.hook_name = hook
-        self._agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreement] = WeakKeyDictionary()
+        self.process_group = process_group
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreement]] = WeakKeyDictionary()  # by hook
         self._is_loaded_anew = False  # since the last handshake
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to average over; None for the model's."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        check_process_group(process_group)
+        self._process_group, self.follows_model = process_group, False
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._process_group or default_group()
 
     def settings(self) -> dict[str, object]:
         """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
@@ -85,15 +105,21 @@ class HookSettings:
         """Names of the bucket's parameters in the state; empty for a hook without memory."""
         return ()
 
+    def apply_settings(self, settings: dict[str, object]) -> None:
+        """Apply settings that all ranks have agreed on; they may have changed since the last step."""
+
     def expect_handshake(self) -> None:
         """Request a handshake at the next bucket; call it after the state was loaded."""
         self._is_loaded_anew = True
-        for agreement in self._agreed.values():
-            agreement.settings = None
+        self.revoke_agreements()
 
-    def agree(
-        self, bucket: GradBucket, process_group: dist.ProcessGroup | None, recorder: Recorder | None = None
-    ) -> dist.ProcessGroup:
+    def revoke_agreements(self) -> None:
+        """Request a handshake at the next bucket of every process group."""
+        for agreements in self._agreed.values():
+            for agreement in agreements.values():
+                agreement.settings = None
+
+    def agree(self, bucket: GradBucket, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Compare the settings with the other ranks, once per model. Every hook calls it before anything else.
 
         Args:
@@ -101,7 +127,6 @@ class HookSettings:
             process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
                 is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is
                 replaced by the model's.
-            recorder: measurements of the hook's state, whose settings must be equal, too; None if there are none.
 
         Returns:
             The process group to average over.
@@ -110,36 +135,44 @@ class HookSettings:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
             ValueError: the DistributedDataParallel has other ranks.
         """
-        group = getattr(bucket, "process_group", None)  # of gradwire's DDP; None if no reducer has launched the bucket
+        group = getattr(bucket, "process_group", None)  # a bucket of gradwire's DDP; None if no reducer has launched it
         if group is None:
             group = process_group or default_group()
         elif process_group is not None and process_group is not group:
             group = _chosen_group(cast("ModelBucket", bucket), process_group)
-        settings, generation = self.settings(), connections_of(group).generation
+        settings, generation, recorder = self.settings(), connections_of(group).generation, self._recorder
         if recorder is not None:
-            settings = settings | recorder.settings()
-        agreement = self._agreed.get(group)
+            settings |= recorder.settings()
+        agreements = self._agreed.setdefault(group, {})
+        agreement = agreements.get(self.hook_name)
         if agreement is None or agreement.generation != generation:
-            agreement = self._agreed[group] = _Agreement(generation)
+            agreement = agreements[self.hook_name] = _Agreement(generation)
         again = bucket.parameters()[0] in agreement.parameters
         if again and agreement.settings == settings:
             return group
-        layout, names = _layout(bucket), self.parameter_names(bucket)
-        parameters = (
-            bucket.model_parameters
-            if hasattr(bucket, "model_parameters")
-            else _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
-        )
+        names = self.parameter_names(bucket)
+        if hasattr(bucket, "model_parameters"):
+            parameters = bucket.model_parameters
+        else:
+            parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
+        kind = "sparse gradients" if is_sparse(bucket) else "gradients"
+        shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
         facts = {
             "gradwire": __version__,
             **settings,
             "loaded since the last handshake": again and self._is_loaded_anew,
             **self.replicated(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
-            **layout,
+            "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
+            kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
+            "parameters of the bucket": len(shapes),
+            **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
         }
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
-        agreement.settings = copied(settings)
+        # A copy: dictionaries among the options may be modified in place.
+        settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+        self.apply_settings(settings)
+        agreement.settings = settings
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self._is_loaded_anew = False
         if recorder is not None:
@@ -147,24 +180,15 @@ class HookSettings:
         return group
 
 
-def copied(settings: Mapping[str, object]) -> dict[str, object]:
-    """A copy of settings, so that dictionaries among them may be modified in place and compared."""
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
-
-
 class _Agreement:
-    """What all ranks of a process group have agreed on.
-
-    Attributes:
-        generation: of the connections in which they did: a handshake that one rank finished may have failed on another.
-        settings: those of the hook; None before the first handshake, and after a load.
-        parameters: of the models whose handshake is over.
-    """
+    """The agreement of all ranks of a process group on the settings of a hook."""
 
     def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.settings: dict[str, object] | None = None
-        self.parameters = WeakIdKeyDictionary()
+        self.generation = (
+            generation  # generation of the connections: a handshake that ended here may have failed elsewhere
+        )
+        self.settings: dict[str, object] | None = None  # None before the first handshake, and if another one is due
+        self.parameters = WeakIdKeyDictionary()  # parameters of the models whose handshake is over
 
 
 def digest(value: object) -> str:
@@ -206,18 +230,6 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
 
 
-def _layout(bucket: GradBucket) -> dict[str, object]:
-    """The facts about a bucket that must be equal on all ranks, for a handshake."""
-    kind = "sparse gradients" if is_sparse(bucket) else "gradients"
-    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
-    return {
-        "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
-        kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
-        "parameters of the bucket": len(shapes),
-        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
-    }
-
-
 def _chosen_group(bucket: ModelBucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group that a hook on gradwire's DistributedDataParallel uses, if its own is another object."""
     own = bucket.process_group
@@ -236,26 +248,62 @@ def _parameters_in_pytorchs_ddp(
     """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
 
     Raises:
-        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
+        ValueError: the DDP averages over other ranks than ``group``, and the group was not passed explicitly.
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
-    # Those whose hook is gradwire's: another one may have process groups of its own.
+    # Only DDPs with a hook of gradwire's: other hooks may have their own process groups.
     checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
-    if checked and not any(have_same_ranks(group, ddp.process_group) for ddp in checked):
+    if checked and not any(_have_same_ranks(group, ddp.process_group) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
     return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
 
 
-def have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two process groups have the same ranks, in any order."""
+def check_pairing(state: object, hook: Callable[..., Any]) -> None:
+    """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
+    module = getattr(hook, "__module__", None) or ""
+    if module.startswith(_PYTORCHS_HOOKS) and isinstance(state, HookSettings):
+        name, kind = getattr(hook, "__name__", "hook"), type(state)
+        raise TypeError(
+            f"{name} is from PyTorch, but its state is gradwire's {kind.__name__}, which PyTorch's hook cannot use. "
+            f"Import the hook from gradwire too: from {kind.__module__} import {name}."
+        )
+
+
+def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
+    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel.
+
+    A state without a process group takes ``group``. So does one with another group of the same ranks: gradwire's
+    connections belong to a group, and all of a model's fail and start again together. A state that may serve several
+    models is left as it is: `HookSettings.agree` chooses the group of each. A hook of the user's may pass its state to
+    several of gradwire's, with groups of their own.
+
+    Raises:
+        ValueError: the state has or is a group of other ranks.
+    """
+    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, HookSettings)
+    if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
+        return state
+    chosen = state if not has_group else None if state.follows_model else state.process_group
+    if chosen is not None and chosen is not group and is_initialized_group(chosen):
+        if not is_ours:
+            return state
+        check_same_ranks(chosen, group, "hook's process group")
+    if not has_group:
+        return group
+    if state.serves_one_model:
+        state.process_group, state.follows_model = group, True
+    return state
+
+
+def _have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
     return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
-def check_same_ranks(group: dist.ProcessGroup, of_wrapper: dist.ProcessGroup, what: str) -> None:
-    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel."""
-    ranks, wanted = map(dist.get_process_group_ranks, (group, of_wrapper))
-    if not have_same_ranks(group, of_wrapper):
+def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:
+    """Raise ValueError unless a hook averages over the ranks of its DistributedDataParallel, in any order."""
+    ranks, wanted = map(dist.get_process_group_ranks, (group, wrapper_group))
+    if set(ranks) != set(wanted):
         raise ValueError(
             f"The {what} has ranks {ranks}, the DistributedDataParallel {wanted}: its gradients would be averaged over "
             "other ranks than its parameters. Pass the hook or its state the process group of the model, "

@@ -3,13 +3,14 @@
 import functools
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket
 
 NUMBERED = "parameter."
 # Name components that torch.compile, activation checkpointing and FSDP add.
@@ -77,7 +78,7 @@ class ParameterNames:
     for options by name or checkpoints.
 
     Args:
-        state: registered with the hook.
+        state: the state that is registered with the hook.
     """
 
     def __init__(self, state: object) -> None:
@@ -85,12 +86,12 @@ class ParameterNames:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
-        self._is_closed = False
+        self.is_closed = False  # whether every parameter has appeared: no further one is numbered
 
     @property
     def is_complete(self) -> bool:
         """Whether all names are known: from a module, or because every parameter has appeared."""
-        return self.module is not None or self._is_closed
+        return self.module is not None or self.is_closed
 
     def known(self) -> dict[str, torch.Tensor]:
         """The parameters with a name so far, by name."""
@@ -98,15 +99,11 @@ class ParameterNames:
 
     def note(self, names: Sequence[str], bucket: GradBucket) -> None:
         """Store the names that `of` returned for this bucket, unless all are known."""
-        if not self._is_closed and (self._module is None or self._module() is None):
+        if not self.is_closed and (self._module is None or self._module() is None):
             self._names.update(zip(bucket.parameters(), names, strict=True))
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Take the names from ``module.named_parameters()``, as `plain_name` has them.
-
-        Raises:
-            ValueError: the names are from another module, or parameters are numbered already.
-        """
+        """Take the names from ``module.named_parameters()``, as `plain_name` has them."""
         module = unwrapped(module)
         bound = self.module
         if bound is not None and bound is not module:
@@ -119,10 +116,8 @@ class ParameterNames:
                 "This state has trained without parameter names, and identifies parameters by their order. "
                 "Call state.bind(model) before the first step, on every rank."
             )
-        names = parameter_names(module)
+        self._names.update(parameter_names(module))
         self._module = weakref.ref(module)
-        for parameter, name in names.items():
-            self._names[parameter] = name
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -139,10 +134,6 @@ class ParameterNames:
         module = self.module
         return list(module.parameters()) if module is not None else []
 
-    def close(self) -> None:
-        """Number no further parameters: every parameter has appeared."""
-        self._is_closed = True
-
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""
         if self.module is None and not self.are_numbers:
@@ -155,34 +146,32 @@ class ParameterNames:
         if self.are_numbers:
             raise self._unknown(needed_by)
 
-    def of(self, bucket: GradBucket, needed_by: str | None = None) -> tuple[str, ...]:
+    def of(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
         """The names of the parameters of a bucket of PyTorch's DDP, in its order.
 
         Args:
             bucket: the bucket.
-            needed_by: subject of the error message, if numbers do not suffice.
-
-        Raises:
-            RuntimeError: ``needed_by`` is given, and the names are not known.
-            ValueError: a parameter is not the module's, or first appears after `close`.
+            needed_by: returns the subject of the error message; None if numbers suffice.
         """
         parameters = bucket.parameters()
-        unnamed = [parameter for parameter in parameters if parameter not in self._names]
-        if unnamed:
+        names: list[str | None] = list(map(self._names.get, parameters))
+        if None in names:
             self.search(parameters)
-            unnamed = [parameter for parameter in unnamed if parameter not in self._names]
-        if unnamed and (self._is_closed or self.module is not None):
+            names = list(map(self._names.get, parameters))
+        unnamed = [parameter for parameter, name in zip(parameters, names, strict=True) if name is None]
+        if unnamed and (self.is_closed or self.module is not None):
             raise ValueError(
                 f"A parameter of shape {tuple(unnamed[0].shape)} belongs to another model than earlier ones; a "
                 "state serves one model only. Create a new state for each model. If a model's parameters change, call "
                 "state.bind(module) with that model."
             )
-        if needed_by is not None and (unnamed or self.are_numbers):
-            raise self._unknown(needed_by)
+        if (unnamed or self._unnamed > 0) and (needing := needed_by()) is not None:
+            raise self._unknown(needing)
         for parameter in unnamed:
             self._names[parameter] = f"{NUMBERED}{self._unnamed}"
             self._unnamed += 1
-        return tuple(self._names[parameter] for parameter in parameters)
+            names[names.index(None)] = self._names[parameter]
+        return tuple(cast("list[str]", names))
 
     def _unknown(self, needed_by: str) -> RuntimeError:
         return RuntimeError(
@@ -195,10 +184,13 @@ class ParameterNames:
 def live_wrappers() -> list[TorchDDP]:
     """All live DistributedDataParallel wrappers, PyTorch's, gradwire's and other subclasses.
 
-    The search is one pass over all objects of Python's garbage collector: 50 ms for a million. It does not find what
-    ``gc.freeze()`` has hidden.
+    The search is one pass over all objects of Python's garbage collector: 50 ms for a million. It does not find objects
+    that ``gc.freeze()`` has hidden.
     """
-    objects = gc.get_referrers(*_with_subclasses(TorchDDP))  # an instance refers to its class
+    kinds: list[type] = [TorchDDP]
+    for kind in kinds:  # the list grows
+        kinds += kind.__subclasses__()
+    objects = gc.get_referrers(*kinds)  # an instance refers to its class
     return [ddp for ddp in objects if TorchDDP in type(ddp).__mro__ and "module" in vars(ddp).get("_modules", {})]
 
 
@@ -214,10 +206,3 @@ def registered_wrappers(state: object, parameters: Sequence[torch.Tensor] = ()) 
     hooked = [ddp for ddp in hooked if wanted <= set(map(id, ddp.module.parameters()))]
     holders = [ddp for ddp in hooked if any(held is state for _, held in ddp._comm_hooks)]
     return holders or (hooked if wanted else [])
-
-
-def _with_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for subclass in subclasses:
-        yield from _with_subclasses(subclass)

@@ -2,21 +2,21 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Transport, executor_for
-from gradwire.compress._options import check_whole_number
-from gradwire.hooks._auto_trial import PLAIN, Cost, Exchange, Trial, choose, make_exchange, predicted_ms
-from gradwire.hooks._bucket import bucket_device
+from gradwire.comm import executor_for
+from gradwire.compress._validation import check_entries, check_whole_number, wrong
+from gradwire.hooks._auto_trial import PLAIN, Candidate, Trial, choose, make_exchange, predicted_ms, slowest_times
+from gradwire.hooks._bucket import GradBucket, bucket_device
+from gradwire.hooks._checkpoint import check_count, option_values
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import parameter_names, plain_name
-from gradwire.hooks._state_validation import check_auto_state
-from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import HookState, hook_for
+from gradwire.hooks.hook_state import HookState, hook_for, with_option_attributes
 from gradwire.kernels import is_capturing
 
 __all__ = ["AutoState", "auto_hook"]
@@ -30,6 +30,34 @@ FIRST_STEPS = 2
 WARM_UP = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """The options of `AutoState`, documented there.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
+    """
+
+    candidates: tuple[str, ...] = DEFAULT_CANDIDATES
+    repeats: int = 3
+    min_gain: float = 1.05
+    plan: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = tuple(self.candidates)
+        object.__setattr__(self, "candidates", names)
+        object.__setattr__(self, "plan", dict(self.plan))
+        if not names or names[0] != PLAIN or len(set(names)) < len(names):
+            expected = f"a list of different names that begins with {PLAIN!r}"
+            raise ValueError(f"candidates is {list(names)}; expected {expected}.")
+        for name in (*names, *self.plan.values()):
+            make_exchange(name, None, FIRST_STEPS)
+        check_whole_number("repeats", self.repeats, "a whole number of steps, at least 1", 1)
+        if not isinstance(self.min_gain, int | float) or not self.min_gain >= 1:
+            raise ValueError(f"min_gain is {self.min_gain!r}; expected a ratio of times, at least 1.")
+
+
+@with_option_attributes(AutoOptions)
 class AutoState(HookState):
     """Options, measurements and choices of `auto_hook`, for one model.
 
@@ -65,6 +93,14 @@ class AutoState(HookState):
         >>> model.register_comm_hook(state, auto_hook)
     """
 
+    local_options = frozenset({"plan"})  # `replicated` has its digest
+    options: AutoOptions
+    if TYPE_CHECKING:
+        candidates: tuple[str, ...]
+        repeats: int
+        min_gain: float
+        plan: Mapping[str, str]
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -74,61 +110,51 @@ class AutoState(HookState):
         min_gain: float = 1.05,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[str, Candidate] = {}
         self._trials: list[Trial] = []
-        super().__init__("auto_hook", process_group)
-        self.candidates, self.repeats, self.min_gain = tuple(candidates), repeats, min_gain
-        self._plan = dict(plan or {})
-        self._check_options()
-        self._in_use = self._options_and_plan()
-        self._latest: dict[str, Exchange] = {}  # the exchange of each parameter's bucket in its latest step, by name
+        options = AutoOptions(candidates=tuple(candidates), repeats=repeats, min_gain=min_gain, plan=plan or {})
+        super().__init__("auto_hook", process_group, options)
+        self._applied_plan = dict(options.plan)
+        self._latest: dict[str, Candidate] = {}  # the exchange of each parameter's bucket in its latest step, by name
         self._first_trial = FIRST_STEPS  # the step of the first measurement
         self._checks_plan = True  # whether the plan must be compared with the model
+        self._is_first_bucket = False
 
-    def _pass_on(self, process_group: dist.ProcessGroup | None) -> None:
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to average over; None for the model's."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        HookState.process_group.fset(self, process_group)  # type: ignore[attr-defined]
         for exchange in (*self._exchanges.values(), *(trial.exchange for trial in self._trials)):
             exchange.state.process_group = process_group
 
-    @property
-    def plan(self) -> dict[str, str]:
-        """The chosen candidate by parameter name; empty before the choice."""
-        return self._plan
-
-    @plan.setter
-    def plan(self, plan: Mapping[str, str]) -> None:
-        self._plan = dict(plan)
-
-    def _apply_options(self) -> None:
-        """Apply options and a plan that were assigned or modified since the last step: measure again if need be."""
-        if self._in_use != (in_use := self._options_and_plan()):
-            self._check_options()
-            self._in_use = in_use
-            self._trials, self._first_trial, self._checks_plan = [], max(self.iter, self._first_trial), True
+    def begin_step(self) -> None:
+        """Begin a step, with a plan that was assigned or modified since the last one."""
+        super().begin_step()
+        self._is_first_bucket = True
+        if self.plan != self._applied_plan:
+            self.options = replace(self.options)  # validates: the plan may have been modified in place
+            self._measure_again()
             self.expect_handshake()
 
-    def _options_and_plan(self) -> dict[str, object]:
-        return {**self.settings(), "plan": dict(self._plan)}
+    def apply_settings(self, settings: dict[str, object]) -> None:
+        """Apply options that were assigned since the last step; see `HookState.apply_settings`."""
+        if self._applied not in (None, settings):
+            self._measure_again()
+        super().apply_settings(settings)
 
-    def _check_options(self) -> None:
-        expected = f"a list of different names that begins with {PLAIN!r}"
-        if not self.candidates or self.candidates[0] != PLAIN or len(set(self.candidates)) < len(self.candidates):
-            raise ValueError(f"candidates is {list(self.candidates)}; expected {expected}.")
-        for name in (*self.candidates, *self.plan.values()):
-            make_exchange(name, None, FIRST_STEPS)
-        check_whole_number("repeats", self.repeats, "a whole number of steps, at least 1", 1)
-        if not isinstance(self.min_gain, int | float) or not self.min_gain >= 1:
-            raise ValueError(f"min_gain is {self.min_gain!r}; expected a ratio of times, at least 1.")
+    def _measure_again(self) -> None:
+        self._trials, self._first_trial, self._checks_plan = [], max(self.iter, self._first_trial), True
+        self._applied_plan = dict(self.plan)
 
     def __repr__(self) -> str:
         chosen = ", ".join(f"{len(names)} parameters {name}" for name, names in self._members().items())
         return (
             f"{type(self).__name__}(iter={self.iter}, candidates={list(self.candidates)}, {chosen or 'no choice yet'})"
         )
-
-    def settings(self) -> dict[str, object]:
-        """The options, which must be equal on all ranks."""
-        options = {"candidates": self.candidates, "repeats": self.repeats, "min_gain": self.min_gain}
-        return {"hook": self.hook_name, **options}
 
     def replicated(self) -> dict[str, object]:
         """The number of steps, and a digest of the plan."""
@@ -142,7 +168,7 @@ class AutoState(HookState):
         """This rank's error memory, for `metrics`."""
         return [error for exchange in self._exchanges.values() for error in exchange.state.residuals()]
 
-    def exchange(self, name: str) -> Exchange:
+    def exchange(self, name: str) -> Candidate:
         """The exchange of a candidate, created at its first use."""
         if name not in self._exchanges:
             self._exchanges[name] = self._make(name)
@@ -181,7 +207,7 @@ class AutoState(HookState):
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds.
         """
         members = self._members()
-        states = {name: _of_members(state.state_dict(), members.get(name, ())) for name, state in self._to_save()}
+        states = {name: _only_members(state.state_dict(), members.get(name, ())) for name, state in self._to_save()}
         return {"iter": self.iter, "plan": dict(self.plan), "chosen": len(self.plan), "states": states}
 
     def _to_save(self) -> list[tuple[str, HookState]]:
@@ -199,14 +225,12 @@ class AutoState(HookState):
         Raises:
             ValueError: an entry is missing, has the wrong type, or is out of range. This state is not modified.
         """
-        check_auto_state(state_dict)
+        _check_state_dict(state_dict)
         exchanges = {name: self._make(name) for name in state_dict["states"]}
         for name, exchange in exchanges.items():
             if not isinstance(exchange.state, HookState):
                 raise ValueError(f"states has an entry {name!r}, but {name} keeps nothing. Leave it out.")
             exchange.state.load_state_dict(state_dict["states"][name])
-        for name in state_dict["plan"].values():
-            make_exchange(name, None, FIRST_STEPS)
         self._restart(state_dict["iter"], state_dict["plan"], exchanges)
 
     def replicated_state(self) -> dict[str, Any]:
@@ -231,16 +255,14 @@ class AutoState(HookState):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options, plan and this rank's memory, without the process group."""
-        options = {"candidates": self.candidates, "repeats": self.repeats, "min_gain": self.min_gain, "plan": self.plan}
-        states = {name: state for name, state in self._with_memory()}
-        return {"options": options, "iter": self.iter, "states": states}
+        return {"options": option_values(self.options), "iter": self.iter, "states": dict(self._with_memory())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]
-        exchanges = {name: Exchange(each, self._make(name).hook) for name, each in state["states"].items()}
+        exchanges = {name: Candidate(each, self._make(name).hook) for name, each in state["states"].items()}
         self._restart(state["iter"], self.plan, exchanges)
 
-    def _make(self, name: str) -> Exchange:
+    def _make(self, name: str) -> Candidate:
         exchange = make_exchange(name, self.process_group, FIRST_STEPS)
         if self._names.module is not None and isinstance(exchange.state, HookState):
             exchange.state.bind(self._names.module)
@@ -257,13 +279,12 @@ class AutoState(HookState):
         found = sorted(self._exchanges.items())
         return [(name, each.state) for name, each in found if isinstance(each.state, HookState)]
 
-    def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
-        self.continue_at(iteration)
-        self._plan, self._exchanges = dict(plan), dict(exchanges)
-        self._latest, self._trials = {}, []
+    def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Candidate]) -> None:
+        self.plan = plan  # validates it
+        self._exchanges, self._latest = dict(exchanges), {}
+        self._measure_again()
         self._first_trial = iteration + FIRST_STEPS
-        self._checks_plan = True
-        self._in_use = self._options_and_plan()
+        self.continue_at(iteration)
         self.expect_handshake()
 
     def _members(self) -> dict[str, list[str]]:
@@ -275,10 +296,12 @@ class AutoState(HookState):
 
     # The steps of a measurement.
 
-    def _begin_step(self, bucket: GradBucket) -> None:
+    def _begin_trial(self, bucket: GradBucket) -> None:
         """Start the next trial, or choose once all are over."""
         if self.plan:
-            self._check_plan()
+            if self._checks_plan and self._names.module is not None:
+                _check_plan(self.plan, self._names.module)
+                self._checks_plan = False
             return
         if len(self.candidates) == 1:
             return
@@ -298,20 +321,6 @@ class AutoState(HookState):
         candidate = self.candidates[index]
         self._trials.append(Trial(candidate, self._make(candidate) if step == 0 else self._trials[-1].exchange))
 
-    def _check_plan(self) -> None:
-        """Raise ValueError if the plan names a parameter that the model lacks."""
-        module = self._names.module
-        if self._checks_plan and module is not None:
-            known = parameter_names(module).values()
-            if unknown := sorted(self.plan.keys() - known):
-                raise ValueError(
-                    f"The plan chooses {self.plan[unknown[0]]} for {unknown[0]!r}, which is no parameter of this "
-                    f"{type(module).__name__}; {len(unknown)} of {len(self.plan)} names are unknown. The names are "
-                    f"those of model.named_parameters(), such as {min(known)!r}. Pass the plan of this model, or none "
-                    "to measure."
-                )
-            self._checks_plan = False
-
     def count_step(self) -> None:
         """Count a step that has ended."""
         super().count_step()
@@ -321,37 +330,24 @@ class AutoState(HookState):
 
     def _choose(self, bucket: GradBucket) -> None:
         """Choose from the slowest rank's times. A collective call."""
-        device, process_group = bucket_device(bucket), self.process_group
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        counted = [
-            [trial for trial in self._trials if trial.candidate == candidate][WARM_UP:] for candidate in self.candidates
-        ]
-        # The least of the plain exchange's times and the median of the others': load on the machine favours plain.
-        costs = torch.stack(
-            [
-                _samples([trial.costs() for trial in trials]).quantile(0.0 if candidate == PLAIN else 0.5, 0)
-                for candidate, trials in zip(self.candidates, counted, strict=True)
-            ],
-            1,
-        )
-        ready = _samples([trial.ready() for trials in counted for trial in trials]).amin(0)
-        executor = executor_for(process_group, device)
-        times = torch.cat([costs.flatten(), ready]).to(device)
-        executor.submit(lambda _: _largest(times, executor.transport)).wait()
-        costs_ms, ready_ms = times[: costs.numel()].view(costs.shape).tolist(), times[costs.numel() :].tolist()
-        of_buckets = [{name: Cost(*cost) for name, cost in zip(self.candidates, of, strict=True)} for of in costs_ms]
-        chosen = choose(ready_ms, of_buckets, self.min_gain)
-        for names, name in zip(self._trials[0].buckets, chosen, strict=True):
-            self.plan.update(dict.fromkeys(names, name))
+        counted = {
+            candidate: [trial for trial in self._trials if trial.candidate == candidate][WARM_UP:]
+            for candidate in self.candidates
+        }
+        device = bucket_device(bucket)
+        ready_ms, costs_ms = slowest_times(counted, executor_for(self.process_group, device), device)
+        plan: dict[str, str] = {}
+        for names, name in zip(self._trials[0].buckets, choose(ready_ms, costs_ms, self.min_gain), strict=True):
+            plan |= dict.fromkeys(names, name)
+        self.plan = plan
         for name in self.candidates:
-            time = predicted_ms(ready_ms, [of[name] for of in of_buckets])
+            time = predicted_ms(ready_ms, [costs[name] for costs in costs_ms])
             logger.info("%s: %.1f ms from the first gradient to the last result (predicted)", name, time)
-        logger.info("Chosen: %s", ", ".join(f"{name} for {len(of)} parameters" for name, of in self._members().items()))
-        self._trials = []
-        self._in_use = self._options_and_plan()
+        members = self._members().items()
+        logger.info("Chosen: %s", ", ".join(f"{name} for {len(names)} parameters" for name, names in members))
+        self._measure_again()
 
-    def _chosen(self, names: Sequence[str]) -> Exchange:
+    def _chosen(self, names: Sequence[str]) -> Candidate:
         """The exchange of a bucket: the most precise one that was chosen for any of its parameters."""
         chosen = {self.plan.get(name, PLAIN) for name in names}
         order = (*self.candidates, *sorted(chosen - set(self.candidates)))
@@ -360,12 +356,18 @@ class AutoState(HookState):
         return exchange
 
 
-def _samples(times: Sequence[Any]) -> Tensor:
-    """Samples of one shape, stacked, in fp64 on the CPU."""
-    return torch.tensor(times, dtype=torch.float64, device="cpu")
+def _check_plan(plan: Mapping[str, str], module: torch.nn.Module) -> None:
+    """Raise ValueError if the plan names a parameter that the model lacks."""
+    known = parameter_names(module).values()
+    if unknown := sorted(plan.keys() - known):
+        raise ValueError(
+            f"The plan chooses {plan[unknown[0]]} for {unknown[0]!r}, which is no parameter of this "
+            f"{type(module).__name__}; {len(unknown)} of {len(plan)} names are unknown. The names are those of "
+            f"model.named_parameters(), such as {min(known)!r}. Pass the plan of this model, or none to measure."
+        )
 
 
-def _of_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
+def _only_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
     """A `state_dict` of an exchange without the empty memory of parameters that the plan exchanges in another way."""
     kept = {name for name, error in saved["errors"].items() if name in members or error.any()}
     return {
@@ -374,8 +376,24 @@ def _of_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, A
     }
 
 
-async def _largest(times: Tensor, transport: Transport) -> None:
-    await transport.all_reduce_max(times)
+def _check_state_dict(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless ``state`` is an `AutoState.state_dict`, except for its states of hooks."""
+    check_entries(state, "AutoState", ("iter", "plan", "chosen", "states"))
+    check_count("iter", state["iter"])
+    check_count("chosen", state["chosen"])
+    for key, kind in (("plan", str), ("states", Mapping)):
+        entries = state[key]
+        expected = "a dictionary from parameter names to candidates" if key == "plan" else "a dictionary of states"
+        if not isinstance(entries, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, kind) for name, value in entries.items()
+        ):
+            raise wrong(key, entries, expected)
+    if len(state["plan"]) != state["chosen"]:
+        raise ValueError(
+            f"The plan has {len(state['plan'])} parameters, but {state['chosen']} were saved. "
+            "torch.distributed.checkpoint loads only entries that the state has before: create it with the plan of the "
+            "saved run, AutoState(plan=...)."
+        )
 
 
 @hook_for(AutoState)
@@ -390,13 +408,10 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         RuntimeError: the names of the parameters are not known, or a CUDA graph is captured before the choice.
         ValueError: the plan names a parameter that the model lacks.
     """
-    is_first = state.begins_step(bucket)
-    if is_first:
-        state._apply_options()
-    state.agree(bucket, state.process_group, state._recorder)
-    names = state.parameter_names(bucket)
-    if is_first:
-        state._begin_step(bucket)
+    _, names = state.enter(bucket)
+    if state._is_first_bucket:
+        state._is_first_bucket = False
+        state._begin_trial(bucket)
     if state._trials:
         result = state._trials[-1].run(bucket, names, state.iter, state.exchange(PLAIN), state._recorder)
     else:

@@ -4,9 +4,7 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks._bucket import bucket_work, ddp_hook, is_sparse, needs_nothing, zero_copy
-from gradwire.hooks._types import GradBucket
-from gradwire.kernels import flatten
+from gradwire.hooks._bucket import GradBucket, bucket_work, ddp_hook, is_sparse, needs_nothing, zero_copy
 
 __all__ = ["noop_hook"]
 
@@ -26,7 +24,7 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     else:
         source, target, result = bucket_work(bucket, {})
         if source.table is not target.table:  # gradients that become views of the result
-            flatten(source.tensors, result, table=source.table)
+            source.flatten(result)
     is_cuda = result.device.type == "cuda"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device] if is_cuda else None)
     future.set_result(result)

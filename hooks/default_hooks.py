@@ -4,7 +4,6 @@ Every hook averages over the ranks. PyTorch's fp16 hook casts and then divides b
 then cast, in one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ import torch.distributed as dist
 from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import (
+    CommHook,
+    GradBucket,
     all_reduce_on_cpu,
     bucket_device,
     bucket_work,
-    check_process_group,
     ddp_hook,
     is_sparse,
     needs_nothing,
@@ -25,10 +25,7 @@ from gradwire.hooks._bucket import (
     zero_copy,
 )
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._types import CommHook, GradBucket
 from gradwire.hooks.quantization_hooks import quantized_reduction
-from gradwire.hooks.telemetry import Observed
-from gradwire.kernels import flatten, unflatten
 
 __all__ = [
     "CastState",
@@ -40,10 +37,10 @@ __all__ = [
 ]
 
 _SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
-_BLOCK_NUMEL = 64  # the unit in which fp32 accumulation deals elements to ranks; formats of 16 bit have no scales
+_BLOCK_NUMEL = 64  # fp32 accumulation distributes blocks of this size over the ranks; 16-bit formats have no scales
 
 
-class CastState(Observed):
+class CastState(HookSettings):
     """Options of `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook`, in place of a process group.
 
     Like every hook state, it can measure the hook's steps: see `observe`.
@@ -67,19 +64,8 @@ class CastState(Observed):
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, accumulate: str = "wire") -> None:
         if accumulate not in ("wire", "fp32"):
             raise ValueError(f"accumulate is {accumulate!r}; expected 'wire' or 'fp32'.")
-        self.process_group = process_group
+        super().__init__("", process_group)  # the name is that of the hook which is called
         self.accumulate = accumulate
-        self._settings: dict[str, HookSettings] = {}  # by hook
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None for the model's."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        check_process_group(process_group)
-        self._process_group = process_group
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulate={self.accumulate!r})"
@@ -91,23 +77,9 @@ class CastState(Observed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
-    def settings_of(self, hook: str) -> HookSettings:
-        """The settings of a hook with this state, which must be equal on all ranks."""
-        if hook not in self._settings:
-            self._settings[hook] = _CastSettings(hook, self)
-        return self._settings[hook]
-
-
-class _CastSettings(HookSettings):
-    """The settings of a hook with a `CastState`."""
-
-    def __init__(self, hook: str, state: CastState) -> None:
-        super().__init__(hook)
-        self._state = weakref.proxy(state)
-
     def settings(self) -> dict[str, object]:
         """The hook's name, and how it sums."""
-        return {"hook": self.hook_name, "accumulate": self._state.accumulate}
+        return {"hook": self.hook_name, "accumulate": self.accumulate}
 
 
 def _needs_cast_state(hook_name: str, state: object) -> None:
@@ -118,10 +90,12 @@ def _needs_cast_state(hook_name: str, state: object) -> None:
 def _cast_hook(
     state: dist.ProcessGroup | CastState | None, bucket: GradBucket, dtype: torch.dtype | None, hook: str
 ) -> torch.futures.Future[torch.Tensor]:
+    settings: HookSettings
     if isinstance(state, CastState):
-        process_group, settings, recorder = state.process_group, state.settings_of(hook), state._recorder
+        state.hook_name = hook
+        process_group, settings = state.process_group, state
     else:
-        process_group, settings, recorder = state, _SETTINGS[hook], None
+        process_group, settings = state, _SETTINGS[hook]
     if isinstance(state, CastState) and state.accumulate == "fp32":
         if dtype is None:
             raise ValueError(
@@ -129,13 +103,13 @@ def _cast_hook(
                 "fp16_compress_hook or bf16_compress_hook, or accumulate='wire'."
             )
         wire = "fp16" if dtype == torch.float16 else "bf16"
-        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings, recorder)
+        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings)
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    group = settings.agree(bucket, process_group, recorder)
-    # All ranks measure, or none: they have agreed.
+    group, recorder = settings.agree(bucket, process_group), settings._recorder
+    # All ranks measure, or none: the handshake compared it.
     if dtype is None and recorder is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)
     return reduce_bucket(group, bucket, algorithm, hook, recorder=recorder)
@@ -210,13 +184,12 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
             return hook(hook_state, bucket)
         work = bucket_work(bucket, {})  # nothing is kept: buckets of several models may be in flight
         wire = torch.empty(work.source.table.numel, dtype=dtype, device=work.result.device)
-        flatten(work.source.tensors, wire, table=work.source.table)
-        bucket.set_buffer(wire)
+        bucket.set_buffer(work.source.flatten(wire))
 
         def decompress(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             value = future.value()
             reduced = value if isinstance(value, torch.Tensor) else value[0]
-            unflatten(reduced, work.target.tensors, table=work.target.table)
+            work.target.unflatten(reduced)
             if wire.device.type == "cuda":  # this stream waits for those that use it
                 wire.record_stream(torch.cuda.current_stream(wire.device))
             return work.result

@@ -8,47 +8,125 @@ name instead of bucket index, so a checkpoint resumes on any world size.
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from operator import is_
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Steps
+from gradwire.comm import Steps, Transport
 from gradwire.compress import (
     LowRankBucket,
-    PowerSGDMemory,
+    LowRankPolicy,
     alternating_all_reduce,
     flat_low_rank_bucket,
     powersgd_all_reduce,
 )
-from gradwire.hooks._bucket import bucket_dtype, ddp_hook, needs_state
-from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import compressible_parameters
-from gradwire.hooks._powersgd_options import OPTION_NAMES, OptionAttributes, PowerSGDOptions
-from gradwire.hooks._state_validation import (
-    MAX_COUNT,
-    Expected,
-    check_model,
-    check_powersgd_shapes,
-    check_powersgd_state,
-)
-from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, check_loaded_names, hook_for
+from gradwire.compress._validation import check_elements, check_flag, check_number, check_whole_number, wrong
+from gradwire.compress.policy import check_factors, check_size_of_factors
+from gradwire.compress.powersgd import error_like
+from gradwire.hooks._bucket import GradBucket, ddp_hook, needs_state
+from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
-# Four times PyTorch's default. The payload is so small that a bucket costs mostly its two collectives, its kernel
-# launches and its thread switches. Larger buckets than 100 MiB gain little and overlap less with the backward.
+# Four times PyTorch's default. The payload is so small that two collectives, kernel launches and thread switches
+# dominate the cost of a bucket. Buckets beyond 100 MiB gain little and overlap less with the backward.
 LOW_RANK_BUCKET_CAP_MB = 100
+MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
+_OF_PYTORCHS_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
 
 
-class PowerSGDState(OptionAttributes, HookState):
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDOptions:
+    """The options of `PowerSGDState`, documented there: PyTorch's in PyTorch's order, then gradwire's.
+
+    Raises:
+        ValueError: an option is of another type or out of range, or two exclude each other.
+    """
+
+    matrix_approximation_rank: int
+    start_powerSGD_iter: int
+    min_compression_rate: float
+    use_error_feedback: bool
+    warm_start: bool
+    orthogonalization_epsilon: float
+    random_seed: int
+    compression_stats_logging_frequency: int
+    batch_tensors_with_same_shape: bool
+    ranks: Mapping[str, int]
+    stacks: Mapping[str, int]
+    factor_dtype: torch.dtype | None
+    alternating: bool
+    precision: str
+    cuda_graphs: bool
+
+    def __post_init__(self) -> None:
+        check_whole_number("matrix_approximation_rank", self.matrix_approximation_rank, "at least 1, a whole number", 1)
+        _ = self.policy  # validates the other options that choose matrices
+        for name in ("start_powerSGD_iter", "compression_stats_logging_frequency"):
+            check_whole_number(name, getattr(self, name), "a whole number of steps")
+        check_number("orthogonalization_epsilon", self.orthogonalization_epsilon, "a finite number, at least 0", 0)
+        check_whole_number("random_seed", self.random_seed, "a whole number")
+        for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape", "alternating", "cuda_graphs"):
+            check_flag(name, getattr(self, name))
+        if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
+            raise ValueError(
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
+                f"because buckets are rebuilt after the first step; got {self.start_powerSGD_iter}."
+            )
+        if self.factor_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"factor_dtype is {self.factor_dtype}; expected None, torch.float32 or torch.bfloat16. Factors have "
+                "the range of the gradients, which fp16 does not cover."
+            )
+        if self.precision not in ("tf32", "fp32"):
+            raise ValueError(f"precision is {self.precision!r}; expected 'tf32' or 'fp32'.")
+        if self.alternating and not self.warm_start:
+            raise ValueError("alternating needs warm_start: each step sends one side and keeps the other.")
+        every = max(1, self.compression_stats_logging_frequency)  # as PyTorch does
+        for name, value in (
+            ("compression_stats_logging_frequency", every),
+            ("ranks", self.policy.ranks),  # a user may modify these two in place
+            ("stacks", self.policy.stacks),
+        ):
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def policy(self) -> LowRankPolicy:
+        """The choice of compressed parameters."""
+        return LowRankPolicy(
+            rank=self.matrix_approximation_rank,
+            min_compression_rate=self.min_compression_rate,
+            ranks=self.ranks,
+            stacks=self.stacks,
+        )
+
+    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
+        """The first pattern in ``ranks`` or ``stacks`` that matches none of the names."""
+        return self.policy.unmatched_pattern(names)
+
+    def bucket_options(self, iteration: int) -> dict[str, Any]:
+        """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""
+        return {
+            "error_feedback": self.use_error_feedback,
+            "factor_dtype": self.factor_dtype,
+            "seed": self.random_seed,
+            "iteration": max(iteration, self.start_powerSGD_iter),
+            "alternating": self.alternating,
+            "precision": self.precision,
+        }
+
+
+@with_option_attributes(PowerSGDOptions)
+class PowerSGDState(HookState):
     """Options, error memory and factors of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
 
     The arguments up to ``batch_tensors_with_same_shape`` are PyTorch's, with PyTorch's defaults.
@@ -111,12 +189,13 @@ class PowerSGDState(OptionAttributes, HookState):
         >>> model.register_comm_hook(state, powerSGD_hook)
     """
 
-    __module__ = "gradwire.hooks.powerSGD_hook"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {
         ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
-        "q": Memory(merge="same"),
-        "p": Memory(merge="same"),
+        "q": Memory(merge="same", shape=None),
+        "p": Memory(merge="same", shape=None),
     }
+    start_option = "start_powerSGD_iter"
     local_options = frozenset({"compression_stats_logging_frequency", "cuda_graphs"})
     options: PowerSGDOptions
 
@@ -142,42 +221,33 @@ class PowerSGDState(OptionAttributes, HookState):
     ) -> None:
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
         values = locals()
-        options = PowerSGDOptions(**{name: values[name] for name in OPTION_NAMES})
+        options = PowerSGDOptions(**{each.name: values[each.name] for each in fields(PowerSGDOptions)})
         super().__init__("powerSGD_hook", process_group, options)
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        # By parameter names, kept until the settings change; None where nothing is worth compressing.
-        self._buckets: dict[tuple[str, ...], LowRankBucket | None] = {}
-        self._has_compressed = False  # whether a compressed step is over
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTION_NAMES)
-        return f"{type(self).__name__}(iter={self.iter}, {options})"
+        self._has_compressed = False  # whether a compressed step has ended
 
     @property
     def _is_batched(self) -> bool:
         """Whether the hook of the latest step is batched_powerSGD_hook."""
         return self.hook_name == "batched_powerSGD_hook"
 
-    @property
-    def start_iteration(self) -> int:
-        """The first compressed step."""
-        return self.options.start_powerSGD_iter
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_PYTORCHS_STATE:
+            raise AttributeError(
+                f"{name} belongs to PyTorch's PowerSGDState and powerSGD_hook. This state is gradwire's: register "
+                "gradwire.hooks.powerSGD_hook.powerSGD_hook with it."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
-        """The first pattern in ``ranks`` or ``stacks`` that matches none of the names; see `HookState`."""
-        return self.options.policy.unmatched_pattern(names)
+    if TYPE_CHECKING:  # options are attributes
 
-    def replicated(self) -> dict[str, object]:
-        """The number of steps; after a load, or if `alternating` sends one side only, also digests of the factors."""
-        facts: dict[str, object] = {"iter": self.iter}
-        if self._is_loaded_anew or self.options.alternating:
-            for side in ("p", "q"):
-                facts[f"factors {side}"] = f"{len(self._tensors[side])}, digest {digest(self._tensors[side])}"
-        if self._is_loaded_anew:
-            facts["loaded errors"] = len(self._tensors[ERRORS])
-        return facts
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def compares_memory(self) -> bool:
+        """Compare the factors if `alternating` sends one side only."""
+        return self.options.alternating
 
     def needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
@@ -195,74 +265,58 @@ class PowerSGDState(OptionAttributes, HookState):
     def count_step(self) -> None:
         """Count a step that has ended."""
         super().count_step()
-        if self.iter == self.options.start_powerSGD_iter:
-            logger.info("PowerSGD starts after %s steps.", self.iter)
-        if self.iter <= self.options.start_powerSGD_iter:
+        if self._iter == self._start:
+            logger.info("PowerSGD starts after %s steps.", self._iter)
+        if self._iter <= self._start:
             return
         if not self._has_compressed:
             self._warn_if_idle()
             self._has_compressed = True
-        if self.iter >= self.next_stats_report:
+        if self._iter >= self.next_stats_report:
             logger.info(
-                "Compression after %s steps: rate %.1f, elements %s -> %s", self.iter, *self.compression_stats()
+                "Compression after %s steps: rate %.1f, elements %s -> %s", self._iter, *self.compression_stats()
             )
-            self.next_stats_report = self.iter + self.options.compression_stats_logging_frequency
-
-    def drop_buckets(self) -> None:
-        """Drop all buckets; their memory is the state's."""
-        self._buckets = {}
+            self.next_stats_report = self._iter + self.options.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements after) over all compressed steps."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
-    def _count(self, numel: int, sent_numel: int) -> None:
-        """Add a bucket to `compression_stats`."""
-        self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
-        self.total_numel_after_compression = min(self.total_numel_after_compression + sent_numel, MAX_COUNT)
-
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
-        """The `LowRankBucket` of a bucket, kept from step to step; None if none of its matrices would shrink enough."""
-        dtype, low_rank = bucket_dtype(bucket), self._buckets.get(names)
-        if names not in self._buckets or (low_rank is not None and low_rank.layout.dtype != dtype):
-            self._check_loaded(names)
-            low_rank = self._new_bucket([gradient_layout(each) for each in bucket.parameters()], dtype, names)
-            members = set(names)  # a bucket that shared a parameter with this one no longer exists
-            self._buckets = {key: each for key, each in self._buckets.items() if members.isdisjoint(key)}
-            self._buckets[names] = low_rank
+        """The `LowRankBucket` of a bucket, counted in `compression_stats`; see `HookState.prepare`."""
+        low_rank: LowRankBucket | None = super().prepare(bucket, names, group)
         if low_rank is not None:
-            self._count(low_rank.layout.numel, low_rank.sent_numel(self._iter))
+            numel, sent = low_rank.layout.numel, low_rank.sent_numel(self._iter)
         else:
-            numel = sum(as_real(parameter).numel() for parameter in bucket.parameters())
-            self._count(numel, numel)
+            numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
+        self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
+        self.total_numel_after_compression = min(self.total_numel_after_compression + sent, MAX_COUNT)
         return low_rank
 
-    def _new_bucket(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport | None
     ) -> LowRankBucket | None:
-        layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameters]
-        options, memory = self.options.of_buckets(self.iter), self._known()
+        """A new `LowRankBucket`; None if none of its matrices would shrink enough. See `HookState.make_bucket`."""
+        layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
+        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": self._tensors}
         made: LowRankBucket | None = None
         if self._is_batched:
-            rank = self.options.matrix_approximation_rank
-            made = flat_low_rank_bucket(layouts, rank, names=names, memory=memory, **options)
+            made = flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)
         elif any(shapes := self.options.policy.matrix_shapes(parameters, names)):
-            made = LowRankBucket(layouts, shapes, names=names, memory=memory, **options)
-        if made is not None:
-            self._keep(made.memory)
-            if self.options.cuda_graphs and not made.can_capture:
-                warnings.warn(
-                    f"cuda_graphs=True has no effect for {dtype} gradients on {made.table.device} at rank "
-                    f"{made.table.largest_rank}. It needs Triton's kernels: a GPU, fp32 or 16-bit gradients, ranks up "
-                    f"to {MAX_RANK}. Results are the same without it; pass cuda_graphs=False.",
-                    stacklevel=2,
-                )
+            made = LowRankBucket(layouts, shapes, **options)
+        if made is not None and self.options.cuda_graphs and not made.can_capture:
+            warnings.warn(
+                f"cuda_graphs=True has no effect for {dtype} gradients on {made.table.device} at rank "
+                f"{made.table.largest_rank}. It needs Triton's kernels: a GPU, fp32 or 16-bit gradients, ranks up "
+                f"to {MAX_RANK}. Results are the same without it; pass cuda_graphs=False.",
+                stacklevel=2,
+            )
         return made
 
     def _warn_if_idle(self) -> None:
         """Warn after the first compressed step if it has compressed nothing, and tell why."""
-        if any(self._buckets.values()):
+        if any(low_rank for _, low_rank in self._buckets.values()):
             return
         known = self._names.known()
         numel = sum(as_real(known[name]).numel() for names in self._buckets for name in names if name in known)
@@ -270,107 +324,74 @@ class PowerSGDState(OptionAttributes, HookState):
             why = "No bucket is large enough: lower matrix_approximation_rank or raise bucket_cap_mb."
         else:
             layouts = {name: gradient_layout(each) for name, each in known.items() if each.requires_grad}
-            why = self.options.why_nothing_is_compressed(layouts)
+            why = self.options.policy.why_nothing_is_compressed(layouts)
         warnings.warn(
             f"PowerSGD compresses nothing here: it sends all {numel:,} elements. {why} Otherwise use another hook: "
             "fp16_compress_hook halves the bytes of any model.",
             stacklevel=2,
         )
 
-    def _known(self) -> dict[str, PowerSGDMemory]:
-        """The memory of every parameter and bucket, by name."""
-        errors, q, p = (self._tensors[entry] for entry in (ERRORS, "q", "p"))
-        names = dict.fromkeys([*errors, *q, *p])
-        return {name: PowerSGDMemory(error=errors.get(name), p=p.get(name), q=q.get(name)) for name in names}
-
-    def _keep(self, memory: Mapping[str, PowerSGDMemory]) -> None:
-        """Keep the memory of a bucket, whose tensors its steps update in place."""
-        for entry, attribute in ((ERRORS, "error"), ("q", "q"), ("p", "p")):
-            for name, each in memory.items():
-                if (tensor := getattr(each, attribute)) is not None:
-                    self._tensors[entry][name] = tensor
-                else:
-                    self._tensors[entry].pop(name, None)
-
-    def _initialize(self, module: torch.nn.Module) -> None:
+    def initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate the memory of every compressed parameter that no compressed step has had yet, as that step would.
 
         Without factors for `batched_powerSGD_hook`, whose factors belong to buckets that are not known yet.
         """
         kept = self._tensors[ERRORS if self.options.use_error_feedback else "q"]
-        for parameter, name in compressible_parameters(module).items():
+        for parameter, name in parameters.items():
             layout = gradient_layout(parameter)
-            if name in kept or (self._is_batched and not self.options.use_error_feedback):
+            if name in kept:
                 continue
-            if self._is_batched:
+            if not self._is_batched:
+                made = self.make_bucket([layout], layout.dtype.to_real(), [name], None)
+                self._keep(made.memory if made is not None else {})
+            elif self.options.use_error_feedback:
                 dtype = compute_dtype(layout.dtype.to_real())
-                self._tensors[ERRORS][name] = PowerSGDMemory().error_like(as_real(layout), dtype, name)
-            elif (shape := self.options.policy.matrix_shape(name, layout)) is not None:
-                options = self.options.of_buckets(self.iter)
-                self._keep(
-                    LowRankBucket([as_real(layout)], [shape], names=[name], memory=self._known(), **options).memory
-                )
+                kept[name] = error_like(None, as_real(layout), dtype, name)
 
-    def keeps(self, entry: str, name: str, layout: Tensor) -> bool:
-        """No entries besides those that `_initialize` has made."""
+    def keeps(self, entry: str) -> bool:
+        """No entries besides those of `initialize`."""
         return False
 
-    def _counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
+        """The totals of `compression_stats`."""
         return {"numel": [self.total_numel_before_compression, self.total_numel_after_compression]}
 
-    def _collected(self) -> dict[str, Any]:
-        if self._names.module is not None:
-            self._initialize(self._names.module)
-        return super()._collected() | self._counts()
+    def load_counts(self, saved: Mapping[str, Any]) -> None:
+        """Take the totals of `compression_stats` from a checkpoint."""
+        self.total_numel_before_compression, self.total_numel_after_compression = saved["numel"]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, with any buckets and on any world size; see `HookState.load_state_dict`.
+    def check_counts(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the totals of `compression_stats` are valid."""
+        if not isinstance(numel := state["numel"], list) or len(numel) != 2:
+            raise wrong("numel", numel, "a list of two whole numbers")
+        for i, count in enumerate(numel):
+            check_count(f"numel[{i}]", count)
 
-        Factors of a different rank r start from scratch, as when r changes during training.
+    def check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless errors and factors fit the known parameters, and each other for unknown ones.
+
+        Factors may have another rank r: they then start from scratch, as when r changes during training.
         """
-        super().load_state_dict(state_dict)
-        self._tensors, self._loaded = self._loaded, self._tensors  # a rank's share is the mean itself
-        self.total_numel_before_compression, self.total_numel_after_compression = state_dict["numel"]
-
-    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        check_powersgd_state(state_dict, self._expected())
-        if self._names.is_complete:
-            check_model(state_dict[ERRORS], self._names.known())
-
-    def _check_loaded(self, names: Sequence[str]) -> None:
-        errors, q, p = (self._tensors[entry] for entry in (ERRORS, "q", "p"))
-        if self._is_loaded:
-            check_loaded_names(errors | q, names)
-        if not self._fits_model:
-            check_powersgd_shapes(errors, q, p, parameters=self._expected())
-            if self._names.is_complete:
-                check_model(errors, self._names.known())
-                self._fits_model = True
-
-    def _expected(self) -> dict[str, Expected]:
-        """The shapes that errors and factors must fit, for every parameter known so far."""
-        layouts = {name: gradient_layout(parameter) for name, parameter in self._names.known().items()}
-        policy = self.options.policy
-        return {
-            name: Expected(as_real(layout).shape, policy.matrix_shape(name, layout)) for name, layout in layouts.items()
-        }
-
-    def replicated_state(self) -> dict[str, Any]:
-        """Step count and factors; see `HookState.replicated_state`."""
-        return super().replicated_state() | self._counts()
-
-    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Take step count and factors from another rank; keep this rank's errors."""
-        self.load_state_dict({**replicated, ERRORS: self._tensors[ERRORS]})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling: options and this rank's memory, without the process group, as in PyTorch."""
-        memory = {"iter": self.iter, **self._tensors, **self._counts()}
-        return {"options": self._option_values(), "memory": memory}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(None, **state["options"])  # type: ignore[misc]
-        self.load_state_dict(state["memory"])
+        errors, q, p = (memory[entry] for entry in (ERRORS, "q", "p"))
+        for side, factors in (("q", q), ("p", p)):
+            for name, factor in factors.items():
+                entry = f"{side}[{name!r}]"
+                if factor.dim() != 3 or factor.shape[0] < 1 or not 1 <= factor.shape[1] <= factor.shape[2]:
+                    raise wrong(entry, factor, "matrices x rank x length, with a rank from 1 to that length")
+                check_elements(entry, factor, factor.abs() <= MAX_FACTOR, "-1 to 1: a column has length 1")
+        super().check_shapes(memory, layouts)
+        for name in sorted(q.keys() | p.keys()):
+            shape = self.options.policy.matrix_shape(name, layouts[name]) if name in layouts else None
+            if shape is not None:
+                check_factors(name, q, p, shape)
+            elif name in layouts:
+                check_size_of_factors(name, q, p, as_real(layouts[name]).numel(), "its gradient")
+            elif name in errors:
+                check_size_of_factors(name, q, p, errors[name].numel(), f"errors[{name!r}]")
+            elif name in q and name in p:
+                check_size_of_factors(
+                    name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2], f"q[{name!r}]"
+                )
 
 
 @hook_for(PowerSGDState)

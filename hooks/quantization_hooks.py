@@ -6,9 +6,8 @@ gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and 
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -18,46 +17,44 @@ from torch.futures import Future
 
 from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
 from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
-from gradwire.compress._options import check_flag, check_whole_number
+from gradwire.compress._validation import check_flag, check_whole_number
+from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
+    GradBucket,
     bucket_device,
     bucket_dtype,
     ddp_hook,
     is_sparse,
     needs_process_group,
+    real_layouts,
     reduce_bucket,
     zero_copy,
 )
+from gradwire.hooks._checkpoint import ERRORS
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks._types import GradBucket
-from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for
-from gradwire.hooks.telemetry import Recorder
-from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, gradient_layout, layout_in_dtype
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
+from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
-DEFAULT_EXEMPT = ("*.bias", "*norm*")
-
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationOptions:
+class QuantizationOptions(WirePolicy):
     """The options of `QuantizationState`, documented there.
 
     Raises:
         ValueError: an option is of another type or out of range.
     """
 
-    wire: str = "int4"
     block_size: int = 64
     use_error_feedback: bool = True
     start_iter: int = 2
-    exempt: tuple[str, ...] = DEFAULT_EXEMPT
-    wires: Mapping[str, str] = field(default_factory=dict)
     stochastic_rounding: bool = False
     error_dtype: torch.dtype = torch.float32
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
         check_block_size("block_size", self.block_size)
         for name in ("use_error_feedback", "stochastic_rounding"):
@@ -65,13 +62,6 @@ class QuantizationOptions:
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
         check_whole_number("seed", self.seed, "a whole number")
-        _ = self.policy  # validates the other options
-        object.__setattr__(self, "wires", dict(self.wires))
-
-    @cached_property
-    def policy(self) -> WirePolicy:
-        """The wire format of each parameter."""
-        return WirePolicy(wire=self.wire, exempt=self.exempt, wires=self.wires, start_iteration=self.start_iter)
 
     @property
     def quantization(self) -> Quantization:
@@ -82,11 +72,6 @@ class QuantizationOptions:
             stochastic_rounding=self.stochastic_rounding,
             seed=self.seed,
         )
-
-    @property
-    def needs_names(self) -> bool:
-        """Whether numbers in place of parameter names do not suffice."""
-        return bool(self.wires) or self.exempt != DEFAULT_EXEMPT
 
 
 def check_block_size(name: str, value: object) -> None:
@@ -139,7 +124,7 @@ class QuantizationState(HookState):
         >>> model.register_comm_hook(state, quantization_hook)
     """
 
-    __module__ = "gradwire.hooks.quantization_hooks"  # where it is imported from, and where pickles look for it
+    __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     options: QuantizationOptions
 
@@ -163,66 +148,35 @@ class QuantizationState(HookState):
         values = locals()
         options = QuantizationOptions(**{each.name: values[each.name] for each in fields(QuantizationOptions)})
         super().__init__("quantization_hook", process_group, options)
-        self._buckets: dict[tuple[str, ...], QuantizedBucket] = {}  # the error memory is a view of theirs
 
     def needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
-        return "A pattern in wires or exempt" if self.options.needs_names else None
-
-    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
-        """The first pattern in ``wires`` or ``exempt`` that matches none of the names; see `HookState`."""
-        return self.options.policy.unmatched_pattern(names)
+        has_patterns = bool(self.options.wires) or self.options.exempt != DEFAULT_EXEMPT
+        return "A pattern in wires or exempt" if has_patterns else None
 
     def residuals(self) -> list[Tensor]:
         """This rank's error memory of both shots, for `metrics`."""
-        return [bucket.errors for bucket in list(self._buckets.values()) if bucket.errors is not None]
+        return [bucket.errors for _, bucket in list(self._buckets.values()) if bucket.errors is not None]
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> QuantizedBucket:
-        """The `QuantizedBucket` of a bucket, kept from step to step; see `HookState.prepare`.
-
-        Raises:
-            ValueError: a loaded error has another shape than its gradient.
-        """
-        dtype, transport = bucket_dtype(bucket), executor_for(group, bucket_device(bucket)).transport
-        kept = self._buckets.get(names)
-        if kept is not None and kept.fits(dtype, transport):
-            return kept
-        self._check_loaded(names)
-        parameter_layouts = [gradient_layout(parameter) for parameter in bucket.parameters()]
-        layouts = [layout_in_dtype(as_real(layout), dtype) for layout in parameter_layouts]
-        self.drop_buckets(names)
-        errors, loaded = self._tensors[ERRORS], self._loaded[ERRORS]
-        share = {name: self._share(ERRORS, loaded[name], group) for name in names if name in loaded}
-        made = QuantizedBucket(
-            layouts,
-            self.options.policy.wire_formats(parameter_layouts, names),
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
+    ) -> QuantizedBucket:
+        """A new `QuantizedBucket`; see `HookState.make_bucket`."""
+        return QuantizedBucket(
+            [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters],
+            self.options.wire_formats(parameters, names),
             transport,
             self.options.quantization,
             names=names,
-            memory=errors | share,
+            memory=self._tensors,
             iteration=self.iter,
         )
-        for name in share:
-            del loaded[name]
-        errors.update(made.memory)
-        self._buckets[names] = made
-        return made
 
-    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
-        """Drop the buckets that have one of these parameters, by default all, and keep their errors of both shots."""
-        for key, bucket in list(self._buckets.items()):
-            if names is None or not set(names).isdisjoint(key):
-                self._tensors[ERRORS].update(bucket.folded_errors())
-                del self._buckets[key]
-
-    def _trained(self, entry: str) -> dict[str, Tensor]:
+    def folded(self, bucket: QuantizedBucket) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's errors of both shots, by parameter name."""
-        errors = super()._trained(entry)
-        for bucket in self._buckets.values():
-            errors |= bucket.folded_errors()
-        return errors
+        return {ERRORS: bucket.folded_errors()}
 
-    def keeps(self, entry: str, name: str, layout: Tensor) -> bool:
+    def keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""
         return self.options.use_error_feedback
 
@@ -312,33 +266,29 @@ _buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, QuantizedBucket]] 
 
 
 def quantized_reduction(
-    process_group: dist.ProcessGroup | None,
-    bucket: GradBucket,
-    wire: str,
-    block_size: int,
-    settings: HookSettings,
-    recorder: Recorder | None = None,
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, wire: str, block_size: int, settings: HookSettings
 ) -> Future[torch.Tensor]:
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: of either DDP. A sparse gradient is averaged uncompressed.
+        bucket: bucket of either DDP. A sparse gradient is averaged uncompressed.
         wire: name of the format.
         block_size: elements that share a scale.
-        settings: of the hook, which must be equal on all ranks.
-        recorder: measurements of the hook's state; None without any.
+        settings: settings of the hook, which must be equal on all ranks.
     """
-    group = settings.agree(bucket, process_group, recorder)
-    executor = executor_for(group, bucket_device(bucket))
-    quantized = _quantized_bucket(executor, bucket, wire, block_size) if not is_sparse(bucket) else None
+    group = settings.agree(bucket, process_group)
+    quantized = None
+    if not is_sparse(bucket):
+        executor = executor_for(group, bucket_device(bucket))
+        quantized = _quantized_bucket(executor, bucket, wire, block_size)
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
         assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
-        gradients, results = source.each(quantized.layout), target.each(quantized.layout)
-        return quantized_all_reduce(quantized, gradients, results, 0, transport, workspace)
+        return quantized_all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
 
-    return reduce_bucket(group, bucket, algorithm, settings.hook_name, recorder=recorder)
+    layout = quantized.layout if quantized is not None else None
+    return reduce_bucket(group, bucket, algorithm, settings.hook_name, layout=layout, recorder=settings._recorder)
 
 
 def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_size: int) -> QuantizedBucket:
@@ -346,8 +296,7 @@ def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_s
     dtype, parameters = bucket_dtype(bucket), bucket.parameters()
     key = (wire, block_size, dtype, *((parameter.shape, parameter.stride()) for parameter in parameters))
     if key not in buckets:
-        layouts = [layout_in_dtype(as_real(gradient_layout(parameter)), dtype) for parameter in parameters]
+        formats = [WIRE_FORMATS[wire]] * len(parameters)
         options = Quantization(block_size=block_size, error_dtype=None)
-        formats = [WIRE_FORMATS[wire]] * len(layouts)
-        buckets[key] = QuantizedBucket(layouts, formats, executor.transport, options)
+        buckets[key] = QuantizedBucket(real_layouts(bucket), formats, executor.transport, options)
     return buckets[key]

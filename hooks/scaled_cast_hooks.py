@@ -8,25 +8,21 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.hooks._state_validation import MAX_COUNT, check_scaled_cast_state
-from gradwire.hooks._types import GradBucket
+from gradwire.compress._validation import check_elements, check_entries, check_tensor, wrong
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._checkpoint import MAX_COUNT
 from gradwire.hooks.hook_state import HookState, Step, hook_for
+from gradwire.kernels import MAX_EXPONENT
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
 class _Bucket(NamedTuple):
-    """A bucket in one step.
+    """The place of a bucket in its step."""
 
-    Attributes:
-        names: names of its parameters.
-        is_last: whether it is the last of its step.
-        closes_step: whether the step before has ended without its last bucket.
-    """
-
-    names: tuple[str, ...]
     is_last: bool
-    closes_step: bool
+    closes_step: bool  # whether the step before has ended without its last bucket
+    layout: None = None  # no algorithm asks for single gradients
 
 
 class ScaledCastState(HookState):
@@ -67,11 +63,11 @@ class ScaledCastState(HookState):
     ) -> None:
         options = DelayedScaling(dtype=dtype, margin=margin, growth=growth, backoff=backoff)
         super().__init__("scaled_cast_hook", process_group, options)
-        self._buckets: dict[tuple[str, ...], BucketScale] = {}
+        self._scales: dict[tuple[str, ...], BucketScale] = {}
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
-        self._is_left_open = False  # whether the last bucket of the step before, which counts skipped steps, never came
+        self._is_left_open = False  # whether the previous step lacked its last bucket, which counts skipped steps
 
     @property
     def nonfinite_elements(self) -> int:
@@ -109,33 +105,29 @@ class ScaledCastState(HookState):
     def scaling(self, scaling: DelayedScaling) -> None:
         self.options = scaling
 
-    def begins_step(self, bucket: GradBucket) -> bool:
-        """Whether ``bucket`` is the first of its step; see `HookState.begins_step`."""
-        is_open = not self._is_counted
-        begins = super().begins_step(bucket)
-        self._is_left_open = begins and is_open
-        return begins
+    def begin_step(self) -> None:
+        """Begin a step; see `HookState.begin_step`."""
+        self._is_left_open = not self._is_counted
+        super().begin_step()
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
-        """What the algorithm knows of a bucket; its scale is made on the stream or thread where it is used."""
-        return _Bucket(names, bucket.is_last(), self._is_left_open)
+        """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
+        closes_step, self._is_left_open = self._is_left_open, False
+        return _Bucket(bucket.is_last(), closes_step)
 
     def bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""
-        if names not in self._buckets:
+        if names not in self._scales:
             known = {id(exponent): exponent for name in names if (exponent := self._exponents.get(name)) is not None}
             if known:
                 exponent = torch.stack([exponent.to(device) for exponent in known.values()]).amin(0)
             else:
                 exponent = torch.zeros(2, dtype=torch.int32, device=device)
-            self._forget_buckets_of(names)
-            self._buckets[names] = BucketScale(exponent)
+            members = set(names)
+            self._scales = {key: scale for key, scale in self._scales.items() if members.isdisjoint(key)}
+            self._scales[names] = BucketScale(exponent)
             self._exponents.update(dict.fromkeys(names, exponent))
-        return self._buckets[names]
-
-    def _forget_buckets_of(self, names: tuple[str, ...]) -> None:
-        members = set(names)
-        self._buckets = {key: scale for key, scale in self._buckets.items() if members.isdisjoint(key)}
+        return self._scales[names]
 
     def counters(self, device: torch.device) -> torch.Tensor:
         """The counters, int64 [4], on ``device``."""
@@ -173,9 +165,9 @@ class ScaledCastState(HookState):
             ValueError: an entry is missing, of another type, dtype or shape, or out of range. The message names it,
                 and the state is not modified.
         """
-        check_scaled_cast_state(state_dict)
+        _check_state_dict(state_dict)
         exponents, counters = state_dict["exponents"].clone(), state_dict["counters"].clone()
-        self._buckets = {}
+        self._scales = {}
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
         self.expect_handshake()
@@ -201,6 +193,29 @@ class ScaledCastState(HookState):
         self.load_state_dict(state["state"])
 
 
+def _check_state_dict(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless ``state`` is a `ScaledCastState.state_dict`."""
+    check_entries(state, "ScaledCastState", ("names", "exponents", "counters"))
+    names, exponents, counters = state["names"], state["exponents"], state["counters"]
+    if not isinstance(names, list):
+        raise wrong("names", names, "a list of parameter names")
+    seen: set[str] = set()
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or name in seen:
+            raise wrong(f"names[{i}]", name, "strings, each of them once")
+        seen.add(name)
+    check_tensor("exponents", exponents, (torch.int32,), (len(names), 2))
+    exponent, is_calibrated = exponents.unbind(1)
+    in_range = (exponent >= -MAX_EXPONENT) & (exponent <= MAX_EXPONENT)
+    is_flag = (is_calibrated == 0) | (is_calibrated == 1)
+    expected = f"an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, then 0 or 1"
+    check_elements("exponents", exponents, torch.stack([in_range, is_flag], 1), expected)
+    check_tensor("counters", counters, (torch.int64,), (4,))
+    check_elements("counters", counters, (counters >= 0) & (counters <= MAX_COUNT), "0 to 2**62")
+    if int(counters[3]) > 1:
+        raise wrong("counters[3]", int(counters[3]), "0 or 1")
+
+
 @hook_for(ScaledCastState)
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 16 bits, scaled by a power of two that follows the previous step.
@@ -218,11 +233,10 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
 
 
 async def _scaled_cast(state: ScaledCastState, step: Step) -> None:
-    source, of = step.source, step.memory
-    device = source.table.device
-    scale, counters = state.bucket_scale(of.names, device), state.counters(device)
-    if of.closes_step:
+    device = step.source.table.device
+    scale, counters = state.bucket_scale(step.names, device), state.counters(device)
+    if step.memory.closes_step:
         counters[2] += counters[3]
         counters[3] = 0
-    arguments = (state.scaling, scale, counters, of.is_last, step.transport, step.workspace)
-    await scaled_cast_all_reduce(source, step.target, *arguments)
+    arguments = (state.scaling, scale, counters, step.memory.is_last, step.transport, step.workspace)
+    await scaled_cast_all_reduce(step.source, step.target, *arguments)

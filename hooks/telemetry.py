@@ -30,42 +30,29 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from operator import ge
 from pathlib import Path
 from types import coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.comm import Collective, Steps, Transport, Workspace
+from gradwire.comm import Collective, Driver, Steps, Transport, Workspace
 from gradwire.compress import Gradients
-from gradwire.hooks._types import GradBucket
-from gradwire.kernels import compute_dtype, flatten
+from gradwire.compress._validation import check_whole_number
+from gradwire.kernels import compute_dtype
 
 __all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
 
 Report = Callable[[Mapping[str, float]], None]
 
 
-class ScalarWriter(Protocol):
-    """What `to_tensorboard` needs of ``torch.utils.tensorboard.SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
-
-
-class Run(Protocol):
-    """What `to_wandb` needs of a run of Weights & Biases, or of the module ``wandb``."""
-
-    def log(self, data: dict[str, float]) -> Any:
-        """Write numbers of one step."""
-
-
 def to_jsonl(path: str | Path) -> Report:
     """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
 
     Args:
-        path: of the file; created if it does not exist.
+        path: path of the file; created if it does not exist.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -76,12 +63,12 @@ def to_jsonl(path: str | Path) -> Report:
     return report
 
 
-def to_tensorboard(writer: ScalarWriter, prefix: str = "gradwire/") -> Report:
+def to_tensorboard(writer: Any, prefix: str = "gradwire/") -> Report:
     """A report that writes scalars, such as ``gradwire/wire_ms``, to TensorBoard.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``.
-        prefix: of the tags.
+        prefix: prefix of the tags.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -93,12 +80,12 @@ def to_tensorboard(writer: ScalarWriter, prefix: str = "gradwire/") -> Report:
     return report
 
 
-def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
+def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
     """A report that logs to Weights & Biases, including ``gradwire/step``.
 
     Args:
-        run: as returned by ``wandb.init()``, or the module ``wandb``.
-        prefix: of the metric names.
+        run: a run as returned by ``wandb.init()``, or the module ``wandb``.
+        prefix: prefix of the metric names.
     """
 
     def report(metrics: Mapping[str, float]) -> None:
@@ -110,7 +97,7 @@ def to_wandb(run: Run, prefix: str = "gradwire/") -> Report:
 class Observed:
     """A hook state that can measure its steps. The module's docstring lists the metrics."""
 
-    _recorder: Recorder | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
+    _recorder: Stopwatch | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
 
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
         """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
@@ -160,44 +147,132 @@ class Observed:
         return {}
 
 
-class Telemetry:
-    """The measurements of a hook state.
+T = TypeVar("T")
+Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 
-    Args:
-        state: the hook state.
-        every, exact_every, report: as in `Observed.observe`.
 
-    Attributes:
-        latest: the metrics of the latest measured step.
-    """
+class Mark:
+    """A timestamp of a device: of its current stream, or of this thread for a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = 0.0
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._seconds = time.perf_counter()
+
+    def is_past(self) -> bool:
+        """Whether the device has reached it."""
+        return self._event is None or bool(self._event.query())
+
+    def milliseconds_since(self, earlier: Mark) -> float:
+        """Milliseconds since ``earlier``; both must be past."""
+        if self._event is None or earlier._event is None:
+            return 1e3 * (self._seconds - earlier._seconds)
+        return float(earlier._event.elapsed_time(self._event))
+
+
+class Timeline:
+    """Time and payload of one bucket in one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sent_bytes = 0  # payload of the collectives
+        self._device = device
+        self._marks: list[Mark] = []  # begin and end of each stretch between collectives
+
+    @coroutine
+    def measured(self, steps: Steps[T]) -> Generator[Collective, None, T]:
+        """Run an algorithm, measured; await the result."""
+        driver = Driver(steps)
+        try:
+            while True:
+                self._marks.append(Mark(self._device))
+                collective = driver.advance()
+                self._marks.append(Mark(self._device))
+                if collective is None:
+                    return driver.result
+                self.sent_bytes += collective.payload_bytes
+                yield collective
+        finally:
+            steps.close()
+
+    def milliseconds(self) -> tuple[float, float, float]:
+        """Encode, wire and decode time (ms): before, in and after the collectives."""
+        *encoding, decoding = durations(self._marks)
+        return sum(encoding), sum(durations(self._marks[1:-1])), decoding
+
+
+def durations(marks: Sequence[Mark]) -> list[float]:
+    """Milliseconds from the first mark to the second, from the third to the fourth, and so on."""
+    return [end.milliseconds_since(begin) for begin, end in zip(marks[::2], marks[1::2], strict=False)]
+
+
+Work = tuple[Gradients, Gradients]  # source and target of an algorithm
+
+
+class Stopwatch:
+    """Measures the time and payload of each bucket of a hook."""
+
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []  # one per bucket, in order
+
+    def settings(self) -> dict[str, object]:
+        """Options that must be equal on all ranks, as plain values."""
+        return {}
+
+    def agreed(self) -> None:
+        """Called on all ranks at the same bucket, once they have found their `settings` equal."""
+
+    def sample(self, index: int) -> Stopwatch | Sample | None:
+        """The measurements that bucket ``index`` adds to; None in a step that is not measured."""
+        return self
+
+    def measured(
+        self, steps: Steps[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+    ) -> Steps[T]:
+        """The algorithm of a bucket, measured; its result has the same bits.
+
+        Args:
+            steps: the algorithm.
+            is_last: whether the bucket is the last one of its step.
+            device: device of the gradients.
+            work: source and target; None for a sparse bucket, which is never compressed.
+            transport: transport of the algorithm.
+        """
+        self.timelines.append(timeline := Timeline(device))
+        return timeline.measured(steps)
+
+
+class Telemetry(Stopwatch):
+    """The measurements of a hook state; the arguments are those of `Observed.observe`."""
 
     def __init__(self, state: Observed, every: int, exact_every: int, report: Report | None) -> None:
-        for name, value, least in (("every", every, 1), ("exact_every", exact_every, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is {value!r}; expected a whole number of steps, at least {least}.")
-        self.latest: dict[str, float] = {}
+        check_whole_number("every", every, "a whole number of steps, at least 1", 1)
+        check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
+        self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
         self._every = every
         self._exact_every = exact_every
         self._report = report
-        self._latest_index: int | None = None  # of the latest bucket
-        self._n_steps = 0  # that have begun
-        self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
-        self._sample: Sample | None = None  # of the current step
+        self._latest_index: int | None = None  # index of the latest bucket
+        self._n_steps = 0  # steps that have begun
+        self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
+        self._sample: Sample | None = None  # the current step's
         self._pending: deque[Sample] = deque()
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks: comparisons with the exact mean are collectives."""
+        """Comparisons with the exact mean are collectives."""
         return {"exact_every of observe()": self._exact_every}
 
     def agreed(self) -> None:
         """Count the steps of ``exact_every`` from here: after a fault, ranks may have counted different steps."""
         self._agreed_at = self._n_steps
 
-    def recorder(self, bucket: GradBucket) -> Sample | None:
-        """The measurements to which ``bucket`` adds; None in a step that is not measured."""
-        index, latest = bucket.index(), self._latest_index
-        self._latest_index = index
+    def sample(self, index: int) -> Sample | None:
+        """The measurements of the current step, after the report of the previous ones."""
+        latest, self._latest_index = self._latest_index, index
         if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
             self.flush()
             # All samples of earlier steps are complete, except those of steps that failed or whose last bucket was
@@ -219,179 +294,46 @@ class Telemetry:
                 self._report(self.latest)
 
 
-T = TypeVar("T")
-Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
-
-
-class Mark(Protocol):
-    """A point in the time of a device."""
-
-    def is_past(self) -> bool:
-        """Whether the device has reached it."""
-
-    def milliseconds_since(self, earlier: "Mark") -> float:
-        """The time between two points that are past."""
-
-
-class _HostMark:
-    def __init__(self) -> None:
-        self._seconds = time.perf_counter()
-
-    def is_past(self) -> bool:
-        return True
-
-    def milliseconds_since(self, earlier: "_HostMark") -> float:
-        return 1e3 * (self._seconds - earlier._seconds)
-
-
-class _StreamMark:
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
-
-    def is_past(self) -> bool:
-        return bool(self._event.query())
-
-    def milliseconds_since(self, earlier: "_StreamMark") -> float:
-        return float(earlier._event.elapsed_time(self._event))
-
-
-def mark(device: torch.device) -> Mark:
-    """The current point in the time of a device: of its current stream, or of this thread for a CPU."""
-    return _StreamMark(device) if device.type == "cuda" else _HostMark()  # type: ignore[return-value]
-
-
-class Timeline:
-    """What one bucket sends in one step, and when.
-
-    Args:
-        device: of its gradients.
-
-    Attributes:
-        sent_bytes: payload of its collectives.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.sent_bytes = 0
-        self._device = device
-        self._marks: list[Mark] = []  # begin and end of each stretch between collectives
-
-    @coroutine
-    def of(self, steps: Steps[T]) -> Generator[Collective, None, T]:
-        """Run an algorithm, measured; await the result."""
-        try:
-            while True:
-                self._marks.append(mark(self._device))
-                try:
-                    collective = steps.send(None)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-                finally:
-                    self._marks.append(mark(self._device))
-                self.sent_bytes += collective.payload_bytes
-                yield collective
-        finally:
-            steps.close()
-
-    def milliseconds(self) -> tuple[float, float, float]:
-        """Time of encoding, up to the last collective, of waiting for collectives, and of decoding, behind it."""
-        *encoding, decoding = _durations(self._marks)
-        return sum(encoding), sum(_durations(self._marks[1:-1])), decoding
-
-
-def _durations(marks: Sequence[Mark]) -> list[float]:
-    return [end.milliseconds_since(begin) for begin, end in zip(marks[::2], marks[1::2], strict=True)]
-
-
-class Measurable(Protocol):
-    """What a sample reads of a hook state at the end of a step."""
-
-    def residuals(self) -> Sequence[Tensor]:
-        """This rank's error memory."""
-
-    def device_counters(self) -> Mapping[str, Tensor]:
-        """Further numbers, one element each."""
-
-
-class BucketRecorder(Protocol):
-    """Measures one bucket in one step."""
-
-    def observed(self, algorithm: Algorithm) -> Algorithm:
-        """The bucket's algorithm, measured."""
-
-    def uncompressed(self, steps: Steps[T], device: torch.device) -> Steps[T]:
-        """The all-reduce of a bucket that is never compressed, measured."""
-
-    def finish(self, device: torch.device) -> None:
-        """Called behind the algorithm of the last bucket of the step."""
-
-
-class Recorder(Protocol):
-    """Measures the buckets of a hook state."""
-
-    def recorder(self, bucket: GradBucket) -> BucketRecorder | None:
-        """What measures ``bucket`` in this step; None if nothing does."""
-
-    def settings(self) -> dict[str, object]:
-        """Options that must be equal on all ranks, as plain values."""
-
-    def agreed(self) -> None:
-        """Called on all ranks at the same bucket, once they have found their `settings` equal."""
-
-
 class Sample:
-    """The measurements of one step: a hook's buckets add to it in turn, in their order.
+    """The measurements of one step: a hook's buckets add to it in turn, in their order."""
 
-    Args:
-        step: its number.
-        is_exact: whether to exchange the exact mean too, and compare.
-        state: of the hook.
-
-    Attributes:
-        is_complete: whether the last bucket has added its measurements.
-    """
-
-    def __init__(self, step: int, is_exact: bool, state: Measurable) -> None:
-        self.step = step
-        self.is_exact = is_exact
-        self.is_complete = False
+    def __init__(self, step: int, is_exact: bool, state: Observed) -> None:
+        self.is_complete = False  # whether the last bucket has added its measurements
+        self._step = step
+        self._is_exact = is_exact  # whether to exchange the exact mean, too, and compare
         self._state = state
         self._timelines: list[Timeline] = []
         self._gradient_bytes: list[int] = []  # by bucket, like the timelines
         self._sums: dict[str, Tensor] = {}  # fp64, on the device
-        self._values: Tensor | None = None  # the sums, in the order of `_sums`, on the host once `_copied` is past
+        self._values = torch.empty(0)  # the sums, in the order of `_sums`, on the host once `_copied` is past
         self._copied: Mark | None = None
 
-    async def uncompressed(self, steps: Steps[T], device: torch.device) -> T:
-        """Run the all-reduce of a bucket that is never compressed, measured."""
-        timeline = Timeline(device)
-        result = await timeline.of(steps)
-        self._count(timeline, timeline.sent_bytes)
+    async def measured(
+        self, steps: Steps[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+    ) -> T:
+        """Run the algorithm of a bucket, measured; see `Stopwatch.measured`."""
+        exact, timeline = None, Timeline(device)
+        if work is not None and self._is_exact:
+            exact = _flat(work[0], 1 / transport.world_size)
+            await transport.all_reduce(exact)
+        result = await timeline.measured(steps)
+        self._timelines.append(timeline)
+        if work is None:
+            self._gradient_bytes.append(timeline.sent_bytes)
+        else:
+            self._gradient_bytes.append(work[0].table.numel * work[0].table.dtype.itemsize)
+            self._add("result", work[1].tensors)
+        if work is not None and exact is not None:
+            mean = _flat(work[1], 1)
+            self._sum("product", torch.dot(exact, mean))
+            self._add("exact", [exact])
+            self._add("difference", [mean.sub_(exact)])
+        if is_last:
+            self._finish(device)
         return result
 
-    def observed(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm of a bucket, measured; its result has the same bits."""
-
-        async def measured(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-            exact = None
-            if self.is_exact:
-                exact = _flat(source, 1 / transport.world_size)
-                await transport.all_reduce(exact)
-            timeline = Timeline(source.table.device)
-            await timeline.of(algorithm(source, target, transport, workspace))
-            self._count(timeline, source.table.numel * source.table.dtype.itemsize)
-            self._add("result", target.tensors)
-            if exact is not None:
-                result = _flat(target, 1)
-                self._sum("product", torch.dot(exact, result))
-                self._add("exact", [exact])
-                self._add("difference", [result.sub_(exact)])
-
-        return measured
-
-    def finish(self, device: torch.device) -> None:
-        """Add what belongs to the whole step, and copy all sums to the host, without waiting for the device."""
+    def _finish(self, device: torch.device) -> None:
+        """Add the sums of the whole step, and copy all sums to the host, without waiting for the device."""
         self._add("residual", self._state.residuals())
         for name, value in self._state.device_counters().items():
             self._sum(name, value)
@@ -400,26 +342,25 @@ class Sample:
         if device.type == "cuda":
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = pinned.copy_(values, non_blocking=True)
-        self._values, self._copied = values, mark(device)
+        self._values, self._copied = values, Mark(device)
         self.is_complete = True
 
     def is_ready(self) -> bool:
         """Whether `metrics` can be called without waiting for the device."""
-        return self.is_complete and self._copied is not None and self._copied.is_past()
+        return self._copied is not None and self._copied.is_past()
 
     def metrics(self) -> dict[str, float]:
         """The measurements, named as `gradwire.hooks.telemetry` lists them."""
-        assert self._values is not None
         sums = dict(zip(self._sums, self._values.tolist(), strict=True))
-        buckets = list(zip(self._gradient_bytes, self._timelines, strict=True))
-        gradient_bytes, sent_bytes = sum(self._gradient_bytes), sum(of.sent_bytes for of in self._timelines)
-        encode, wire, decode = map(sum, zip(*(of.milliseconds() for of in self._timelines), strict=True))
+        sent = [timeline.sent_bytes for timeline in self._timelines]
+        gradient_bytes, sent_bytes = sum(self._gradient_bytes), sum(sent)
+        encode, wire, decode = map(sum, zip(*(each.milliseconds() for each in self._timelines), strict=True))
         found: dict[str, float] = {
-            "step": self.step,
+            "step": self._step,
             "gradient_bytes": gradient_bytes,
             "sent_bytes": sent_bytes,
             "compression_ratio": gradient_bytes / sent_bytes if sent_bytes else 1.0,
-            "uncompressed_buckets": sum(of.sent_bytes >= nbytes for nbytes, of in buckets),
+            "uncompressed_buckets": sum(map(ge, sent, self._gradient_bytes)),
             "encode_ms": encode,
             "wire_ms": wire,
             "decode_ms": decode,
@@ -432,10 +373,6 @@ class Sample:
             found["relative_error"] = _ratio(difference, exact) ** 0.5
         sums.pop("result", None)
         return found | sums
-
-    def _count(self, timeline: Timeline, gradient_bytes: int) -> None:
-        self._timelines.append(timeline)
-        self._gradient_bytes.append(gradient_bytes)
 
     def _add(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Add the squares of all elements to a sum."""
@@ -451,9 +388,9 @@ class Sample:
 
 def _flat(gradients: Gradients, scale: float) -> Tensor:
     """A flat copy of the gradients in the dtype of the arithmetic, times ``scale``."""
-    dtype = compute_dtype(gradients.table.dtype)
-    wire = torch.empty(gradients.table.numel, dtype=dtype, device=gradients.table.device)
-    return flatten(gradients.tensors, wire, table=gradients.table, scale=scale)
+    table = gradients.table
+    wire = torch.empty(table.numel, dtype=compute_dtype(table.dtype), device=table.device)
+    return gradients.flatten(wire, scale=scale)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

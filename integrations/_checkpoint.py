@@ -23,7 +23,7 @@ def restore_state(state: object, saved: Mapping[str, Any] | None, source: object
     """Load what `collect_state` returned; the hook must be registered already.
 
     Args:
-        state: of the hook. Modified.
+        state: state of the hook. Modified.
         saved: None, with a warning, if the checkpoint has no entry for the hook.
         source: the checkpoint, for the warning.
     """

@@ -38,7 +38,7 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Any]
     ``ray.train.torch.prepare_model``.
 
     Args:
-        model: as returned by the trainer: a DistributedDataParallel, or a wrapper around one.
+        model: the model that the trainer returns: a DistributedDataParallel, or a wrapper around one.
         state: passed to every call of the hook.
         hook: gradwire's, PyTorch's or your own.
 

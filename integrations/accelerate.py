@@ -27,8 +27,8 @@ def register_comm_hook(
 
     Args:
         accelerator: the accelerator that prepared the model. Modified.
-        model: as returned by ``accelerator.prepare`` or `prepare_model`.
-        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
+        model: the model that ``accelerator.prepare`` or `prepare_model` returns.
+        state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
             registered for checkpointing.
         hook: gradwire's, PyTorch's or your own.
 
@@ -43,7 +43,7 @@ def register_comm_hook(
     if ddp is not None and isinstance(state, Stateful):
         accelerator.register_for_checkpointing(state)
         if (prepare := getattr(state, "prepare_checkpoint", None)) is not None:
-            # Before the main process writes the model, which may take longer than `state_dict` waits for it.
+            # Before the main process writes the model: writing may take longer than the timeout of `state_dict`.
             accelerator.register_save_state_pre_hook(lambda *_: prepare())
     return ddp
 
@@ -74,12 +74,12 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
             f"Accelerate trains with {kind}; expected MULTI_CPU or MULTI_GPU, which use DistributedDataParallel. "
             "Deselect FSDP, DeepSpeed and others with `accelerate config`."
         )
-    model = accelerator.prepare_model(model, evaluation_mode=True)  # everything but DistributedDataParallel
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # other modes do not use DistributedDataParallel
     if kind == "NO":
         return model
     accelerator._models.remove(model)
     device_ids = None if accelerator.device.type == "cpu" else [accelerator.local_process_index]
     wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
-    wrapped._is_accelerate_prepared = True  # type: ignore[assignment]  # so that `prepare_model` notes it and does not wrap it a second time
+    wrapped._is_accelerate_prepared = True  # type: ignore[assignment]  # `prepare_model` must not wrap it a second time
     prepared: nn.Module = accelerator.prepare_model(wrapped)
     return prepared

@@ -28,8 +28,8 @@ class GradwireCallback(TrainerCallback):
 
     Args:
         trainer: a Trainer, or a subclass of it. Modified.
-        state: of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is saved as
-            ``gradwire_comm_hook.pt`` in every checkpoint that has the optimizer's state.
+        state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
+            saved as ``gradwire_comm_hook.pt`` in every checkpoint that has the optimizer's state.
         hook: gradwire's, PyTorch's or your own.
 
     Examples:
@@ -59,7 +59,7 @@ class GradwireCallback(TrainerCallback):
     def _save(self, folder: str) -> None:
         if self._ddp is None:
             return
-        self._trainer.accelerator.wait_for_everyone()  # one rank has written model and optimizer meanwhile
+        self._trainer.accelerator.wait_for_everyone()  # rank 0 has written model and optimizer meanwhile
         saved = collect_state(self._state)
         if saved and self._trainer.args.should_save:
             torch.save(saved, Path(folder) / CHECKPOINT_NAME)

@@ -50,19 +50,19 @@ class BlockTable:
     Args:
         tensors: the list to describe. Only their layouts are kept.
         block_size: elements of a block: a power of two from 32 to 1024.
-        keys: for each tensor, a signed 64-bit number that its random numbers depend on (`random_key`).
+        keys: key of each tensor's random numbers, a signed 64-bit number (`random_key`).
 
     Attributes:
         segments: the tensors, without blocks.
-        dtype: of the tensors' real elements; a complex element counts twice.
+        dtype: dtype of the tensors' real elements; a complex element counts twice.
         lengths: the number of real elements of each tensor.
         first_blocks: the number of blocks before each tensor.
-        n_blocks: of all tensors.
+        n_blocks: number of blocks of all tensors.
         numel: elements of all blocks, missing ones included: the size of an error memory.
         n_chunks: the number of programs of a kernel.
 
     Raises:
-        ValueError: as `SegmentTable`; or the block size or the number of keys is wrong.
+        ValueError: `SegmentTable` refuses the tensors, or the block size or the number of keys is wrong.
     """
 
     def __init__(self, tensors: Sequence[Tensor], block_size: int, keys: Sequence[int]) -> None:
@@ -136,9 +136,11 @@ class BlockTable:
         """For each run of whole tensors, views of the run's blocks in ``memory``, as in `error_views`. Cached."""
         if self._views[0] != memory.data_ptr():
             views: list[list[Tensor]] = [[] for _ in self.runs]
-            for of_run, run in zip(views, self.runs, strict=True):
+            for run_tensors, run in zip(views, self.runs, strict=True):
                 for i in range(run.first, run.last) if not run.is_piece else ():
-                    of_run.append(self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size))
+                    run_tensors.append(
+                        self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size)
+                    )
             self._views = (memory.data_ptr(), views)
         return self._views[1]
 
@@ -188,7 +190,7 @@ class Section:
 
     @cached_property
     def run_cells(self) -> list[tuple[Run, list[tuple[int, int, int, int]]]]:
-        """Each run of the table, and the cells of its blocks: cell, first slot, first block, one past the last."""
+        """The runs of the table with the cells of their blocks: cell, first slot, first block, one past the last."""
         found, room = [], self.blocks_per_cell
         for run in self.table.runs:
             cells = []
@@ -204,7 +206,7 @@ def _aligned(size: int) -> int:
 
 
 class MessageLayout:
-    """Where everything lies in a message.
+    """The layout of a message.
 
     Args:
         groups: the tensors of each wire format. A table whose tensors are all empty is a section without blocks.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.kernels.dispatch import jit, tl
 
-# As signed 64-bit numbers: torch has no unsigned arithmetic.
+# Signed 64-bit numbers: torch has no unsigned arithmetic.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)

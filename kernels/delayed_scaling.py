@@ -70,7 +70,7 @@ def _power_of_two(exponent):
 @kernel
 def _update_scale_kernel(
     exponent_ptr,  # [2] int32: the exponent, and 1 once it was derived from a gradient
-    scales_ptr,  # [2] fp32: to send with, to receive with
+    scales_ptr,  # [2] fp32: the multipliers of sending and of receiving
     absmax_ptr,  # [1] fp32
     counters_ptr,  # [4] int64; [2]: non-finite steps, [3]: whether this step is non-finite
     top,

@@ -18,17 +18,17 @@ from torch import Tensor
 
 try:
     import triton
-    import triton.language as tl
+    import triton.language
 
     HAS_TRITON = True
     jit: Any = triton.jit
+    tl: Any = triton.language
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
     HAS_TRITON = False
-    tl: Any = None  # type: ignore[no-redef]
-
     jit = staticmethod
+    tl = None
 
 __all__ = [
     "HAS_TRITON",
@@ -143,5 +143,5 @@ def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
 @jit
 def narrow(x, DTYPE: tl.constexpr):
     """`narrow_reference` in Triton."""
-    # One return: Triton type-checks all of a function's, also one that the constexpr rules out.
+    # A single return: Triton type-checks every return, even one that a constexpr rules out.
     return x if DTYPE == tl.float64 else x.to(tl.float32).to(DTYPE)

@@ -62,14 +62,14 @@ def flatten_chunk(
     source_ptr = address.to(tl.pointer_type(SOURCE)) + start  # [remaining]
     remaining = length - start
     WIRE: tl.constexpr = wire_ptr.dtype.element_ty
-    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
+    # Computed as an integer: AMD's compiler loses the alignment of an offset from an argument below 2 GiB.
     out_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(WIRE))  # [remaining]
 
     finite_limit = tl.full((), limit, COMPUTE)
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
     aligned = (source_ptr.to(tl.int64) | out_ptr.to(tl.int64)) % 16 == 0
-    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
+    # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch.
     if (remaining >= CHUNK) & aligned:
         x = tl.load(tl.multiple_of(source_ptr, 16) + offs)  # [CHUNK]
         y, marks = _saturating_cast(x, scale, finite_limit, COMPUTE, WIRE)
@@ -82,7 +82,7 @@ def flatten_chunk(
         # One sum for both counts: a chunk has fewer than 2^16 elements, and the masked ones, 0, are not marked.
         marked = tl.sum(marks)
         if marked > 0:
-            # Sums need no order. The default semantics, "acq_rel", fences the memory of the whole GPU.
+            # The order of additions does not matter. The default, "acq_rel", would fence the memory of the whole GPU.
             tl.atomic_add(counters_ptr, (marked & 0xFFFF).to(tl.int64), sem="relaxed")
             tl.atomic_add(counters_ptr + 1, (marked >> 16).to(tl.int64), sem="relaxed")
 
@@ -126,13 +126,13 @@ def unflatten_chunk(
     address, length, offset, start = load_chunk(table_ptr, n_segments, n_chunks, chunk, 3)
     target_ptr = address.to(tl.pointer_type(TARGET)) + start  # [remaining]
     remaining = length - start
-    # Computed as a number: as an offset from an argument below 2 GiB, AMD's compiler would lose its alignment.
+    # Computed as an integer: AMD's compiler loses the alignment of an offset from an argument below 2 GiB.
     source_ptr = (wire_ptr + offset + start).to(tl.int64).to(tl.pointer_type(wire_ptr.dtype.element_ty))  # [remaining]
 
     offs = tl.arange(0, CHUNK)
     mask = offs < remaining
     aligned = (source_ptr.to(tl.int64) | target_ptr.to(tl.int64)) % 16 == 0
-    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
+    # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch.
     if (remaining >= CHUNK) & aligned:
         y = narrow(tl.load(tl.multiple_of(source_ptr, 16) + offs).to(COMPUTE) * scale, TARGET)  # [CHUNK]
         tl.store(tl.multiple_of(target_ptr, 16) + offs, y)
@@ -142,7 +142,7 @@ def unflatten_chunk(
     if absmax_ptr is not None:
         bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # A masked element is 0 times the scale: NaN if that is inf, so it is masked off here again.
-        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)), sem="relaxed")  # no order needed: no fence
+        tl.atomic_max(absmax_ptr, tl.max(tl.where(mask, bits, 0)), sem="relaxed")  # order does not matter: no fence
 
 
 @kernel

@@ -17,8 +17,8 @@ finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was,
 Unit columns give the columns of the next P the magnitude of the gradient. Random columns come from a counter-based
 generator. Its counters are the key of the matrix, the step and the place in the factor, so all ranks draw the same.
 
-Traffic for N elements of s bytes, with e bytes per element of the error memory (factors, r (n + m) elements, are small
-in comparison):
+Traffic for N elements of s bytes, with e bytes per element of the error memory (the factors, r (n + m) elements, are
+negligible):
 M kept in the target between the passes (fp32):    (2s + e) + s + (2s + e)  N   = 28 N in fp32
 M added up again (16 bit):                         (s + e) + (s + e) + (2s + 2e) N = 24 N with 16-bit gradients
 
@@ -120,7 +120,7 @@ def _in_blocks(step: int, by_rows: Sequence[Tensor], factor: Tensor) -> Iterable
 
 
 def _products(layout: FactorLayout, wire: Tensor, compute: torch.dtype) -> list[Tensor]:
-    """Where factors are computed: in the wire itself if it has the dtype of the arithmetic, else in a buffer."""
+    """The buffer in which factors are computed: the wire itself if it has the dtype of the arithmetic."""
     if wire.dtype == compute:
         return layout.cached_views(wire)
     return layout.views(torch.empty_like(wire, dtype=compute))
@@ -132,8 +132,8 @@ def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     products = zip(table.q.cached_views(q), _products(table.p, p, table.compute), table.p.cached_views(p), strict=True)
     for i, (q_i, product, p_i) in enumerate(products):
         by_rows = [operands.source[i], operands.target[i], *([] if error is None else [error[i]])]
-        for source, target, *of_error, columns in _in_blocks(table.block_rows[i], by_rows, product):
-            m = _add(source, of_error, table.scratch[i])
+        for source, target, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, product):
+            m = _add(source, error_blocks, table.scratch[i])
             torch.mm(q_i, m.t(), out=columns)
             if keep:
                 target.copy_(m)
@@ -147,8 +147,8 @@ def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> N
     for i, (p_i, product, q_i) in enumerate(products):
         by_rows = [(operands.target if operands.keep else operands.source)[i], *([] if error is None else [error[i]])]
         product.zero_()
-        for m, *of_error, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
-            torch.addmm(product, columns, _add(m, of_error, table.scratch[i]), out=product)
+        for m, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
+            torch.addmm(product, columns, _add(m, error_blocks, table.scratch[i]), out=product)
         torch.mul(product, scale, out=q_i)
 
 
@@ -170,15 +170,15 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
             operands.target[i].fill_(torch.nan)
             continue
         by_rows = [operands.source[i], operands.target[i], *([] if operands.error is None else [operands.error[i]])]
-        for source, target, *of_error, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
+        for source, target, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
             product = torch.mm(columns.t(), q_i, out=table.scratch[i][: len(target)])
             if table.dtype != table.compute:
                 product.clamp_(-table.limit, table.limit)
             if operands.keep:
-                torch.sub(target, product, out=of_error[0])
+                torch.sub(target, product, out=error_blocks[0])
                 target.copy_(product)
-            elif of_error:
-                of_error[0].add_(source).sub_(target.copy_(product))
+            elif error_blocks:
+                error_blocks[0].add_(source).sub_(target.copy_(product))
             else:
                 target.copy_(product)
 
@@ -199,7 +199,7 @@ def renew_cpu(
                     _renew_carefully(rows[i], targets[i], keys[i], step)
             elif finite[i]:
                 easy.append(i)
-        rows, norms, targets = ([of_factors[i] for i in easy] for of_factors in (rows, norms, targets))
+        rows, norms, targets = ([values[i] for i in easy] for values in (rows, norms, targets))
     if rows:
         torch._foreach_div_(rows, norms)
         torch._foreach_copy_(targets, rows)
@@ -237,7 +237,7 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
         q: the packed factors Q, fp32 or fp64 as ``table.compute``.
         p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
             of P is not finite if that row of M is not.
-        scale: for example 1 / world size.
+        scale: multiplier of the product, for example 1 / world size.
 
     Raises:
         ValueError: an operand does not fit its table.
@@ -258,7 +258,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
             Q, they are written onto their wire, times ``scale``.
         p: the packed factors P, fp32 or fp64 as ``table.compute``.
         q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
-        scale: for example 1 / world size.
+        scale: multiplier of the product, for example 1 / world size.
 
     Raises:
         ValueError: an operand does not fit its table.

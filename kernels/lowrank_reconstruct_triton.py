@@ -52,7 +52,7 @@ def _norms_kernel(
     finite_ptr,  # [matrices] int32
     step_ptr,  # [1] int64: the number of the step, to advance; None: leave it
     segments_ptr,  # int64: `SegmentTable.packed` of the gradients to unpack; None: there are none
-    packed_ptr,  # their part of the wire
+    packed_ptr,  # the wire of these gradients
     n_rows,
     n_segments,
     n_unpacks,
@@ -78,7 +78,7 @@ def _norms_kernel(
             n_bad += tl.where(x < float("inf"), 0, 1)
             start += BLOCK
         top = tl.max(largest, axis=0)
-        divisor = tl.where(top > 0, top, 1.0)  # else squares would overflow or underflow
+        divisor = tl.where(top > 0, top, 1.0)  # without it, squares would overflow or underflow
         squares = tl.zeros((BLOCK,), dtype=tl.float32)
         start = 0
         while start < length:
@@ -89,7 +89,7 @@ def _norms_kernel(
         tl.store(norms_ptr + program, top)
         tl.store(norms_ptr + (n_rows + program), tl.sqrt(tl.sum(squares, axis=0)))
         if tl.sum(n_bad, axis=0) > 0:
-            tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # no order needed: no fence
+            tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # order does not matter: no fence
     if segments_ptr is not None and program >= n_rows:
         unflatten_chunk(
             segments_ptr, packed_ptr, None, n_segments, n_unpacks, program - n_rows, 1.0,
@@ -181,7 +181,7 @@ def _reconstruct_strip(
     rows, columns, rank = sizes
     stride = columns.to(tl.int32)
     if ALIGNED:
-        stride = stride // 8 * 8  # the same number, but now the compiler knows that it is a multiple of 8
+        stride = stride // 8 * 8  # same value, but the compiler now knows that it is a multiple of 8
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs_r = tl.arange(0, RANK)
@@ -224,8 +224,8 @@ def _reconstruct_strip(
             target_ptr = tl.multiple_of(target_ptr, 16)
             error_ptr = tl.multiple_of(error_ptr, 16)
         if HAS_ERROR:
-            # M may lie in the target. Where rows are not aligned, the thread that loads an element of M is not the one
-            # that overwrites it with the result, and nothing else orders the two: the result does not depend on M.
+            # M may lie in the target. In unaligned rows, one thread loads an element of M and another overwrites it.
+            # The result does not depend on M, so no data dependency orders load and store: hence the barrier.
             tl.debug_barrier()
             tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
         tl.store(target_ptr + offs, out, mask=mask)
@@ -303,7 +303,7 @@ def _norms(
     """
     rows = layout.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(layout, keys))
     n_rows, n_unpacks = rows.shape[1], 0 if unpack is None else unpack.table.n_chunks
-    of_rows = {
+    row_arguments = {
         "wire_ptr": wire,
         "rows_ptr": rows,
         "norms_ptr": torch.empty(2, n_rows, dtype=torch.float32, device=following.device),
@@ -321,9 +321,9 @@ def _norms(
         TARGET=None if unpack is None else triton_dtype(unpack.table.dtype),
         UNPACK=CHUNK_NUMEL,
         num_warps=NUM_WARPS,
-        **of_rows,
+        **row_arguments,
     )
-    return of_rows | {"step_ptr": step, "following_ptr": following}
+    return row_arguments | {"step_ptr": step, "following_ptr": following}
 
 
 def renew_triton(
@@ -331,11 +331,11 @@ def renew_triton(
 ) -> None:
     """`renew` in two launches."""
     with torch.cuda.device_of(following):
-        of_rows = _norms(wire, layout, keys, step, following, finite)
-        _renew_kernel[(of_rows["n_rows"],)](**of_rows, num_warps=NUM_WARPS)
+        row_arguments = _norms(wire, layout, keys, step, following, finite)
+        _renew_kernel[(row_arguments["n_rows"],)](**row_arguments, num_warps=NUM_WARPS)
 
 
-# The arguments of a launch that renews no factors.
+# Arguments of a launch that renews no factors.
 NO_ROWS: dict[str, Any] = {
     "wire_ptr": None,
     "rows_ptr": None,
@@ -350,12 +350,12 @@ NO_ROWS: dict[str, Any] = {
 def _plan(table: MatrixTable) -> dict[str, Any]:
     """The arguments that launches have in common from step to step."""
     rank, cut = padded_rank(table), tiling(table)
-    of_strips = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
+    strip_table = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
     return {
         "layout_ptr": table.packed(),
-        "strips_ptr": of_strips,
+        "strips_ptr": strip_table,
         "n_matrices": len(table),
-        "n_programs": of_strips.shape[1],
+        "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
         "LIMIT": table.limit,
         "ELEMENTWISE": rank <= ELEMENTWISE_RANK,
@@ -371,11 +371,11 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
     table, renewal = operands.table, operands.renewal
     plan = table.plans.get("reconstruct") or table.plans.setdefault("reconstruct", _plan(table))
     with torch.cuda.device_of(p):
-        of_rows: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
+        row_arguments: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
         if renewal is not None:
             if operands.uncompressed is not None:
                 operands.uncompressed.check(operands.uncompressed.target)
-            of_rows = _norms(
+            row_arguments = _norms(
                 p if renewal.layout is table.p else q,
                 renewal.layout,
                 table.keys,
@@ -386,12 +386,12 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
                 advance_to=renewal.advance_to,
                 unpack=operands.uncompressed,
             )
-        _reconstruct_kernel[(plan["n_programs"] + of_rows["n_rows"],)](
+        _reconstruct_kernel[(plan["n_programs"] + row_arguments["n_rows"],)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
             p_ptr=p,
             q_ptr=q,
             KEPT=operands.keep,
             HAS_ERROR=operands.error is not None,
             **plan,
-            **of_rows,
+            **row_arguments,
         )

@@ -33,7 +33,7 @@ from gradwire.kernels.matrix_table import (
 from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
-# Pipeline stages of products by `tl.dot`. Those of M' P depend on element size and precision: more stages would spill.
+# Pipeline stages of products by `tl.dot`. For M' P they depend on element size and precision: more would spill.
 STAGES = 3
 STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
 # Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
@@ -100,9 +100,9 @@ def _sum_rows(
 @jit
 def _multiply_elementwise(
     memory,  # addresses of source, target and error, [n, m]
-    factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
-    first,  # row of M for P, column for Q
-    begin,  # column of M for P, row for Q
+    factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
+    first,  # row of M to compute P, column to compute Q
+    begin,  # column of M to compute P, row to compute Q
     end,
     sizes,  # rows, columns, rank
     SOURCE: tl.constexpr,
@@ -113,7 +113,7 @@ def _multiply_elementwise(
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,  # from one tile of the strip to the next
+    STEP: tl.constexpr,  # distance between two tiles of the strip
 ):
     """The products of a strip of M and each column of a factor, without `tl.dot`: [ROWS] for P.
 
@@ -124,7 +124,7 @@ def _multiply_elementwise(
     across = columns if TO_P else rows  # the side that is summed over
     stride = columns.to(tl.int32)
     if ALIGNED:
-        stride = stride // 8 * 8  # the same number, but now the compiler knows that it is a multiple of 8
+        stride = stride // 8 * 8  # same value, but the compiler now knows that it is a multiple of 8
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs = offs_n * stride + offs_m
@@ -167,9 +167,9 @@ def _multiply_elementwise(
 @jit
 def _multiply_dot(
     memory,  # addresses of source, target and error, [n, m]
-    factor,  # address of Q, [r, m], for P, of P, [r, n], for Q, fp32
-    first,  # row of M for P, column for Q
-    begin,  # column of M for P, row for Q
+    factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
+    first,  # row of M to compute P, column to compute Q
+    begin,  # column of M to compute P, row to compute Q
     end,
     sizes,  # rows, columns, rank
     SOURCE: tl.constexpr,
@@ -239,7 +239,7 @@ def _multiply_kernel(
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_ERROR: tl.constexpr,
-    PRECISION: tl.constexpr,  # of `tl.dot`; None: no `tl.dot`
+    PRECISION: tl.constexpr,  # input precision of `tl.dot`; None: no `tl.dot`
     RANK: tl.constexpr,
     DOT_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -252,7 +252,7 @@ def _multiply_kernel(
     rows, columns, rank = sizes
     p_offset, q_offset = load_fields(layout_ptr, n_matrices, matrix, 3, 5)
     memory = load_fields(addresses_ptr, n_matrices, matrix, 0, 3)
-    # As a number, because AMD's compiler forgets the alignment of a pointer that derives from an argument.
+    # An integer: AMD's compiler forgets the alignment of a pointer derived from an argument.
     factor = (factor_ptr + (q_offset if TO_P else p_offset)).to(tl.int64)
     # The aligned branch moves 16 bytes at a time, the other one element.
     is_aligned = (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0
@@ -266,7 +266,7 @@ def _multiply_kernel(
             )  # fmt: skip
         else:
             if TO_P:
-                # Half of each tile after the other, because an address and a mask for every element take registers.
+                # Half a tile at a time: an address and a mask per element take registers.
                 HALF: tl.constexpr = COLUMNS // 2
                 left = _multiply_elementwise(
                     memory, factor, first, begin, end, sizes,
@@ -323,11 +323,11 @@ def _multiply_kernel(
 
 @kernel
 def _sum_partials_kernel(
-    partial_ptr,  # as `_multiply_kernel` leaves it
+    partial_ptr,  # output of `_multiply_kernel`
     chunks_ptr,  # [5, sums] int64: `chunks`
     out_ptr,  # packed factors in a wire dtype
     segments_ptr,  # int64: `SegmentTable.packed` of the gradients to pack; None: there are none
-    packed_ptr,  # their part of the wire
+    packed_ptr,  # the wire of these gradients
     n_sums,
     n_segments,
     n_packs,
@@ -355,7 +355,7 @@ def _sum_partials_kernel(
             partial_ptrs += STRIPS * size
             first += STRIPS
         result = tl.sum(total, axis=0) * multiplier  # [CHUNK]
-        # With zeros up to the next factor, because the wire is sent whole.
+        # Zeros up to the next factor: the whole wire is sent.
         mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
         tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
     if segments_ptr is not None and program >= n_sums:
@@ -373,15 +373,15 @@ def dot_precision(table: MatrixTable) -> str | None:
 
 
 def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any], dict[str, Any]]:
-    """What the launches of a product have in common from step to step.
+    """The arguments that the launches of a product share from step to step.
 
     Returns:
         The programs of `_multiply_kernel`, those of `_sum_partials_kernel` that add, the elements of the partial sums,
         and the arguments of the two kernels.
     """
     device = table.device
-    of_strips = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
-    of_chunks = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
+    strip_table = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
+    chunk_table = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
     rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
     n_partials = sum(
         -(-across // length) * size
@@ -389,9 +389,9 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
     )
     multiply = {
         "layout_ptr": table.packed(),
-        "strips_ptr": of_strips,
+        "strips_ptr": strip_table,
         "n_matrices": len(table),
-        "n_programs": of_strips.shape[1],
+        "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
         "TO_P": to_p,
         "PRECISION": precision,
@@ -403,8 +403,8 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
         "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
     }
     add = {
-        "chunks_ptr": of_chunks,
-        "n_sums": of_chunks.shape[1],
+        "chunks_ptr": chunk_table,
+        "n_sums": chunk_table.shape[1],
         "limit": table.limit,
         "SOURCE": triton_dtype(table.dtype),
         "CHUNK": SUM_NUMEL,
@@ -413,7 +413,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
         "PACK": CHUNK_NUMEL,
         "num_warps": 8,
     }
-    return of_strips.shape[1], of_chunks.shape[1], n_partials, multiply, add
+    return strip_table.shape[1], chunk_table.shape[1], n_partials, multiply, add
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:

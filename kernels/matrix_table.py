@@ -42,8 +42,8 @@ class Tiling(NamedTuple):
     """How the kernels cut matrices.
 
     Attributes:
-        rows: of a tile of M.
-        columns: of a tile of M.
+        rows: rows of a tile of M.
+        columns: columns of a tile of M.
         strip_rows: the number of rows that a program for Q sums over, about.
         strip_columns: the number of columns that a program for P, or for the result, works through, about.
     """
@@ -56,7 +56,7 @@ class Tiling(NamedTuple):
 
 # A tile of 8 elements a thread: with 16, the registers of `project` leave room for 12 warps on a multiprocessor, not
 # 20. Its rows are shorter than a program has threads: Triton then loads a factor's elements in every thread that needs
-# them, from the L1 cache. Those of longer rows it would load once and distribute through shared memory.
+# them, from the L1 cache. For longer rows it would load them once and distribute them through shared memory.
 ELEMENTWISE = Tiling(rows=16, columns=64, strip_rows=128, strip_columns=512)
 # Two tiles in fp32 and one of a factor are in flight three times over, within 64 KiB of shared memory.
 DOT = Tiling(rows=32, columns=32, strip_rows=512, strip_columns=512)
@@ -74,7 +74,7 @@ class Matrix(NamedTuple):
 
 
 class FactorLayout:
-    """Where the factors of one side of a bucket lie: every P, or every Q, packed in one flat buffer.
+    """The layout of the factors of one side of a bucket: every P, or every Q, packed in one flat buffer.
 
     Each factor begins at a multiple of `ALIGN_NUMEL` elements. BLAS may round by the alignment of
     its operands, so without this alignment the bits of a matrix's result would depend on the
@@ -143,9 +143,9 @@ class MatrixTable:
 
     Args:
         matrices: sizes, ranks and keys.
-        dtype: of the gradients: fp32, fp16, bf16 or fp64.
-        device: of the gradients.
-        precision: of the products M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
+        dtype: dtype of the gradients: fp32, fp16, bf16 or fp64.
+        device: device of the gradients.
+        precision: precision of M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
 
     Attributes:
         compute: dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for fp64

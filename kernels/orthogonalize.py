@@ -19,7 +19,7 @@ Gram-Schmidt where it fails; elsewhere `orthogonalize_reference`.
 A factor with an inf or NaN becomes NaN throughout, and its flag is cleared.
 
 Traffic: at least r n elements per factor, read and written; a few times that for a factor that does not fit into the
-registers of one program. It is small compared with the matrices.
+registers of one program: little compared with the matrices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradwire.kernels.orthogonalize_triton import orthogonalize_triton, toleranc
 
 # Rounds of Cholesky QR on CPUs, by the bound r eps |L^-1|^2 on the error of a round in fp64
 ONE_ROUND_ERROR = 1e-10  # no second round up to here: below fp32's eps, and far below the promised 1e-5
-TWO_ROUNDS_ERROR = 1e-6  # Gram-Schmidt from here on: below, a second round mends the error
+TWO_ROUNDS_ERROR = 1e-6  # Gram-Schmidt from here on: below, a second round corrects the error
 
 
 def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:

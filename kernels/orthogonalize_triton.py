@@ -31,7 +31,7 @@ PIVOT_EPS = 4  # pivot of a column to drop, in rank eps: a square of its remaind
 GROWTH_EPS = 0.1  # largest |L^-1|^2, in 1 / eps: a second round can mend errors of eps |L^-1|^2 below 0.1. Cholesky QR
 #
 # Small factors: one program holds one in registers. Numbers of elements, padded to powers of two
-SMALL_NUMEL = 1 << 14  # the most that spill on no target with 16 warps
+SMALL_NUMEL = 1 << 14  # the largest size that spills on no target with 16 warps
 SMALL_NUMEL_HIGH_RANK = 1 << 13  # above rank 16, where a thread also holds a product with each column
 # A second kernel serves factors of up to 1/8 of the longest; more kernels cost more compilation than they save.
 SHORTENING = 8
@@ -40,7 +40,7 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 #
 # Large factors: cut into tiles
 TILE_LENGTH = 512  # rows of P that one program handles
-MAX_TILES = 128  # of a factor; the tiles of longer factors are longer
+MAX_TILES = 128  # tiles of a factor; the tiles of longer factors are longer
 GRAMS_NUMEL = 1 << 13  # elements of Gram matrices that one program adds up at a time; with twice as many it spills
 GRAMS_NUM_WARPS = 16
 BLOCK_NUMEL = 1024  # elements it handles at a time: with two r x r matrices, more would spill at rank 64
@@ -109,7 +109,7 @@ def _gram_schmidt_kernel(
     p = _load_rows(wire_ptr + offset, offs_r, offs_n, rank, length)  # [RANK, LENGTH]
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(p) < float("inf"), 0, 1), axis=1), axis=0)
     tl.store(finite_ptr + factor, tl.where(n_bad > 0, 0, 1))
-    p = p / _or_one(tl.max(tl.abs(p), axis=1))[:, None]  # else squares would overflow or underflow
+    p = p / _or_one(tl.max(tl.abs(p), axis=1))[:, None]  # without it, squares would overflow or underflow
     for c in range(0, RANK):
         is_c = offs_r == c
         column = tl.sum(tl.where(is_c[:, None], p, 0.0), axis=0)  # [LENGTH]
@@ -345,7 +345,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
     n_programs, n_members = tiles.shape[1], members.shape[1]
     grams = torch.empty(n_programs, size, dtype=torch.float32, device=device)
     transforms = torch.empty(n_members, size, dtype=torch.float32, device=device)
-    of_tiles = {
+    tile_arguments = {
         "layout_ptr": layout.packed(device),
         "tiles_ptr": tiles,
         "n_factors": len(layout),
@@ -354,7 +354,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
         "BLOCK": block,
         "num_warps": 4 if rank == 16 else 8,
     }
-    _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **of_tiles)
+    _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **tile_arguments)
     for source, next_grams in ((wire, grams), (out, None)):
         _factorize_kernel[(n_members,)](
             grams_ptr=grams,
@@ -371,7 +371,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
             num_warps=GRAMS_NUM_WARPS,
         )
         _apply_kernel[(n_programs,)](
-            in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **of_tiles
+            in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **tile_arguments
         )
 
 

@@ -246,8 +246,8 @@ def reduce_quantized_reference(
         blocks = table.blocks(first, last)
         is_valid = torch.arange(table.block_size, device=total.device) < blocks.counts.unsqueeze(1)
         total = torch.where(is_valid, total, 0.0)
-        of_piece = None if pending is None else pending[piece * room :][:numel]
-        encoded = encode_with_errors(total, blocks, section.format, of_piece, rounding)
+        piece_pending = None if pending is None else pending[piece * room :][:numel]
+        encoded = encode_with_errors(total, blocks, section.format, piece_pending, rounding)
         _store(result[piece : piece + 1], section, encoded)
         header = result[piece, :4].view(torch.int32)
         header |= (~total.isfinite()).any().to(torch.int32)
@@ -289,7 +289,7 @@ def quantize(
         scale: multiplies the gradients before anything else; 1 / n for a mean over n ranks.
         errors: the error memory, flat, `BlockTable.numel` elements of fp32 or bf16, 0 where blocks lack elements;
             None: no error feedback.
-        pending: like ``errors``: overwritten by the error of this step, which `commit_errors` makes permanent.
+        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
 
     Raises:
@@ -325,7 +325,7 @@ def reduce_quantized(
         rank: this rank, from 0 to n - 1.
         errors: this rank's error memory of the second shot, flat, `MessageLayout.shard_numel` elements of fp32 or
             bf16; None: no error feedback.
-        pending: like ``errors``: overwritten by the error of this step. It is 0 where cells have no blocks.
+        pending: error of this step, like ``errors``. Overwritten, with 0 where cells have no blocks.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
 
     Raises:

@@ -101,7 +101,7 @@ def _round_scales(wire: WireFormat, scratch: Buffers, absmax: Tensor) -> tuple[T
     scale, inverse = scratch.scales[:n], scratch.inverses[:n]
     low, high = torch.aminmax(absmax)
     smallest, largest = low.item(), high.item()
-    # Above this bound a scale may be lowered, and elements saturate. A NaN fails the comparison.
+    # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
     if not largest < wire.max_scale * wire.levels * 0.99:
         return None
     torch.div(absmax, scratch.levels[:n], out=scale)

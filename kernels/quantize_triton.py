@@ -38,11 +38,11 @@ FLAGS_NUMEL = 128
 
 @jit
 def _locate(blocks, message, blocks_per_cell, cell_units, scales_unit, payload_unit):
-    """Where blocks lie: the addresses of the scales and the payloads of their cells, and their slots there; [N].
+    """Addresses of the scales and the payloads of the blocks' cells, and the slots of the blocks; [N].
 
     Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
     """
-    cells = blocks // blocks_per_cell  # in 32 bits: a division of 64 bits takes a hundred instructions
+    cells = blocks // blocks_per_cell  # 32 bits: a 64-bit division takes a hundred instructions
     slots = blocks - cells * blocks_per_cell
     starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
     return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
@@ -135,12 +135,12 @@ def _quantize_kernel(
     key_salted, error_key = key + salt, key + error_salt
     multiplier = tl.full((), scale, tl.float32)
     numbers = (first_block.to(tl.int32), remaining, start, multiplier, key_salted, error_key, step)
-    # Pointers travel as numbers: as an offset from an argument below 2 GiB, AMD's compiler would lose their alignment.
+    # Pointers are passed as integers: AMD's compiler loses the alignment of offsets from an argument below 2 GiB.
     ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
     errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
     pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
     memory = (source, errors, pending)
-    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own. Scalar
+    # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch. Scalar
     # accesses take many registers, so the other branch works on smaller parts of the chunk.
     if (remaining == CHUNK) & (source % 16 == 0):
         _quantize_parts(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, True)
@@ -199,7 +199,7 @@ def _dequantize_kernel(
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
     blocks = (first_block + start // BLOCK).to(tl.int32) + tl.arange(0, CHUNK // BLOCK)
     cell = _locate(blocks, gathered_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
-    # A mask that depends on the table keeps accesses scalar, so a full aligned chunk has a branch of its own.
+    # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch.
     if (remaining == CHUNK) & (target % 16 == 0):
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, True)
     else:
@@ -278,7 +278,7 @@ def _reduce_kernel(
         store_errors(pending, total - decoded, counts, has_room, keys + error_salt, step, index, ERROR, False)
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(total) < float("inf"), 0, 1), axis=1), axis=0)
     if n_bad > 0:
-        tl.atomic_max(result.to(tl.pointer_type(tl.int32)), 1, sem="relaxed")  # no order needed: no fence
+        tl.atomic_max(result.to(tl.pointer_type(tl.int32)), 1, sem="relaxed")  # order does not matter: no fence
 
 
 @kernel
@@ -304,7 +304,7 @@ def _commit_errors_kernel(
         first += FLAGS
     if tl.sum(n_flags, axis=0) == 0:
         remaining = numel - chunk * CHUNK
-        # Computed as numbers: as offsets from an argument below 2 GiB, AMD's compiler would lose their alignment.
+        # Computed as integers: AMD's compiler loses the alignment of offsets from an argument below 2 GiB.
         ELEMENT: tl.constexpr = errors_ptr.dtype.element_ty
         source_ptr = (pending_ptr + chunk * CHUNK).to(tl.int64).to(tl.pointer_type(ELEMENT))
         target_ptr = (errors_ptr + chunk * CHUNK).to(tl.int64).to(tl.pointer_type(ELEMENT))

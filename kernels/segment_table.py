@@ -73,10 +73,10 @@ def _lazy_view(index: int) -> str:
 
 
 def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function of as many tensors that compares all of them with ``tensors`` at once, in C++.
+    """A function that compares as many tensors with ``tensors`` at once, in C++.
 
-    True: each has the shape, strides, dtype, device, memory format and lazy conjugation of its counterpart. False says
-    nothing, because more is compared than a layout: also the Python type and ``requires_grad``.
+    True: each has the shape, strides, dtype, device, memory format and lazy conjugation of its counterpart. False is
+    inconclusive: the Python type and ``requires_grad`` are compared, too.
 
     It is the check by which TorchDynamo decides whether compiled code fits its inputs. It keeps no tensor alive.
     """
@@ -85,7 +85,7 @@ def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 class Run(NamedTuple):
-    """What the CPU paths handle at once: several whole tensors, or a piece of a large one."""
+    """The elements that a CPU path handles at once: several whole tensors, or a piece of a large one."""
 
     first: int  # index of the first tensor
     last: int  # one past the index of the last tensor
@@ -112,7 +112,7 @@ class Fitting(tuple[Tensor, ...]):
     """Tensors that are known to fit a table, whose `SegmentTable.check` then skips them.
 
     Args:
-        tensors: in the shapes, strides and dtype of the table, on its device. Not checked.
+        tensors: tensors with the shapes, strides, dtype and device of the table. Not checked.
         table: the table that they fit.
     """
 
@@ -139,7 +139,7 @@ class SegmentTable:
         tensors: the list to describe. Only their layouts are kept.
 
     Attributes:
-        source_dtype: dtype of the tensors; ``dtype``: that of their real elements.
+        source_dtype: dtype of the tensors; ``dtype``: dtype of their real elements.
         runs: what the CPU paths handle at once, in wire order.
         n_chunks: number of programs of a kernel.
         fields: rows of the packed table between the addresses and the chunks.
@@ -185,7 +185,7 @@ class SegmentTable:
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
         self._scratch: Tensor | None = None
-        self._scratch_views: list[list[Tensor]] = []  # of each run; empty for a piece
+        self._scratch_views: list[list[Tensor]] = []  # views of each run; empty for a piece
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -229,7 +229,7 @@ class SegmentTable:
         addresses = list(map(Tensor.data_ptr, tensors))
         if self._packed is None:
             starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
-            chunk_segments = [i for i, of_segment in enumerate(starts) for _ in of_segment]
+            chunk_segments = [i for i, segment_starts in enumerate(starts) for _ in segment_starts]
             self._packed = Upload(self.device, addresses, chain(*self.fields, chunk_segments, *starts))
         return self._packed.replace(addresses)
 

@@ -51,10 +51,10 @@ class WireFormat:
     """One encoding of blocks.
 
     Attributes:
-        name: as users write it.
-        bits: of the payload, for each element.
+        name: the name that users write.
+        bits: payload bits per element.
         levels: the magnitude that the largest element of a block is scaled to; 0: there are no scales.
-        dtype: of the payload, if the codes are floating-point numbers.
+        dtype: dtype of the payload, if the codes are floating-point numbers.
     """
 
     name: str
@@ -74,7 +74,7 @@ class WireFormat:
 
     @cached_property
     def offset(self) -> int:
-        """Added to an integer to make its code. A byte holds any integer of int8 as it is."""
+        """The number added to an integer to make its code. A byte holds any integer of int8 as it is."""
         return 0 if self.bits == 8 else 1 << self.bits - 1
 
     @cached_property
@@ -160,7 +160,7 @@ def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
         largest, quotient = mean, mean * share
     else:
         largest = blocks.abs().amax(1, keepdim=True)
-        quotient = largest / torch.full_like(largest, wire.levels)  # by a tensor: CUDA multiplies by 1 / number
+        quotient = largest / torch.full_like(largest, wire.levels)  # a tensor: CUDA would multiply by 1 / number
     return torch.where(largest.isfinite(), round_scale(largest, quotient, wire), torch.nan)
 
 

@@ -9,15 +9,13 @@ from gradwire.planner.hook_registry import display_name
 from gradwire.planner.model import break_even, step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
-WORTHWHILE = 1.05  # least speed-up to recommend a hook for
+WORTHWHILE = 1.05  # smallest speed-up for which a hook is recommended
 DO_NOT_COMPRESS = "Do not compress"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction for one hook."""
-
-    hook: str  # its name
+    hook: str  # name of the hook
     step_seconds: float  # forward, backward and gradient exchange
     speed_up: float  # over a step without a hook
     speed_up_over_bf16: float  # over a step with the bf16 hook
@@ -30,15 +28,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The recommendation."""
-
     predictions: tuple[Prediction, ...]  # one for each hook
     recommended: str  # name of a hook; `PLAIN` for none
     reason: str  # the reason, as part of a sentence
 
     @property
     def headline(self) -> str:
-        """The advice in a few words."""
         return DO_NOT_COMPRESS if self.recommended == PLAIN else f"Use {self.recommended}"
 
 

@@ -1,4 +1,4 @@
-"""The clock of a device: `gradwire.hooks.telemetry.mark`, and what to do before and after it."""
+"""The clock of a device: `gradwire.hooks.telemetry.Mark`, and what to do before and after it."""
 
 from __future__ import annotations
 

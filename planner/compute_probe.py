@@ -17,11 +17,10 @@ from torch.futures import Future
 from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
 from gradwire.comm.executor import Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
-from gradwire.hooks._bucket import is_zero_copy, zero_copy
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook
-from gradwire.hooks.telemetry import Mark, mark
+from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
@@ -54,7 +53,7 @@ def measure_model(
 
     @zero_copy  # annotations must not be strings, so this module does not import annotations from __future__
     def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        launches.append(mark(device))
+        launches.append(Mark(device))
         specs.append(_spec(bucket))
         return noop_hook(None, bucket)
 
@@ -68,11 +67,11 @@ def measure_model(
         specs.clear()
         dist.barrier(group)
         synchronize(device)
-        begin = mark(device)
+        begin = Mark(device)
         loss = job.loss(ddp)
-        between = mark(device)
+        between = Mark(device)
         loss.backward()
-        end = mark(device)
+        end = Mark(device)
         synchronize(device)
         if step >= WARM_UP:
             samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
@@ -125,7 +124,7 @@ class EqualRanks(Transport):
         return pieces_on_gloo(nbytes, self.world_size) if self._is_gloo else 1
 
     def run(self, collective: Collective) -> None:
-        self.marks.append(mark(self._device))
+        self.marks.append(Mark(self._device))
         self.messages.append(message_of(collective))
         if isinstance(collective, AllToAll):
             collective.target.copy_(collective.source[:, :1].expand_as(collective.target))
@@ -134,7 +133,7 @@ class EqualRanks(Transport):
                 tensor.mul_(self.world_size)
         else:
             collective.run_alone()
-        self.marks.append(mark(self._device))
+        self.marks.append(Mark(self._device))
 
 
 class TimingExecutor(Executor):
@@ -147,25 +146,18 @@ class TimingExecutor(Executor):
         self.marks: list[Mark] = []  # start and end of each computation of the latest task
         self.messages: list[Message] = []  # messages of the latest task
 
-    @property
-    def has_failed(self) -> bool:
-        return False
-
-    def submit(self, task: Task) -> Future[Any]:
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
         self.messages = self._ranks.messages = []
-        self.marks = self._ranks.marks = [mark(self._device)]
+        self.marks = self._ranks.marks = [Mark(self._device)]
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         future.set_result(run_algorithm(task(self.workspaces[self._turn % IN_FLIGHT]), self._ranks))
-        self.marks.append(mark(self._device))
+        self.marks.append(Mark(self._device))
         self._turn += 1
         return future
 
     def finish(self) -> None:
         """Begin a step: each bucket gets the same workspace in all of them."""
         self._turn = 0
-
-    def abandon(self) -> None:
-        pass
 
 
 def message_of(collective: Collective) -> Message:
@@ -220,8 +212,8 @@ class HookProbe:
         reduce = self._reduce_plain if self._registration is None else self._reduce
         marks = [reduce(bucket) for bucket in self._buckets]
         synchronize(self._device)
-        for samples, of_bucket in zip(self._samples, marks, strict=True):
-            samples.append([_seconds(*pair) for pair in zip(of_bucket[::2], of_bucket[1::2], strict=True)])
+        for samples, bucket_marks in zip(self._samples, marks, strict=True):
+            samples.append([1e-3 * duration for duration in durations(bucket_marks)])
 
     def _reduce(self, bucket: DenseBucket) -> list[Mark]:
         """Run the hook on a bucket; returns start and end of its launch, of each computation, and of its finish."""
@@ -229,24 +221,24 @@ class HookProbe:
         state, hook = self._registration
         bucket.collect(is_zero_copy(hook))
         spin(self._device)
-        begin = mark(self._device)
+        begin = Mark(self._device)
         future = hook(state, bucket)  # type: ignore[arg-type]
         computations = self._executor.marks
         self._messages[bucket.index()].append(tuple(self._executor.messages))
-        returned = mark(self._device)
+        returned = Mark(self._device)
         bucket.finish(future.wait(), 1.0, {})
-        return [begin, computations[0], *computations, returned, mark(self._device)]
+        return [begin, computations[0], *computations, returned, Mark(self._device)]
 
     def _reduce_plain(self, bucket: DenseBucket) -> list[Mark]:
         """Flatten and unflatten a bucket, as a plain all-reduce on a CPU: gloo's threads do the rest."""
         bucket.collect(False)
-        begin = mark(self._device)
+        begin = Mark(self._device)
         flat = bucket.scale_into_buffer()
-        sent = mark(self._device)
+        sent = Mark(self._device)
         dtype = str(flat.dtype).removeprefix("torch.")
         self._messages[bucket.index()].append((Message(f"all-reduce {dtype}", flat.nbytes),))
         bucket.finish(flat, 1.0, {})
-        return [begin, *[sent] * 6, mark(self._device)]
+        return [begin, *[sent] * 6, Mark(self._device)]
 
 
 def _mean(even: tuple[Message, ...], odd: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
-from gradwire.hooks._types import CommHook
+from gradwire.hooks._bucket import CommHook
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -24,11 +24,11 @@ Make = Callable[[dist.ProcessGroup, int], Registration | None]
 class PyTorchHook:
     """PyTorch's hook for the same purpose."""
 
-    make: Make  # as in `HookEntry`
-    is_same: bool = True  # True if PyTorch has the same hook with the same options; False if this is only the closest
+    make: Make  # see `HookEntry`
+    is_same: bool = True  # whether PyTorch has the same hook with the same options; False for a similar hook
     wire: torch.dtype | None = None  # the wire dtype if the hook only casts and gradwire's does not
-    # whether it runs on gloo only if the model is one bucket: its collectives are chained by callbacks, whose
-    # order over several buckets differs from rank to rank
+    # whether it needs the whole model in one bucket on gloo: callbacks chain its collectives, in an order that
+    # differs between ranks if there are several buckets
     one_bucket: bool = False
 
 
@@ -42,9 +42,9 @@ class HookEntry:
     make: Make
     code: str = ""  # the lines of a program that register the hook on ``model``; empty to register no hook
     wire: torch.dtype | None = None  # the wire dtype of hooks that only cast
-    # whether the hook remembers what it did not send, and sends the first steps uncompressed
+    # whether the hook has error memory, and sends the first steps uncompressed
     error_feedback: bool = False
-    pytorch: PyTorchHook | None = None  # PyTorch's hook, which the benches time beside it
+    pytorch: PyTorchHook | None = None  # PyTorch's hook, for comparison in the benchmarks
 
 
 def _code(hook: CommHook, state: str = "None") -> str:
@@ -75,7 +75,7 @@ def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wir
 def _low_rank(
     rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
 ) -> HookEntry:
-    """A hook of the PowerSGD family, beside PyTorch's `powerSGD_hook` of the same rank."""
+    """A hook of the PowerSGD family, compared with PyTorch's `powerSGD_hook` of the same rank."""
     arguments = "".join(f", {name}={value}" for name, value in options.items())
 
     def make_pytorchs(group: dist.ProcessGroup, start: int) -> Registration:
@@ -98,7 +98,7 @@ def _low_rank(
 
 
 def _quantized(wire: str, description: str) -> HookEntry:
-    """`quantization_hook`, beside PyTorch's fp16 hook: PyTorch's quantization hooks raise an IndexError on gloo."""
+    """`quantization_hook`, and PyTorch's fp16 hook: its quantization hooks raise an IndexError on gloo."""
     return HookEntry(
         description=description,
         make=lambda group, start: (QuantizationState(group, wire, start_iter=start), quantization_hook),
@@ -149,8 +149,8 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r32": _low_rank(32, "factors of rank 32"),
     "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
     "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 per step", is_same=False, alternating=True),
-    # Not beside PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its first compressed
-    # step, because it passes a 2-D factor to a function for 3-D ones.
+    # Not compared with PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its
+    # first compressed step, because it passes a 2-D factor to a function for 3-D ones.
     "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
 }
 
@@ -159,7 +159,7 @@ DEMO_HOOKS = ("none", "fp16", "int8", "int4", "powersgd-r4")
 
 _TITLES = {"none": "no hook"}
 # Footnote of tables and plots that mark hooks by `label`.
-STAR_NOTE = "*: PyTorch has no such hook, or one that fails; beside it runs PyTorch's closest"
+STAR_NOTE = "*: PyTorch has no such hook, or one that fails; its closest hook runs instead"
 
 
 def display_name(hook: str) -> str:
@@ -168,7 +168,7 @@ def display_name(hook: str) -> str:
 
 
 def label(hook: str) -> str:
-    """Its name beside PyTorch's hooks, with a star where PyTorch only has a similar one."""
+    """The hook's name in comparisons, with a star if PyTorch only has a similar one."""
     entry = HOOKS.get(hook)
     is_same = entry is None or entry.pytorch is None or entry.pytorch.is_same
     return f"{display_name(hook)}{'' if is_same else ' *'}"

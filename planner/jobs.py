@@ -20,8 +20,6 @@ class JobError(Exception):
 
 
 class Job(NamedTuple):
-    """A model and its loss."""
-
     model: nn.Module  # on the device, not wrapped in a DDP
     # called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
     # and returns a tensor with one element.

@@ -26,8 +26,6 @@ _REPETITIONS = 15, 3  # repetitions of the smallest messages, and of all others
 
 
 class MessageTime(NamedTuple):
-    """The time of messages of one size."""
-
     nbytes: int  # payload
     seconds: float  # from launch to arrival, on the slowest rank
 
@@ -56,7 +54,7 @@ def measure_link(
     probe.measure("all-reduce float32", SIZES[1], 1)  # connects the ranks
     kinds = sorted({message.kind for message in messages})
     samples = {kind: probe.samples(kind) for kind in kinds}
-    costs = {kind: fit(of_kind) for kind, of_kind in samples.items()}
+    costs = {kind: fit(kind_samples) for kind, kind_samples in samples.items()}
     size = group.size()
     bandwidth = median(
         8 * bytes_out_of_node(kind, size, ranks_per_node) / cost.per_byte for kind, cost in costs.items()
@@ -143,7 +141,7 @@ def ideal_link(
         world_size: number of ranks, a multiple of ``ranks_per_node``.
         bandwidth: bits per second that each node sends; if there is only one node, each rank.
         latency: seconds from one node to another.
-        messages: of all hooks.
+        messages: messages of all hooks.
         overhead: seconds that the software takes per message.
         ranks_per_node: ranks that share a machine and its network interface.
     """

@@ -7,30 +7,26 @@ only if it saves more time on the link than it takes. How much overlaps depends 
 Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
 Systems", MLSys 2022 (arXiv:2103.00543).
 
-Here each bucket passes through the stages of its hook, in bucket order, as in `gradwire.comm.worker_executor`:
-
-    launch                  on the thread of the backward pass
-    encode, first message   encode on the worker, up to two buckets in flight
-    ... further computations and messages, of the oldest bucket only
-    decode                  on the worker
-    finish                  after the backward pass, on its thread
-
-Every end time is a maximum of sums of durations, so the predicted step never gets shorter if a duration gets longer.
+Here a bucket is launched on the thread of the backward pass, exchanged as in `gradwire.comm.pipeline`, and finished on
+that thread after the backward pass. Every end time is a maximum of sums of durations, so the predicted step never gets
+shorter if a duration gets longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
+from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
+
 IN_FLIGHT = 2  # buckets of an executor
 
 
 class Overlap(Enum):
-    """What overlaps the backward pass."""
+    """The work that overlaps the backward pass."""
 
     EVERYTHING = "a CPU with cores to spare: computations of hooks, and messages"
     MESSAGES = "a GPU: messages; computations of hooks share the GPU with the backward pass"
@@ -38,8 +34,6 @@ class Overlap(Enum):
 
 
 class Message(NamedTuple):
-    """A collective that a hook awaits."""
-
     kind: str  # the collective: a key of `Link.costs`
     nbytes: int  # payload, as `Transport.payload_bytes` counts it
 
@@ -59,7 +53,7 @@ class HookCost:
 
     name: str  # a name in the registry
     buckets: tuple[BucketCost, ...]  # in the order of launch
-    memory_bytes: int  # its states and wire buffers, or, without a hook, DDP's flat buffers
+    memory_bytes: int  # the hook's states and wire buffers, or, without a hook, DDP's flat buffers
 
     @property
     def payload_bytes(self) -> int:
@@ -82,7 +76,7 @@ class ModelCost:
     # gradients are ready
     ready: tuple[float, ...]
     gradient_bytes: int
-    overlap: Overlap  # what overlaps the backward pass on this device
+    overlap: Overlap  # work that overlaps the backward pass on this device
 
 
 class MessageCost(NamedTuple):
@@ -103,7 +97,6 @@ class Link:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return -(-self.world_size // self.ranks_per_node)
 
     def at(self, bandwidth: float) -> Link:
@@ -121,62 +114,23 @@ class Link:
         return message.nbytes * self.costs[message.kind].per_byte
 
 
-class _Pipeline:
-    """Messages of one process group, in order: each starts when the previous one has left the link."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._free = 0.0
-
-    def send(self, message: Message, at: float) -> float:
-        """Send a message at time ``at``; returns the time at which it arrives."""
-        self._free = max(at, self._free) + self._link.busy(message)
-        return self._free + self._link.latency(message)
-
-
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
     """Predict the seconds of a step: forward, backward, and the exchange of all gradients with a hook."""
     launches = list(accumulate(bucket.launch for bucket in hook.buckets))
     launched = [model.forward + ready + delay for ready, delay in zip(model.ready, launches, strict=True)]
-    backward_end = model.forward + model.backward + launches[-1]
-    first, later = _Pipeline(link), _Pipeline(link)
-    done: list[float] = []
-    started = finished = 0.0
-    for b, bucket in enumerate(hook.buckets):
-        slot = done[b - IN_FLIGHT] if b >= IN_FLIGHT else 0.0
-        started = max(launched[b], started, slot) + bucket.compute[0]
-        now = started
-        for i, (message, seconds) in enumerate(zip(bucket.messages, bucket.compute[1:], strict=True)):
-            arrived = (later if i else first).send(message, now)
-            now = finished = max(arrived, finished) + seconds
-        done.append(now)
-    end = backward_end
-    for bucket, exchanged in zip(hook.buckets, done, strict=True):
-        end = max(end, exchanged) + bucket.finish
-    return max(end, *_bounds(model, hook, link, launched))
-
-
-def _bounds(model: ModelCost, hook: HookCost, link: Link, launched: Sequence[float]) -> list[float]:
-    """Lower bounds of the end of a step: messages share the link, computations share the worker and the device."""
-    on_link = _suffix_sums([sum(map(link.busy, bucket.messages)) for bucket in hook.buckets])
-    on_worker = _suffix_sums([sum(bucket.compute) for bucket in hook.buckets])
-    bounds = [
-        *(
-            begin + bucket.compute[0] + rest
-            for begin, bucket, rest in zip(launched, hook.buckets, on_link, strict=True)
-        ),
-        *(begin + rest for begin, rest in zip(launched, on_worker, strict=True)),
+    times = [
+        BucketTimes(bucket.compute, list(map(link.busy, bucket.messages)), list(map(link.latency, bucket.messages)))
+        for bucket in hook.buckets
     ]
-    if model.overlap is not Overlap.EVERYTHING:
-        computed = model.forward + model.backward + hook.compute_seconds
-        exposed = hook.buckets if model.overlap is Overlap.NOTHING else hook.buckets[-1:]
-        messages = [message for bucket in exposed for message in bucket.messages]
-        bounds.append(computed + sum(link.latency(message) + link.busy(message) for message in messages))
-    return bounds
-
-
-def _suffix_sums(values: Sequence[float]) -> list[float]:
-    return list(accumulate(reversed(values)))[::-1]
+    end = model.forward + model.backward + launches[-1]
+    for bucket, exchanged in zip(hook.buckets, exchange_ends(launched, times, IN_FLIGHT), strict=True):
+        end = max(end, exchanged) + bucket.finish
+    end = max(end, busy_until(launched, times))
+    if model.overlap is Overlap.EVERYTHING:
+        return end
+    computed = model.forward + model.backward + hook.compute_seconds
+    exposed = times if model.overlap is Overlap.NOTHING else times[-1:]
+    return max(end, computed + sum(sum(bucket.latency) + sum(bucket.busy) for bucket in exposed))
 
 
 def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> float | None:

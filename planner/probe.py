@@ -58,7 +58,7 @@ def measure(
 ) -> Measurement:
     """Measure a model, hooks, and the network of the default process group. A collective call.
 
-    Every number is the slowest rank's.
+    All numbers are from the slowest rank.
 
     With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are always measured. ``progress`` takes
     the name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.
@@ -83,7 +83,7 @@ def measure(
     dist.destroy_process_group(own)
     gathered = _gathered((model, costs))
     model = _slowest_model([each for each, _ in gathered])
-    slowest = tuple(_slowest_hook(of_hook) for of_hook in zip(*(each for _, each in gathered), strict=True))
+    slowest = tuple(_slowest_hook(hook_costs) for hook_costs in zip(*(each for _, each in gathered), strict=True))
 
     progress("network")
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
@@ -144,7 +144,7 @@ def _gathered(value: T) -> list[T]:
 
 
 def _overlap(device: torch.device, ranks_here: int) -> Overlap:
-    """What overlaps the backward pass: on a CPU, everything if each rank has a spare core, otherwise nothing."""
+    """The work that overlaps the backward pass: on a CPU, all of it if each rank has a spare core, otherwise none."""
     if device.type != "cpu":
         return Overlap.MESSAGES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -168,7 +168,7 @@ def _slowest_model(ranks: Sequence[ModelCost]) -> ModelCost:
 
 
 def _slowest_hook(ranks: Sequence[HookCost]) -> HookCost:
-    buckets = [_slowest_bucket(of_bucket) for of_bucket in zip(*(rank.buckets for rank in ranks), strict=True)]
+    buckets = [_slowest_bucket(bucket_costs) for bucket_costs in zip(*(rank.buckets for rank in ranks), strict=True)]
     return replace(ranks[0], buckets=tuple(buckets), memory_bytes=max(rank.memory_bytes for rank in ranks))
 
 

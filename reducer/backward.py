@@ -1,30 +1,30 @@
-"""One synchronized backward: its state, its durations, and this rank's part in the exchange with other ranks."""
+"""One synchronized backward: its state, its autograd hooks, its durations, and the exchange with other ranks."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
 
-from gradwire.comm import GroupTransport
-from gradwire.comm.connections import Connections, connections_of
+from gradwire.comm import GroupTransport, connections
+from gradwire.hooks.telemetry import Mark
 from gradwire.kernels import is_capturing
-from gradwire.reducer import errors
-from gradwire.reducer.bucketing import Bucket
-
-__all__ = ["Backward", "Exchange", "ForwardResults", "Phase", "StepTimes"]
+from gradwire.reducer import errors, torch_internals
+from gradwire.reducer.bucket import Bucket
 
 
 class Exchange:
-    """The exchange of gradients on a process group, as this rank takes part in it.
+    """This rank's part in the exchange of gradients on a process group.
 
     After an error the rank *leaves* the exchange (`fail`), whether its forward, its backward, a hook or the end of its
     backward raised: its connections are closed with a notice to its peers, which raise and leave too. Every forward
@@ -41,12 +41,14 @@ class Exchange:
         device: device of the gradients.
 
     Attributes:
-        connections: gradwire's connections on the process group, as the last forward or backward found them.
+        has_streams: whether hooks run on streams of the device.
+        connections: gradwire's connections on the process group, as the last forward found them.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
-        self._thread = 0  # that called the latest forward
+        self.has_streams = connections.has_streams(device)
+        self._thread = 0  # the thread that called the latest forward
         self.update_process_group(process_group)
         self.restart()
 
@@ -57,15 +59,11 @@ class Exchange:
 
     def restart(self) -> None:
         """Count forwards and backwards anew: the ranks have agreed to."""
-        self._n_forwards = self._n_backwards = 0  # that were synchronized
+        self._n_forwards = self._n_backwards = 0  # synchronized ones
 
-    def connect(self) -> Connections:
-        """Find gradwire's connections on the process group.
-
-        Raises:
-            RuntimeError: the process group was destroyed.
-        """
-        self.connections = connections_of(self.process_group)
+    def connect(self) -> connections.Connections:
+        """Find gradwire's connections on the process group; raises RuntimeError if it was destroyed."""
+        self.connections = connections.connections_of(self.process_group)
         return self.connections
 
     @property
@@ -80,7 +78,7 @@ class Exchange:
 
     def begin_backward(self, user: object) -> None:
         """Note that ``user`` exchanges in the current backward, until `Connections.leave`; see `Connections.enter`."""
-        self.connect().enter(user, self._thread)
+        self.connections.enter(user, self._thread)
         self._n_backwards += 1
 
     def fail(self, user: object, step: int, cause: str) -> str | None:
@@ -105,30 +103,7 @@ class Exchange:
         if text is not None:
             rank, forwards, backwards = json.loads(text)
             if forwards > self._n_forwards and backwards < self._n_backwards:
-                raise RuntimeError(errors.backward_skipped(rank))
-
-
-@dataclass
-class ForwardResults:
-    """Handles and futures that forwards have set for the next reduction.
-
-    Attributes:
-        live_ranks: the all-reduce that counts the ranks with inputs left, in `join`; None to divide by the world size.
-        futures: awaited at the end of the backward.
-    """
-
-    live_ranks: dist.Work | None = None
-    futures: list[Future[Any]] = field(default_factory=list)
-    _divisor: int | None = None
-
-    def divisor(self, world_size: int) -> int:
-        """The divisor of sums over ranks: the world size; in `join`, the ranks with inputs left."""
-        if self._divisor is None:
-            self._divisor = world_size
-            if self.live_ranks is not None:
-                self.live_ranks.wait()
-                self._divisor = int(self.live_ranks.result()[0].item())
-        return self._divisor
+                raise RuntimeError(errors.BACKWARD_SKIPPED.format(rank=rank))
 
 
 class Phase(Enum):
@@ -140,81 +115,52 @@ class Phase(Enum):
 
 
 class Backward:
-    """The state of one synchronized backward pass: ready gradients, launched buckets, and their results.
+    """The state of one synchronized backward pass.
 
     A gradient is *ready* once autograd adds nothing more to it. A bucket is *complete* once all its gradients are
     ready. It is *launched* once it and all buckets before it are complete.
 
-    Args:
-        buckets: the buckets, in the order of launch.
-        bucket_of: the index of each parameter's bucket.
-        phase: the first phase.
-
     Attributes:
-        phase: progress of the backward.
         ready: 1 for each parameter whose gradient is ready.
-        ready_order: the parameters whose gradients autograd has completed, in that order; unused
-            parameters are not listed.
+        ready_order: the parameters whose gradients autograd has completed, in that order; without unused ones.
+        n_pending: number of gradients that each bucket still waits for.
         expected_last: 1 for each parameter whose autograd hook is the only one of its bucket to notify.
         calls: number of calls of each parameter's autograd hook, with a static graph.
         n_launched: number of launched buckets, skipped ones included.
         futures: the result of each bucket's reduction; None before its launch, and if it is not reduced.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], bucket_of: Sequence[int], phase: Phase = Phase.PREPARED) -> None:
-        self._buckets = buckets
-        self._bucket_of = bucket_of
+    def __init__(self, buckets: Sequence[Bucket], n_parameters: int, phase: Phase) -> None:
         self.phase = phase
-        self.ready = bytearray(len(bucket_of))
+        self.ready = bytearray(n_parameters)
         self.ready_order: list[int] = []
-        self.expected_last = bytearray(len(bucket_of))
-        self.calls = [0] * len(bucket_of)
+        self.n_pending = [len(bucket.members) for bucket in buckets]
+        self.expected_last = bytearray(n_parameters)
+        self.calls = [0] * n_parameters
         self.n_launched = 0
         self.futures: list[Future[Any] | None] = [None] * len(buckets)
-        self._n_pending = [len(bucket.members) for bucket in buckets]  # gradients that a bucket still waits for
-
-    def mark_ready(self, index: int) -> bool:
-        """Count a gradient as ready. Call it once per gradient. Returns whether its bucket is complete."""
-        self.ready[index] = 1
-        bucket = self._bucket_of[index]
-        self._n_pending[bucket] -= 1
-        return self._n_pending[bucket] == 0
-
-    def next_complete(self) -> Bucket | None:
-        """The next bucket to launch, if it is complete."""
-        if self.n_launched < len(self._buckets) and self._n_pending[self.n_launched] == 0:
-            return self._buckets[self.n_launched]
-        return None
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether all buckets are launched."""
-        return self.n_launched == len(self._buckets)
 
     @property
     def missing(self) -> list[int]:
         """The parameters whose gradients are not ready."""
         return [index for index, is_ready in enumerate(self.ready) if not is_ready]
 
-    def deferrable(self, first: int, unused: Sequence[int], expected_calls: Sequence[int] | None) -> bytearray:
+    def deferrable(
+        self, buckets: Sequence[Bucket], first: int, unused: Sequence[int], expected_calls: Sequence[int] | None
+    ) -> bytearray:
         """The mask of parameters whose autograd hooks need only record: see `AutogradHooks`.
 
-        In each bucket the hook of the gradient expected last is not deferred. Nor are the hooks of
-        gradients that several calls add up, or that never come.
-
-        Args:
-            first: the parameter of the gradient that has just come.
-            unused: parameters that get no gradient.
-            expected_calls: number of calls of each hook in a backward, with a static graph.
+        Not deferred are, in each bucket, the hook of the gradient expected last, and the hooks of gradients that come
+        ``first``, that never come, or that several calls add up, with the ``expected_calls`` of a static graph.
         """
-        mask = bytearray(b"\1") * len(self._bucket_of)
+        mask = bytearray(b"\1") * len(self.ready)
         for index in unused:
             mask[index] = 0
         if expected_calls is not None:
             for index, (expected, calls) in enumerate(zip(expected_calls, self.calls, strict=True)):
                 if expected - calls > 1:
                     mask[index] = 0
-        for bucket in self._buckets:
+        for bucket in buckets:
             for last in reversed(bucket.members):
                 if mask[last]:
                     mask[last], self.expected_last[last] = 0, 1
@@ -222,12 +168,96 @@ class Backward:
         mask[first] = 0
         return mask
 
-    def missing_next_to(self, index: int) -> list[int]:
-        """The parameters in the bucket of ``index`` whose gradients are not ready."""
-        return [i for i in self._buckets[self._bucket_of[index]].members if not self.ready[i]]
+
+class AutogradHooks:
+    """Hooks on the autograd nodes of the parameters, which call back only where a gradient can complete a bucket.
+
+    A call from autograd into Python is the largest cost of a small parameter in a backward, and most calls launch
+    nothing: a bucket waits for its last gradient. So the hook of a *deferred* parameter only records its index. The
+    next hook that is not deferred calls ``notify``, which takes all recorded indices. A hook is deferred once; its
+    second call notifies.
+
+    Args:
+        parameters: the parameters, by index. None of their hooks is deferred.
+        notify: called with the gradient that has come in; takes the `recorded` indices. May be called from any of
+            autograd's threads, and may find that another call has taken them.
+
+    Attributes:
+        nodes: the autograd node of each parameter that accumulates its gradient.
+        recorded: indices of completed gradients that ``notify`` has not taken yet, in order. Other threads append.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
+        self._parameters = parameters
+        self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
+        self.recorded: list[int] = []
+        self._deferred = bytearray(len(parameters))
+        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
+        method = weakref.WeakMethod(notify)
+        self._hooks = [_make_hook(index, self.recorded, self._deferred, method) for index in range(len(self.nodes))]
+        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
+        weakref.finalize(self, _remove_all, self._handles)
+
+    def reset(self) -> None:
+        """Drop the recorded indices, and defer no hook any longer."""
+        self.recorded.clear()
+        self._deferred[:] = bytes(len(self._deferred))
+
+    def record(self, index: int) -> None:
+        """Act as the hook of a parameter whose gradient came through another autograd node."""
+        self._hooks[index](None, (None,))
+
+    def defer(self, mask: bytes | bytearray) -> None:
+        """Defer the hooks of the parameters that have a 1 in ``mask``, once each; no others."""
+        self._deferred[:] = mask
+
+    def expect_one(self, members: Iterable[int], ready: bytearray) -> int | None:
+        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred.
+
+        An index may have been recorded, but not taken, before its hook was no longer deferred: the next call of
+        ``notify`` takes it.
+        """
+        for index in members:
+            if self._deferred[index] and not ready[index]:
+                self._deferred[index] = 0
+                return index
+        return None
+
+    def find_lost(self, indices: Iterable[int]) -> int | None:
+        """The first of these parameters whose gradient another node accumulates, without the hook; None if none."""
+        for index in indices:
+            parameter = self._parameters[index]
+            if parameter.requires_grad and torch_internals.gradient_node(parameter) is not self.nodes[index]:
+                return index
+        return None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        _remove_all(self._handles)
 
 
-TIMED_ITERATIONS = 10  # so many first iterations are all timed
+def _make_hook(
+    index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
+) -> Callable[[object, Sequence[Tensor | None]], None]:
+    record = recorded.append
+
+    def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
+        record(index)  # first: a thread that stops deferring it meanwhile must find it
+        if deferred[index]:
+            deferred[index] = 0
+        elif (method := notify()) is not None:
+            method(incoming[0])
+
+    return hook
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+TIMED_ITERATIONS = 10  # number of first iterations that are all timed
 _DURATIONS = {
     "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
     "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
@@ -257,10 +287,9 @@ class StepTimes:
         self.reported = 0
         self.unused_bytes = 0
         self.n_reduced = 0
-        self._device = device
-        self._on_host = device.type == "cpu"
+        self._device, self._is_gpu = device, device.type == "cuda"
         self._is_timed = False
-        self._events: dict[str, Any] = {}  # times in ns, or CUDA events
+        self._marks: dict[str, Mark] = {}
         self._unix_times: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._sums: dict[str, int] = {}
@@ -270,11 +299,10 @@ class StepTimes:
         """Count a synchronized forward; add the previous step's times to the averages."""
         self._settle()
         is_due = self.iterations <= TIMED_ITERATIONS or self.iterations % self.sample_rate == 0
-        self._is_timed = is_due and (self._on_host or not is_capturing(self._device))
+        self._is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
         if self._is_timed:
             self.reported = self.iterations
-            self._events = {}
-            self._unix_times = {}
+            self._marks, self._unix_times = {}, {}
         self.iterations += 1
         self.record("forward_compute_time_start")
 
@@ -284,34 +312,26 @@ class StepTimes:
         The events are ``forward_compute_time_start``, and ``_start`` and ``_end`` of ``backward_compute_time`` and
         ``backward_comm_time``.
         """
-        if not self._is_timed or event in self._events:
+        if not self._is_timed or event in self._marks:
             return
-        if self._on_host:
-            self._events[event] = time.perf_counter_ns()
-        elif is_capturing(self._device):
+        if self._is_gpu and is_capturing(self._device):
             self._is_timed = False
-            self._events = {}
-            self._unix_times = {}
+            self._marks, self._unix_times = {}, {}
             return
-        else:
-            self._events[event] = torch.cuda.Event(enable_timing=True)
-            self._events[event].record(torch.cuda.current_stream(self._device))
+        self._marks[event] = Mark(self._device)
         self._unix_times[event] = time.time_ns()
 
     def _settle(self) -> None:
         """Compute the durations of a timed iteration once it has ended."""
-        end = self._events.get("backward_comm_time_end")
-        if end is None or not (self._on_host or (not is_capturing(self._device) and end.query())):
+        end = self._marks.get("backward_comm_time_end")
+        if end is None or (self._is_gpu and is_capturing(self._device)) or not end.is_past():
             return
-        self._last = {name: self._between(*events) for name, events in _DURATIONS.items()}
-        self._sums = {name: self._sums.get(name, 0) + duration for name, duration in self._last.items()}
+        for name, (first, last) in _DURATIONS.items():
+            self._last[name] = max(0, int(1e6 * self._marks[last].milliseconds_since(self._marks[first])))
+            self._sums[name] = self._sums.get(name, 0) + self._last[name]
         self._n_timed += 1
         self._is_timed = False
-        self._events = {}
-
-    def _between(self, start: str, end: str) -> int:
-        first, last = self._events[start], self._events[end]
-        return max(0, last - first if self._on_host else int(first.elapsed_time(last) * 1e6))
+        self._marks = {}
 
     def summary(self) -> dict[str, int]:
         """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""

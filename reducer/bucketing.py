@@ -10,46 +10,25 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
-from gradwire.reducer.bucket import BucketSpec, DenseBucket, SparseBucket
+from gradwire.reducer.bucket import Bucket, BucketSpec, DenseBucket, SparseBucket
 from gradwire.reducer.errors import check_bucket_size
 from gradwire.reducer.mixed_precision import LowPrecisionBucket
 
-__all__ = [
-    "Bucket",
-    "BucketOptions",
-    "assign_first_buckets",
-    "make_buckets",
-    "rebuild_buckets",
-    "rebuilt_limits",
-]
-
-Bucket = DenseBucket | SparseBucket
 Assignment = Sequence[Sequence[int]]  # the parameters of each bucket, by index in the model
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOptions:
-    """Options that determine the buckets of a model.
+    """Options that determine the buckets of a model. Of sizes in bytes, the last one repeats."""
 
-    Attributes:
-        parameters: the parameters to reduce; each requires a gradient and is listed once.
-        names: parameter names, as in ``module.named_parameters()``.
-        sparse: whether each parameter's gradient is sparse.
-        first_limits: sizes in bytes of the first buckets, from the last parameter to the first; the last one repeats.
-        rebuilt_limits: sizes in bytes of the rebuilt buckets; the last one repeats.
-        hook_may_choose: whether the state of a hook may choose other sizes of the rebuilt buckets: the user has not.
-        gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
-        frees_buffers: whether other flat buffers are freed after every backward.
-    """
-
-    parameters: Sequence[Tensor]
-    names: Sequence[str]
-    sparse: Sequence[bool]
-    first_limits: Sequence[int]
-    rebuilt_limits: Sequence[int]
-    hook_may_choose: bool
-    gradient_as_bucket_view: bool
-    frees_buffers: bool
+    parameters: Sequence[Tensor]  # to reduce; each requires a gradient and is listed once
+    names: Sequence[str]  # parameter names, as in ``module.named_parameters()``
+    sparse: Sequence[bool]  # whether each parameter's gradient is sparse
+    first_limits: Sequence[int]  # bytes of the first buckets, from the last parameter to the first
+    rebuilt_limits: Sequence[int]  # bytes of the rebuilt buckets
+    hook_may_choose: bool  # whether the state of a hook may choose other sizes of the rebuilt buckets
+    gradient_as_bucket_view: bool  # whether every ``.grad`` becomes a view of a flat buffer
+    frees_buffers: bool  # whether other flat buffers are freed after every backward
 
 
 def assign_first_buckets(options: BucketOptions) -> Assignment:
@@ -62,9 +41,6 @@ def rebuilt_limits(options: BucketOptions, hook_state: object) -> Sequence[int]:
 
     A hook's state chooses the size of all buckets by an attribute ``preferred_bucket_cap_mb``, in MiB, unless the user
     has passed a size to DistributedDataParallel. None stands for no preference.
-
-    Raises:
-        TypeError, ValueError: the attribute is not a number of MiB.
     """
     preferred = getattr(hook_state, "preferred_bucket_cap_mb", None)
     if preferred is None or not options.hook_may_choose:
@@ -76,18 +52,11 @@ def rebuilt_limits(options: BucketOptions, hook_state: object) -> Sequence[int]:
 def rebuild_buckets(
     options: BucketOptions, limits: Sequence[int], order: Sequence[int], transport: GroupTransport
 ) -> Assignment:
-    """Rank 0's assignment of the parameters, in its order of ready gradients. A collective call.
-
-    Args:
-        options: equal on all ranks.
-        limits: sizes in bytes of the buckets, the last one repeats; only rank 0's count.
-        order: all parameters, by index; only rank 0's counts.
-        transport: broadcasts the assignment.
-    """
+    """Rank 0's assignment of the parameters, in its order of ready gradients. A collective call."""
     tensors = [options.parameters[i] for i in order]
     assignment = torch_internals.assign_buckets(tensors, limits, options.sparse, order)
     numbers = [b for b, bucket in enumerate(assignment) for _ in bucket]
-    # One message: the parameters in order, and the number of each one's bucket.
+    # One message: parameter indices in order, and the bucket index of each.
     message = torch.tensor([[i for bucket in assignment for i in bucket], numbers], device=options.parameters[0].device)
     transport.wait(transport.broadcast(message, 0))
     received: list[list[int]] = [[] for _ in range(int(message[1, -1]) + 1)]

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
-from gradwire.hooks._registration import check_pairing, in_group
+from gradwire.hooks._handshake import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.backward import ForwardResults, Phase
-from gradwire.reducer.bucket import BucketBase
-from gradwire.reducer.bucketing import Bucket, assign_first_buckets, rebuild_buckets, rebuilt_limits
-from gradwire.reducer.mixed_precision import MixedPrecisionDDP, restore_parameters
-from gradwire.reducer.parameters import (
-    ModelWatch,
-    UsedParameters,
-    find_sharing_wrappers,
-    find_unused,
-    refuse_wrapper_around,
-)
-from gradwire.reducer.reducer import CommHook, Reducer
-
-__all__ = ["AdaptedDDP", "DDPReducer", "Logger"]
+from gradwire.reducer.backward import Phase
+from gradwire.reducer.bucket import Bucket, BucketBase
+from gradwire.reducer.bucketing import assign_first_buckets, rebuild_buckets, rebuilt_limits
+from gradwire.reducer.parameters import ModelWatch, UsedParameters, find_unused
+from gradwire.reducer.reducer import BucketHook, Reducer
 
 # Environment variables that decide how ranks meet.
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
-_VARIABLES_OF = {
+_NCCL_VARIABLES = ("SOCKET_IFNAME", "BLOCKING_WAIT", "ASYNC_ERROR_HANDLING", "DEBUG", "NTHREADS", "IB_TIMEOUT")
+_BACKEND_VARIABLES = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-    "nccl": (
-        "NCCL_SOCKET_IFNAME",
-        "NCCL_BLOCKING_WAIT",
-        "NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_DEBUG",
-        "NCCL_NTHREADS",
-        "NCCL_IB_TIMEOUT",
-    ),
+    "nccl": tuple(f"NCCL_{name}" for name in _NCCL_VARIABLES),
 }
+
+
+_CPP_DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
 
 
 class DDPReducer(Reducer):
@@ -56,44 +44,32 @@ class DDPReducer(Reducer):
     """
 
     watch: ModelWatch | None = None
+    has_rebuilt_buckets = False
+    _graph_seems_static = True  # whether `_unused` has never changed
+    bucket_limits: Sequence[int] = ()  # sizes in bytes of the rebuilt buckets; the last one repeats
 
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let ``hook(state, bucket)`` reduce every bucket from now on.
-
-        Raises:
-            RuntimeError: a hook is registered already.
-            TypeError: ``hook`` is PyTorch's, ``state`` gradwire's.
-            ValueError: ``hook`` is gradwire's, and ``state`` has or is a process group of other ranks.
-        """
-        if self._hook is not None:
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Future[Tensor]]) -> None:
+        """Let ``hook(state, bucket)`` reduce every bucket from now on. A hook cannot be replaced."""
+        if self.hook.is_registered:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
-        self._hook, self.hook_state = hook, in_group(state, hook, self.exchange.process_group)
-        self._hook_is_zero_copy, self._hook_has_groups = is_zero_copy(hook), not is_gradwire_hook(hook)
-
-    @property
-    def ready_order(self) -> list[int]:
-        """The parameters in the order in which the last backward made their gradients ready."""
-        return self._backward.ready_order
+        state = in_group(state, hook, self.exchange.process_group)
+        take_back = state.take_back if isinstance(state, HookState) else None
+        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
 
     # A forward, and the preparation of its backward.
 
     @torch_internals.not_compiled
     def prepare_for_forward(self) -> None:
-        """Count an iteration: the forward of a synchronized backward begins.
-
-        Raises:
-            RuntimeError: the previous step failed, the process group was destroyed, or a parameter was cast, replaced,
-                added or unfrozen.
-        """
+        """Count an iteration: the forward of a synchronized backward begins."""
         connections = self.exchange.connect()
         connections.check()
-        if self._forward_is_running:
+        if self.forward_is_running:
             self._fail("the forward pass raised an exception")
             connections.check()
         self._check_not_cast([0])
         if self.watch is not None and (name := self.watch.find_unknown()) is not None:
-            self._fail_and_raise(errors.parameter_unknown(name))
+            self._fail_and_raise(errors.PARAMETER_UNKNOWN.format(name=name))
         self.exchange.begin_forward()
         self.times.begin_forward()
 
@@ -112,21 +88,14 @@ class DDPReducer(Reducer):
         else:
             index = self._autograd_hooks.find_lost(indices)
         if index is not None:
-            self._fail_and_raise(errors.parameter_cast(self.options.names[index]))
-
-    def begin_forward(self) -> None:
-        """The module's own forward of a synchronized backward begins; it ends with `prepare_for_backward`."""
-        self._forward_is_running = True
+            self._fail_and_raise(errors.PARAMETER_CAST.format(name=self.options.names[index]))
 
     @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets in rank 0's order of ready gradients; returns whether that was done.
 
-        A collective call, made once, after the first synchronized backward. Buckets are never
-        rebuilt if backwards may leave out different parameters: ranks could not agree on when.
-
-        Raises:
-            RuntimeError: the previous backward left buckets incomplete.
+        A collective call, made once, after the first synchronized backward. Buckets are never rebuilt if backwards may
+        leave out different parameters: ranks could not agree on when.
         """
         self._check_reducer_finalized()
         order = self._backward.ready_order
@@ -134,28 +103,21 @@ class DDPReducer(Reducer):
         if self.has_rebuilt_buckets or not may_rebuild or not order:
             return False
         with self.leaving("the rebuild of the buckets"):
-            self.bucket_limits = rebuilt_limits(self.options, self.hook_state)
-            assignment = rebuild_buckets(
-                self.options, self.bucket_limits, order + self._unused, self.exchange.transport
-            )
-            self._set_buckets(assignment)
+            limits = self.bucket_limits = rebuilt_limits(self.options, self.hook.state)
+            self._set_buckets(rebuild_buckets(self.options, limits, order + self._unused, self.exchange.transport))
         self._backward.ready_order = order
         self.has_rebuilt_buckets = True
         return True
 
     @torch_internals.not_compiled
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them.
-
-        Raises:
-            RuntimeError: the previous backward left buckets incomplete.
-        """
+        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them."""
         self._check_reducer_finalized()
         self._begin(Phase.PREPARED)
-        self._forward_is_running = False
+        self.forward_is_running = False
         if self.find_unused_parameters and not self.static_graph:
             nodes = self._autograd_hooks.nodes
-            if self._upcast_stream is not None:  # with mixed precision, each forward has others
+            if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
                 nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
             unused = find_unused(outputs, nodes)
             self._check_not_cast(unused)
@@ -168,7 +130,7 @@ class DDPReducer(Reducer):
         """Raise RuntimeError if the last backward left buckets incomplete."""
         if self._backward.phase is not Phase.REDUCING:
             return
-        for index in self._autograd_hooks.recorded():  # in buckets that never became complete
+        for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
             self._backward.ready[index] = 1
         if self._backward.missing:
             self._fail_and_raise(self._unfinished())
@@ -184,50 +146,39 @@ class DDPReducer(Reducer):
     # The end of a backward that the caller finalizes.
 
     def set_finalized_by_caller(self, required: bool) -> None:
-        """Choose whether `finalize_backward` ends a backward; see `DistributedDataParallel.finalize_backward`.
-
-        Raises:
-            RuntimeError: a backward is not finalized yet.
-        """
+        """Choose whether `finalize_backward` ends a backward; see `DistributedDataParallel.finalize_backward`."""
         if self._backward.phase is Phase.REDUCING:
-            self._raise(errors.cannot_finalize("require_manual_backward_finalization changes within a backward pass"))
+            why = "require_manual_backward_finalization changes within a backward pass"
+            self._raise(errors.CANNOT_FINALIZE.format(why=why))
         self.is_finalized_by_caller = required
 
     def finalize_backward(self) -> None:
         """End a backward that has returned; see `DistributedDataParallel.finalize_backward`."""
+        why = None
         if not self.is_finalized_by_caller:
-            self._raise(errors.cannot_finalize("require_manual_backward_finalization is False"))
-        if current_backward() != NO_BACKWARD:
-            self._raise(errors.cannot_finalize("a backward pass runs, which may still read gradients"))
-        if self._backward.phase is not Phase.REDUCING or not self._backward.is_launched:
-            self._raise(errors.cannot_finalize("no complete reduction is in flight"))
+            why = "require_manual_backward_finalization is False"
+        elif current_backward() != NO_BACKWARD:
+            why = "a backward pass runs, which may still read gradients"
+        elif self._backward.phase is not Phase.REDUCING or self._backward.n_launched < len(self.buckets):
+            why = "no complete reduction is in flight"
+        if why is not None:
+            self._raise(errors.CANNOT_FINALIZE.format(why=why))
         self._finalize()
 
     # Static graphs.
 
-    @property
-    def has_counted_calls(self) -> bool:
-        """Whether the first backward of a static graph has counted the calls of each autograd hook."""
-        return self._static_calls is not None
-
     def _set_static_graph(self) -> None:
-        """Declare the graph static.
-
-        Every backward must use the same parameters as the first one, equally often.
-
-        Raises:
-            RuntimeError: there was a synchronized forward already.
-        """
+        """Declare that every backward uses the same parameters as the first one, equally often."""
         if self.times.iterations > 0:
-            self._raise(errors.static_graph_too_late(self.times.iterations))
+            self._raise(errors.STATIC_GRAPH_TOO_LATE.format(iterations=self.times.iterations))
         self.static_graph = self._may_leave_out = True
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets: the first backward of a static graph has ended, and its hooks' calls are counted."""
-        if self._backward.phase is Phase.DONE:  # in no_sync, which counts nothing
+        if self._backward.phase is Phase.DONE:  # no_sync counts nothing
             return
-        self._static_calls = self._backward.calls
-        self._unused = [index for index, calls in enumerate(self._static_calls) if calls == 0]
+        self.static_calls = self._backward.calls
+        self._unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
         self._check_not_cast(self._unused)
         self._start_exchange()
         with self._lock:
@@ -250,7 +201,7 @@ class DDPReducer(Reducer):
 
     def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
         """Wait for these futures, too, at the end of the backward."""
-        self._forward_results.futures += futures
+        self._post_backward_futures += futures
 
     def _remove_autograd_hooks(self) -> None:
         self._autograd_hooks.remove()
@@ -263,24 +214,20 @@ class DDPReducer(Reducer):
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
         """Expect gradients in the dtype of the parameters' copies, whose communication hook is registered already."""
-        self._upcast_stream = self.hook_state.upcast_stream
+        self._upcast_stream = self.hook.state.upcast_stream
         self._autograd_hooks.remove()  # PyTorch's class sets hooks on the copies
         self._set_buckets([bucket.members for bucket in self.buckets])
-
-    def on_copy_gradient(self, index: int) -> None:
-        """Autograd has accumulated the gradient of a parameter's copy."""
-        self._autograd_hooks.record(index)
 
     # `join`: a rank without inputs takes part in the collectives of the others.
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
-        self._forward_results.live_ranks = None if use_static_world_size else work
+        self._live_ranks = None if use_static_world_size else work
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.of_zeros(self._is_zero_copy(bucket)) for bucket in self.buckets]
+        buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
         for bucket in buckets:
-            bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self._hook_has_groups
+            bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
             bucket.divisor = self.exchange.process_group.size()
         return buckets
 
@@ -301,16 +248,16 @@ class DDPReducer(Reducer):
 
     def _reset_state(self) -> None:
         """Rebuild the buckets after the next backward, and count a static graph's calls again."""
-        self._static_calls = None
+        self.static_calls = None
         self._unused = []
         self._used = UsedParameters(len(self.parameters), self.exchange.device)
-        self._forward_results = ForwardResults()
+        self._forget_forward()
         self._begin(Phase.DONE)
         self.has_rebuilt_buckets = False
 
     def leave(self, cause: str) -> None:
         """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""
-        if self.connections.failure is None:
+        if self.exchange.connect().failure is None:
             self._fail(cause)
 
     def restart(self) -> None:
@@ -321,12 +268,13 @@ class DDPReducer(Reducer):
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on, as does a hook's state that had the process group."""
-        if self.hook_state is self.exchange.process_group:
-            self.hook_state = process_group
-        elif getattr(self.hook_state, "process_group", None) is self.exchange.process_group:
-            self.hook_state.process_group = process_group
-            if isinstance(self.hook_state, HookState):
-                self.hook_state.follows_model = True
+        state: Any = self.hook.state if self.hook.is_registered else None
+        if state is self.exchange.process_group:
+            self.hook = self.hook._replace(state=process_group)
+        elif getattr(state, "process_group", None) is self.exchange.process_group:
+            state.process_group = process_group
+            if isinstance(state, HookState):
+                state.follows_model = True
         self.exchange.update_process_group(process_group)
 
 
@@ -349,7 +297,7 @@ class Logger:
         """Keep facts of the construction, under PyTorch's keys."""
         reducer = self._reducer
         backend = dist.get_backend(reducer.exchange.process_group)
-        variables = _VARIABLES + _VARIABLES_OF.get(backend, ())
+        variables = _VARIABLES + _BACKEND_VARIABLES.get(backend, ())
         self._data |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
         if backend == "gloo":
             self._data["gloo_num_threads"] = torch_internals.GLOO_THREADS
@@ -362,7 +310,7 @@ class Logger:
             "find_unused_parameters": int(reducer.find_unused_parameters),
             "num_parameter_tensors": len(reducer.parameters),
             "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
-            "dtypes": ", ".join(sorted({_dtype_name(p.dtype) for p in reducer.parameters})),
+            "dtypes": ", ".join(sorted({_CPP_DTYPES.get(p.dtype, str(p.dtype)) for p in reducer.parameters})),
             "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "backend_name": backend,
             "world_size": reducer.exchange.process_group.size(),
@@ -374,7 +322,7 @@ class Logger:
             self._set_static_graph()
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called at the start of every synchronized forward."""
+        """Do nothing: PyTorch's class calls it at the start of every synchronized forward."""
 
     def set_error_and_log(self, error: str) -> None:
         """Keep an error."""
@@ -391,13 +339,16 @@ class Logger:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         reducer = self._reducer
-        data = self._data | {"iteration": reducer.times.reported, "bucket_cap_bytes": reducer.bucket_limits[-1]}
+        data = self._data | {
+            "iteration": reducer.times.reported,
+            "bucket_cap_bytes": (reducer.bucket_limits or reducer.options.rebuilt_limits)[-1],
+        }
         if reducer.error is not None:
             data |= {"has_error": 1, "error": reducer.error}
         if reducer.times.iterations:
             data |= reducer.times.summary() | {
                 "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
-                "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ready_order)),
+                "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer._backward.ready_order)),
             }
         if reducer.has_rebuilt_buckets:
             members = ", ".join(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
@@ -407,68 +358,3 @@ class Logger:
 
 def _sizes(buckets: Sequence[BucketBase]) -> str:
     return ", ".join(str(sum(parameter.nbytes for parameter in bucket.parameters())) for bucket in buckets)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in C++."""
-    return {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}.get(dtype, str(dtype))
-
-
-class AdaptedDDP(MixedPrecisionDDP):
-    """The private methods of PyTorch's class that behave differently with gradwire's reducer."""
-
-    reducer: DDPReducer
-    logger: Logger
-
-    def _delay_reduction(self, _: Tensor) -> None:
-        """Reduce at the end of the first backward of a static graph, which begins now."""
-        if not self._static_graph_delay_allreduce_enqueued:
-            self._static_graph_delay_allreduce_enqueued = True
-            queue_callback(self.reducer._delay_all_reduce)
-
-    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        try:
-            errors.check_comm_hook(hook)
-        except (TypeError, ValueError) as error:
-            self._log_and_throw(type(error), str(error))
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        if self.logger is not None:
-            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
-        raise err_type(err_msg)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return self.logger._get_ddp_logging_data()
-
-    def _setup_in_backward_optimizers(self) -> None:
-        """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
-        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
-            return
-        handles = torch_internals.optimizer_hooks()
-        for parameter in self._module_parameters:
-            for handle in handles.get(parameter, []):
-                handle.remove()
-        self.reducer._set_optimizer_in_backward()
-
-    def _match_unused_params_allreduce(self) -> None:
-        """In `join`: take part in the exchange of used parameters, with none."""
-        self.reducer.match_used_map()
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        refuse_wrapper_around(self)
-        find_sharing_wrappers(self)
-        result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.begin_forward()
-        return result
-
-    def _post_forward(self, output: Any) -> Any:
-        if self.mixed_precision is not None and not torch.is_grad_enabled():
-            restore_parameters(self.module.parameters())
-        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
-        if self.static_graph and not self.reducer.has_counted_calls:
-            self._static_graph_delay_allreduce_enqueued = False
-            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._delay_reduction)
-        return super()._post_forward(output)  # type: ignore[no-untyped-call]

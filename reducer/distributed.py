@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-import threading
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from gradwire.comm import GroupTransport
-from gradwire.comm.connections import connections_of
-from gradwire.hooks import default_hooks
-from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.backward import Exchange
-from gradwire.reducer.bucketing import BucketOptions
-from gradwire.reducer.ddp_interface import AdaptedDDP, DDPReducer, Logger
+from gradwire.reducer.adapted_ddp import AdaptedDDP
 from gradwire.reducer.mixed_precision import check_config
-from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, resynchronize, verify_model
-from gradwire.reducer.parameters import (
-    ModelWatch,
-    refuse_wrappers_inside,
-)
+from gradwire.reducer.model_sync import resynchronize
+from gradwire.reducer.parameters import refuse_wrappers_inside
 
-__all__ = ["DistributedDataParallel"]
-
-TorchDDP = nn.parallel.DistributedDataParallel
+# PyTorch's arguments and their defaults.
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters.items()
+    if name not in ("self", "module", "batched_grad_copy")
+}
 
 
 class DistributedDataParallel(AdaptedDDP):
@@ -81,7 +74,7 @@ class DistributedDataParallel(AdaptedDDP):
         NotImplementedError: an argument or setting is not supported.
         ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or as in
             PyTorch's class.
-        RuntimeError: as in PyTorch's class.
+        RuntimeError: PyTorch's class raises, too.
     """
 
     def __init__(
@@ -108,6 +101,8 @@ class DistributedDataParallel(AdaptedDDP):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
     ) -> None:
+        # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
+        arguments = {name: value for name, value in locals().items() if value is not _DEFAULTS.get(name, value)}
         refuse_wrappers_inside(module)
         if mixed_precision is not None:
             check_config(mixed_precision)
@@ -116,23 +111,14 @@ class DistributedDataParallel(AdaptedDDP):
                 "gradwire.DistributedDataParallel does not support torch._dynamo.config.optimize_ddp='python_reducer', "
                 "which replaces the reducer. Leave it at True, its default, or use PyTorch's DistributedDataParallel."
             )
-        options = {
-            "broadcast_buffers": broadcast_buffers,
-            "bucket_cap_mb": bucket_cap_mb,
-            "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "param_to_hook_all_reduce": param_to_hook_all_reduce,
-            "mixed_precision": mixed_precision,
-            "device_mesh": device_mesh,
-            "bucket_cap_mb_list": bucket_cap_mb_list,
-            "forward_sync_buffers": forward_sync_buffers,
-        }
-        if forward_sync_buffers is not None and not torch_internals.HAS_FORWARD_SYNC_BUFFERS:
-            options |= {"broadcast_buffers": forward_sync_buffers, "forward_sync_buffers": None}
         errors.check_ranks(process_group, device_mesh)
         errors.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        if forward_sync_buffers is not None and "forward_sync_buffers" not in _DEFAULTS:
+            arguments["broadcast_buffers"] = forward_sync_buffers
         self._has_default_bucket_size = bucket_cap_mb is None and bucket_cap_mb_list is None
         self._syncs_at_init = init_sync
-        self._options_at_init: dict[str, Any] = {
+        arguments["init_sync"] = False  # `_ddp_init_helper` does it; PyTorch's class calls it right after
+        self._options_at_init = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params and find_unused_parameters,
@@ -140,81 +126,7 @@ class DistributedDataParallel(AdaptedDDP):
         }
         self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         self.lazy_bucket_allocation = lazy_bucket_allocation
-        if lazy_bucket_allocation and torch_internals.HAS_LAZY_BUCKET_ALLOCATION:
-            options["lazy_bucket_allocation"] = True  # sets the attribute anew
-        # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
-        super().__init__(
-            module,
-            device_ids,
-            output_device,
-            dim,
-            init_sync=False,  # `_ddp_init_helper` synchronizes the models; PyTorch's class calls it right after
-            process_group=process_group,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            **{name: value for name, value in options.items() if value is not None},
-        )
-
-    def _ddp_init_helper(
-        self,
-        parameters: list[Tensor],
-        expect_sparse_gradient: list[bool],
-        param_to_name_mapping: dict[int, str],
-        static_graph: bool,
-    ) -> None:
-        """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
-        if self._syncs_at_init:
-            self._syncs_at_init = False
-            _verify_model(self, parameters)
-            with torch.no_grad():
-                broadcast_coalesced(
-                    self._module_states(), GroupTransport(self.process_group), self.broadcast_bucket_size
-                )
-        if self.mixed_precision is not None:
-            for index, parameter in enumerate(parameters):
-                parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`
-        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
-        self.logger = Logger(self.reducer)
-        has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
-        self.logger.set_construction_data_and_log(
-            type(self.module).__name__,
-            [] if self.device_ids is None else self.device_ids,
-            -1 if self.output_device is None else self.output_device,
-            self.broadcast_buffers,
-            has_sync_bn,
-            static_graph,
-        )
-        if has_sync_bn and self.device_type == "cpu":
-            self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
-
-    def _register_delay_all_reduce_hook(
-        self, bucket_cap_mb: int, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
-    ) -> None:
-        """Compare the models before PyTorch's class broadcasts the delayed parameters."""
-        if self._syncs_at_init:
-            parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-            _verify_model(self, parameters, param_to_hook_all_reduce)
-        super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, device_ids)  # type: ignore[no-untyped-call]
-
-    def _parameters_in_use(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
-
-    def _buffers_in_use(self) -> dict[str, Tensor]:
-        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
-
-    def _module_states(self) -> list[Tensor]:
-        """The parameters, including frozen ones, and buffers that rank 0 broadcasts at construction."""
-        buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
-        return [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # PyTorch's class drops the hook when unpickling; a copy must keep it to train as the original does.
-        for hook, hook_state in self._comm_hooks:
-            self._install_comm_hook(hook_state, hook)
+        super().__init__(module, **arguments)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -275,32 +187,6 @@ class DistributedDataParallel(AdaptedDDP):
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", repr(hook)))
         self._comm_hooks.append((hook, state))
 
-    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        if isinstance(state, HookState):
-            state.bind(self.module)
-        self.reducer.register_comm_hook(state, hook)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: torch_internals.BuiltinCommHookType) -> None:
-        hooks = {
-            torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        if self._comm_hooks:
-            self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-        self.logger._set_comm_hook_name(str(comm_hook_type))
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        """Broadcast buffers before a forward, on a transport used for nothing else."""
-        with self.reducer.leaving("the broadcast of buffers"):
-            exchange, connections = self.reducer.exchange, self.reducer.connections
-            connections.enter(self, threading.get_ident())
-            transport = connections.transport("forward", exchange.device)
-            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, exchange.announce_forward)
-            connections.leave(self)
-
     def resynchronize(self, from_rank: int | None = None) -> None:
         """Recover from an error: discard the failed step, so that training can continue on all ranks.
 
@@ -323,60 +209,3 @@ class DistributedDataParallel(AdaptedDDP):
         """
         buffers = [*self._buffers_in_use().values()]
         resynchronize(self.reducer, self._parameters_in_use(), buffers, from_rank, self.broadcast_bucket_size)
-
-
-def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[list[int], list[int]]:
-    """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
-    caps = list(getattr(ddp, "bucket_bytes_cap_list", []))
-    first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
-    rebuilt = caps or [first, ddp.bucket_bytes_cap]
-    # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
-    is_rebuilt = static_graph or not ddp.find_unused_parameters
-    return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
-
-
-def _make_reducer(
-    ddp: DistributedDataParallel, parameters: list[Tensor], sparse: list[bool], static_graph: bool
-) -> DDPReducer:
-    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    first_limits, rebuilt_limits = _bucket_limits(ddp, static_graph)
-    options = BucketOptions(
-        parameters=parameters,
-        names=[names[parameter] for parameter in parameters],
-        sparse=sparse,
-        first_limits=first_limits,
-        rebuilt_limits=rebuilt_limits,
-        hook_may_choose=ddp._has_default_bucket_size,
-        gradient_as_bucket_view=ddp.gradient_as_bucket_view and ddp.mixed_precision is None,
-        frees_buffers=ddp.lazy_bucket_allocation,
-    )
-    exchange = Exchange(ddp.process_group, parameters[0].device)
-    reducer = DDPReducer(exchange, options, ddp.find_unused_parameters, ddp.skip_all_reduce_unused_params)
-    reducer.watch = ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore)
-    reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
-    return reducer
-
-
-def _verify_model(
-    ddp: DistributedDataParallel, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None
-) -> None:
-    """Raise unless all ranks have the same model and options, as far as their collectives depend on them.
-
-    They do not depend on ``gradient_as_bucket_view``, nor on the sizes of rebuilt buckets, which rank 0 broadcasts.
-    """
-    begin_together(connections_of(ddp.process_group))
-    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    buffers = ddp._buffers_in_use() if ddp._syncs_buffers_at_init or ddp.broadcast_buffers else {}
-    limits, _ = _bucket_limits(ddp, ddp._options_at_init["static_graph"])
-    frozen = {name: p for name, p in ddp._parameters_in_use().items() if not p.requires_grad}
-    options = {
-        **ddp._options_at_init,
-        "bucket_cap_mb, first buckets (bytes)": limits,
-        "forward_sync_buffers": bool(buffers) and ddp.broadcast_buffers,
-        "buffers broadcast at construction": bool(buffers) and ddp._syncs_buffers_at_init,
-        "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in ddp._delay_all_reduce_params],
-        "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
-    }
-    states = {f"frozen parameter {name}": p for name, p in frozen.items()}
-    states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
-    verify_model({names[p]: p for p in parameters}, states, options, ddp.process_group, ddp.device)

@@ -1,7 +1,7 @@
 """The reducer's error messages and warnings, and checks of the arguments of `DistributedDataParallel`.
 
 A message begins with PyTorch's sentences verbatim: scripts search logs for them, and PyTorch's tests match them.
-gradwire's additions follow. The docstring of each function states the condition that its message reports.
+gradwire's additions follow.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks._bucket import check_process_group
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket, check_process_group
 from gradwire.reducer import torch_internals
 
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
@@ -67,6 +66,88 @@ _OUTPUTS = (
     "tensors in the return value of your module's `forward` function. Please include the loss function and the "
     "structure of the return value of `forward` of your module when reporting this issue (e.g. list, dict, iterable)."
 )
+MARKED_TWICE = (
+    "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of "
+    "a module parameter outside the `forward` function. Please make sure model parameters are not shared across "
+    "multiple concurrent forward-backward passes. or try to use _set_static_graph() as a workaround if this module "
+    "graph does not change during training loop.2) Reused parameters in multiple reentrant backward passes. For "
+    "example, if you use multiple `checkpoint` functions to wrap the same part of your model, it would result in "
+    "the same set of parameters been used by different reentrant backward passes multiple times, and hence marking "
+    "a variable ready multiple times. DDP does not support such use cases in default. You can try to use "
+    "_set_static_graph() as a workaround if your module graph does not change over iterations.\n"
+    "Parameter at index {index} with name {name} has been marked as ready twice. This means "
+    "that multiple autograd engine  hooks have fired for this particular parameter during this iteration.\n"
+    "Another possible reason: `find_unused_parameters=True` did not find the parameter in the graph of the outputs "
+    "of `forward`, from which the loss must be computed."
+)
+# With a static graph, a parameter got more gradients than in the first backward.
+GRAPH_CHANGED = (
+    "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
+    "got used in the second iteration. this is not compatible with static_graph set to True.\n"
+    "Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first iteration."
+)
+STATIC_GRAPH_TOO_LATE = (
+    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+    "constructed. {iterations} iterations have begun already."
+)
+NO_FUTURE = (
+    "DDP communication hook's callback must return a torch.futures.Future object, but got {kind.__module__}."
+    "{kind.__qualname__}"
+)
+DENSE_GRADIENT = (
+    "Expected variable to have sparse gradient.\n"
+    "The gradient of {name} is dense; expected a sparse one, as its module has sparse=True. Make the module with "
+    "sparse=False, or make all gradients of the parameter sparse."
+)
+GRADIENT_STRIDES = (
+    "Grad strides do not match bucket view strides. This may indicate grad was not created according to the "
+    "gradient layout contract, or that the param's strides changed since DDP was constructed.  This is not an "
+    "error, but may impair performance.\n"
+    "grad.sizes() = {sizes}, strides() = {strides}\n"
+    "bucket_view.sizes() = {sizes}, strides() = {expected}\n"
+    "The gradient of {name} is copied in every step. Let autograd create it, or assign one with the strides of the "
+    "parameter."
+)
+
+# gradwire's own errors.
+
+# This rank waits for gradients, the other one in a forward.
+BACKWARD_SKIPPED = (
+    "Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, so each waits for "
+    "the other. Its loss may have raised an exception. Call resynchronize() on every rank after a failed step."
+)
+CANNOT_FINALIZE = (
+    "finalize_backward() cannot run: {why}. Set require_manual_backward_finalization to True, and call "
+    "finalize_backward() once after every synchronized backward pass."
+)
+WRAPPED_TWICE = (
+    "module {where}, which averages {names} already; their gradients would be averaged twice. Wrap the bare module "
+    "once, or give the outer wrapper the names of those parameters as module._ddp_params_and_buffers_to_ignore."
+)
+# The forward of another wrapper calls this one.
+WRAPPED_BY_ANOTHER = (
+    "This gradwire.DistributedDataParallel was wrapped in another wrapper, a {kind.__module__}.{kind.__qualname__}: "
+    "both average {names}, and the gradients would be averaged twice, once without a hook. Leave the outer wrapper "
+    "out. With accelerate, pass accelerator.prepare the optimizer and the data loader only."
+)
+SHARDED = (
+    "module cannot be wrapped: {where} sharded by fully_shard, which averages gradients by itself. Leave out the "
+    "wrapper, and use FSDP2 for the whole model: fully_shard for shards, replicate for copies."
+)
+PARAMETER_UNKNOWN = (
+    "{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be averaged. "
+    "Wrap the model again, or change it before you wrap it; load_state_dict without assign=True keeps parameters. "
+    "A parameter that each rank is to train by itself must be named in module._ddp_params_and_buffers_to_ignore "
+    "before you wrap the model."
+)
+PARAMETER_CAST = (
+    "{name} was cast to another dtype or moved to another device after the model was wrapped. Its gradients would "
+    "no longer be averaged. Cast or move a model before you wrap it."
+)
+RESULT_MISFIT = (
+    "The communication hook returned {numel} elements for bucket {index}, which has {expected}. Return a tensor of the "
+    "size of bucket.buffer()."
+)
 
 
 def unfinished(
@@ -94,7 +175,7 @@ def unfinished(
         )
     indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
     without = f"\nParameters which did not receive grad for rank {rank}: "
-    without += ", ".join(_as_pytorch_names(names[index]) for index in missing)
+    without += ", ".join(as_pytorch_names(names[index]) for index in missing)
     if torch_internals.is_debugging():
         which = without + indices
     else:
@@ -109,126 +190,6 @@ def unfinished(
     )
 
 
-def marked_twice(name: str, index: int) -> str:
-    """A parameter was marked ready twice in one backward."""
-    return (
-        "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of "
-        "a module parameter outside the `forward` function. Please make sure model parameters are not shared across "
-        "multiple concurrent forward-backward passes. or try to use _set_static_graph() as a workaround if this module "
-        "graph does not change during training loop.2) Reused parameters in multiple reentrant backward passes. For "
-        "example, if you use multiple `checkpoint` functions to wrap the same part of your model, it would result in "
-        "the same set of parameters been used by different reentrant backward passes multiple times, and hence marking "
-        "a variable ready multiple times. DDP does not support such use cases in default. You can try to use "
-        "_set_static_graph() as a workaround if your module graph does not change over iterations.\n"
-        f"Parameter at index {index} with name {_as_pytorch_names(name)} has been marked as ready twice. This means "
-        "that multiple autograd engine  hooks have fired for this particular parameter during this iteration.\n"
-        "Another possible reason: `find_unused_parameters=True` did not find the parameter in the graph of the outputs "
-        "of `forward`, from which the loss must be computed."
-    )
-
-
-def backward_skipped(rank: int) -> str:
-    """A rank waits in a forward for this rank, which waits in a backward for its gradients."""
-    return (
-        f"Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, so each "
-        "waits for the other. Its loss may have raised an exception. Call resynchronize() on every rank after a failed "
-        "step."
-    )
-
-
-def cannot_finalize(why: str) -> str:
-    """`finalize_backward` was called at a time when it has nothing to do, or must not do it."""
-    return (
-        f"finalize_backward() cannot run: {why}. Set require_manual_backward_finalization to True, and call "
-        "finalize_backward() once after every synchronized backward pass."
-    )
-
-
-def graph_changed(name: str, index: int, calls: int) -> str:
-    """A parameter got more gradients than in the first backward of a static graph."""
-    return (
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
-        "got used in the second iteration. this is not compatible with static_graph set to True.\n"
-        f"Parameter {name} at index {index} got a gradient more than {calls} times, as often as in the first "
-        "iteration."
-    )
-
-
-def static_graph_too_late(iterations: int) -> str:
-    """The graph was declared static after the first forward."""
-    return (
-        "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
-        f"constructed. {iterations} iterations have begun already."
-    )
-
-
-def wrapped_twice(inside: str, kind: type, names: Sequence[str]) -> str:
-    """The module to wrap is or contains a wrapper that reduces its parameters.
-
-    Args:
-        inside: name of that wrapper in the module, empty for the module itself.
-        kind: class of that wrapper.
-        names: parameter names.
-    """
-    where = f"contains a {kind.__module__}.{kind.__qualname__} ({inside})" if inside else "is a DistributedDataParallel"
-    return (
-        f"module {where}, which averages {_some(names)} already; their gradients would be averaged twice. Wrap the "
-        "bare module once, or give the outer wrapper the names of those parameters as "
-        "module._ddp_params_and_buffers_to_ignore."
-    )
-
-
-def wrapped_by_another(kind: type, names: Sequence[str]) -> str:
-    """The forward of another wrapper calls this wrapper, and both reduce the same parameters."""
-    return (
-        "This gradwire.DistributedDataParallel was wrapped in another wrapper, a "
-        f"{kind.__module__}.{kind.__qualname__}: both average {_some(names)}, and the gradients would be averaged "
-        "twice, once without a hook. Leave the outer wrapper out. With accelerate, pass accelerator.prepare the "
-        "optimizer and the data loader only."
-    )
-
-
-def sharded(name: str) -> str:
-    """A submodule is sharded by FSDP2."""
-    where = f"its submodule {name} is" if name else "it is"
-    return (
-        f"module cannot be wrapped: {where} sharded by fully_shard, which averages gradients by itself. Leave out the "
-        "wrapper, and use FSDP2 for the whole model: fully_shard for shards, replicate for copies."
-    )
-
-
-def no_future(result: object) -> str:
-    """A hook returned a result that is not a future."""
-    kind = type(result)
-    return (
-        "DDP communication hook's callback must return a torch.futures.Future object, but got "
-        f"{kind.__module__}.{kind.__qualname__}"
-    )
-
-
-def dense_gradient(name: str) -> str:
-    """A gradient that should be sparse is dense."""
-    return (
-        "Expected variable to have sparse gradient.\n"
-        f"The gradient of {name} is dense; expected a sparse one, as its module has sparse=True. Make the module with "
-        "sparse=False, or make all gradients of the parameter sparse."
-    )
-
-
-def gradient_strides(name: str, gradient: torch.Tensor, expected: Sequence[int]) -> str:
-    """A gradient has other strides than its parameter."""
-    sizes = list(gradient.shape)
-    return (
-        "Grad strides do not match bucket view strides. This may indicate grad was not created according to the "
-        "gradient layout contract, or that the param's strides changed since DDP was constructed.  This is not an "
-        "error, but may impair performance.\n"
-        f"grad.sizes() = {sizes}, strides() = {list(gradient.stride())}\n"
-        f"bucket_view.sizes() = {sizes}, strides() = {list(expected)}\n"
-        f"The gradient of {name} is copied in every step. Let autograd create it, or assign one with the strides of "
-        "the parameter."
-    )
-
-
 def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
     """A gradient has another dtype or shape than when its model was wrapped."""
     expected, got = (_SCALAR_TYPES.get(each, str(each)) for each in (dtype, gradient.dtype))
@@ -236,32 +197,6 @@ def gradient_misfit(name: str, gradient: torch.Tensor, dtype: torch.dtype, shape
     return (
         f"{begin}The gradient of {name} is {gradient.dtype} {tuple(gradient.shape)}; when the model was wrapped, it "
         f"was {dtype} {tuple(shape)}. Wrap a model after changing its parameters."
-    )
-
-
-def parameter_unknown(name: str) -> str:
-    """A trainable parameter is not among the ones that the reducer averages."""
-    return (
-        f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be averaged. "
-        "Wrap the model again, or change it before you wrap it; load_state_dict without assign=True keeps parameters. "
-        "A parameter that each rank is to train by itself must be named in module._ddp_params_and_buffers_to_ignore "
-        "before you wrap the model."
-    )
-
-
-def parameter_cast(name: str) -> str:
-    """A parameter was cast or moved after its model was wrapped."""
-    return (
-        f"{name} was cast to another dtype or moved to another device after the model was wrapped. Its gradients would "
-        "no longer be averaged. Cast or move a model before you wrap it."
-    )
-
-
-def result_misfit(index: int, numel: int, expected: int) -> str:
-    """The result of a hook has another number of elements than its bucket."""
-    return (
-        f"The communication hook returned {numel} elements for bucket {index}, which has {expected}. Return a tensor "
-        "of the size of bucket.buffer()."
     )
 
 
@@ -276,12 +211,13 @@ _SCALAR_TYPES = {
 }
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names of many."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
-def _as_pytorch_names(name: str) -> str:
+def as_pytorch_names(name: str) -> str:
     """PyTorch's name of a parameter, which begins with a dot where the wrapped module itself owns it."""
     return name if "." in name else f".{name}"
 

@@ -11,14 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradwire.reducer import errors
 from gradwire.reducer.bucket import BucketSpec, DenseBucket, TakeBack
-
-__all__ = ["LowPrecisionBucket", "MixedPrecisionDDP", "check_config", "restore_parameters"]
-
-TorchDDP = nn.parallel.DistributedDataParallel
 
 
 def check_config(config: Any) -> None:
@@ -92,37 +87,6 @@ class LowPrecisionBucket(DenseBucket):
         self._absent = []
 
 
-class MixedPrecisionDDP(TorchDDP):
-    """The methods of PyTorch's class that behave differently with mixed precision."""
-
-    reducer: Any
-
-    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
-        self.reducer.on_copy_gradient(idx)
-
-    def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""
-        if torch.is_grad_enabled():
-            if self._submodule_to_event[module]:
-                _remove_copy_hooks(module.parameters(recurse=False))
-            super()._module_wait_for_copy_hook(module, *args, **kwargs)
-            return
-        for event in self._submodule_to_event.pop(module, ()):
-            event.wait(stream=torch.accelerator.current_stream())
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
-        if self.mixed_precision is not None:
-            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
-        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.mixed_precision is not None:
-            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state
-
-
 def restore_parameters(parameters: Iterable[Tensor]) -> None:
     """Point parameters back at their own values after a forward without a backward."""
     for parameter in parameters:
@@ -130,7 +94,7 @@ def restore_parameters(parameters: Iterable[Tensor]) -> None:
             parameter.data = parameter._fp_param  # type: ignore[attr-defined]
 
 
-def _remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
+def remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
     """Remove the hooks that earlier forwards have set on the gradients of the parameters' copies.
 
     PyTorch's class sets a hook in every forward and in every module that has the parameter, and removes only the last

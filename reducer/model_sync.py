@@ -1,12 +1,11 @@
-"""Ranks brought together: at construction they compare and share their models, after an error they agree to go on."""
+"""Synchronization of ranks: comparing and broadcasting models at construction, and resuming after an error."""
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -20,8 +19,7 @@ from gradwire.comm.store_collectives import MAX_SHOWN, collective_timeout, forma
 from gradwire.hooks._handshake import hash_bytes
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer.ddp_interface import DDPReducer
-
-__all__ = ["begin_together", "broadcast_coalesced", "resynchronize", "verify_model"]
+from gradwire.reducer.torch_internals import assign_buckets
 
 MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed
 CALL = "resynchronize()"
@@ -34,22 +32,11 @@ def verify_model(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Raise, on every rank, unless all ranks have the same model, as far as their collectives depend on it.
+    """Raise RuntimeError, on every rank, unless all have the same model, as far as their collectives depend on it.
 
     A collective call: an all-gather of 16 bytes per rank. Only if these differ, the ranks exchange the full description
-    to name the differences.
-
-    Args:
-        parameters: the parameters to reduce, by name. Number, shapes, strides and dtypes must
-            agree.
-        states: frozen parameters and buffers that are broadcast, by the name to show in an error. Number, shapes,
-            dtypes and device types must agree.
-        options: the options that decide which collectives are issued, and in which order.
-        group: the ranks.
-        device: device of the all-gather.
-
-    Raises:
-        RuntimeError: the ranks differ.
+    to name the differences. Parameters must agree in number, shapes, strides and dtypes; states, which are frozen
+    parameters and buffers that are broadcast, in number, shapes, dtypes and device types.
     """
     layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters.values()]
     facts = {name: f"{tuple(each.shape)} {each.dtype} on {each.device.type}" for name, each in states.items()}
@@ -61,13 +48,11 @@ def verify_model(
     dist.all_gather(digests, own, group=group)
     if len({tuple(one.tolist()) for one in digests}) == 1:
         return
-    lists: list[tuple[list[tuple[str, object]], dict[str, str]]] = [([], {}) for _ in digests]
-    dist.all_gather_object(lists, (list(zip(parameters, layouts, strict=True)), facts), group=group)
-    _raise_for_parameters([one for one, _ in lists], group.rank())
-    lines = (
-        format_differences([one for _, one in lists], range(len(lists)))
-        or "\n  the order of frozen parameters and buffers"
-    )
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, (list(zip(parameters, layouts, strict=True)), facts), group=group)
+    _raise_for_parameters([named_layouts for named_layouts, _ in everyones], group.rank())
+    order = "\n  the order of frozen parameters and buffers"
+    lines = format_differences([facts for _, facts in everyones], range(group.size())) or order
     raise RuntimeError(
         f"DDP expects same model across all ranks, but there are differences:{lines}\nBuild the same model on every "
         "rank, and wrap it with the same arguments."
@@ -103,17 +88,14 @@ def broadcast_coalesced(
     source: int = 0,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Overwrite ``tensors`` with those of the group's rank ``source``. A collective call.
+    """Overwrite tensors of any dtypes with those of the group's rank ``source``. A collective call.
 
-    Args:
-        tensors: tensors of any dtypes; sent as bytes.
-        transport: carries the broadcasts.
-        limit: approximate size of a message in bytes.
-        source: a rank of the group.
-        check: called from time to time while waiting, by default the transport's own; raises to end the wait.
+    A message has about ``limit`` bytes. ``check``, by default the transport's own, is called from time to time while
+    waiting and raises to end the wait.
     """
     in_flight: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
-    for chunk in _chunks(tensors, limit):
+    for members in assign_buckets(tensors, [limit], [False] * len(tensors)) if tensors else ():
+        chunk = [tensors[i] for i in members]
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         in_flight.append((transport.broadcast(flat.view(torch.uint8), source), flat, chunk))
         if len(in_flight) == MAX_BROADCASTS_IN_FLIGHT:
@@ -123,32 +105,11 @@ def broadcast_coalesced(
 
 
 def _unpack(
-    transport: GroupTransport,
-    check: Callable[[], None] | None,
-    work: dist.Work,
-    flat: Tensor,
-    chunk: Sequence[Tensor],
+    transport: GroupTransport, check: Callable[[], None] | None, work: dist.Work, flat: Tensor, chunk: Sequence[Tensor]
 ) -> None:
     transport.wait(work, check)
     for tensor, values in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(values.view(tensor.shape))
-
-
-def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and device, up to ``limit`` bytes; a larger one alone."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for members in kinds.values():
-        chunk: list[Tensor] = []
-        size = 0
-        for tensor in members:
-            if chunk and size + tensor.nbytes > limit:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(tensor)
-            size += tensor.nbytes
-        yield chunk
 
 
 def resynchronize(
@@ -156,32 +117,23 @@ def resynchronize(
 ) -> None:
     """Replace the connections, restart the reducer, and share one rank's state. A collective call.
 
-    All checks come before any change, and all ranks base them on the same facts. The facts are
-    exchanged through the store, because collectives may be stuck.
-
-    Args:
-        reducer: this rank's reducer. Restarted.
-        parameters: the model's parameters, including frozen ones. Overwritten with the values of ``from_rank``.
-        buffers: the model's buffers. Overwritten with the values of ``from_rank``.
-        from_rank: see `DistributedDataParallel.resynchronize`.
-        limit: approximate size of a message in bytes.
+    All checks come before any change, and all ranks base them on the same facts. The facts are exchanged through the
+    store, because collectives may be stuck. See `DistributedDataParallel.resynchronize`.
     """
     group = reducer.exchange.process_group
     reducer.leave(f"{CALL} was called")
     mine = {
-        "generation": reducer.connections.generation,
+        "generation": reducer.exchange.connections.generation,
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
         "collectives": [_n_collectives(group, device) for device in group._device_types],
         "parameters": _digest(parameters.values()),
     }
-    everyones = [
-        json.loads(text) for text in store_all_gather(group, CALL, json.dumps(mine), collective_timeout(group))
-    ]
+    everyones = _gather_json(group, CALL, mine)
     _check_source([one["from_rank"] for one in everyones])
     _check_collectives([one["collectives"] for one in everyones])
     if from_rank is None and len({one["parameters"] for one in everyones}) > 1:
         _raise_parameters_differ(group, parameters)
-    reducer.connections.renew(1 + max(one["generation"] for one in everyones))
+    reducer.exchange.connections.renew(1 + max(one["generation"] for one in everyones))
     reducer.restart()
     with reducer.leaving(CALL), torch.no_grad():
         source = from_rank or 0
@@ -192,9 +144,9 @@ def resynchronize(
                 limit,
                 source,
             )
-        if isinstance(reducer.hook_state, HookState):
+        if isinstance(reducer.hook.state, HookState):
             _share_hook_state(
-                reducer.hook_state, reducer.exchange.transport, source, group.rank(), reducer.exchange.device
+                reducer.hook.state, reducer.exchange.transport, source, group.rank(), reducer.exchange.device
             )
 
 
@@ -202,13 +154,16 @@ def begin_together(connections: Connections) -> None:
     """Renew the connections if an exchange has failed on any rank. A collective call, made by DDP's constructor."""
     connections.forget_users()
     if connections.group.size() > 1:
-        mine = json.dumps([connections.generation, connections.has_failed])
-        texts = store_all_gather(
-            connections.group, "DistributedDataParallel()", mine, collective_timeout(connections.group)
-        )
-        everyones = [json.loads(text) for text in texts]
+        mine = connections.generation, connections.has_failed
+        everyones = _gather_json(connections.group, "DistributedDataParallel()", mine)
         if any(has_failed for _, has_failed in everyones):
             connections.renew(1 + max(generation for generation, _ in everyones))
+
+
+def _gather_json(group: dist.ProcessGroup, purpose: str, value: object) -> list[Any]:
+    """Every rank's value, through the store."""
+    texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group))
+    return [json.loads(text) for text in texts]
 
 
 def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -246,7 +201,7 @@ def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
     """Raise, on every rank, with the names of the parameters that differ."""
     mine = [_digest([parameter]) for parameter in parameters.values()]
-    everyones = [json.loads(text) for text in store_all_gather(group, f"{CALL}: parameters", json.dumps(mine))]
+    everyones = _gather_json(group, f"{CALL}: parameters", mine)
     differing = [name for name, *digests in zip(parameters, *everyones, strict=True) if len(set(digests)) > 1]
     alike: dict[str, list[int]] = {}
     for rank, digests in enumerate(everyones):
@@ -266,18 +221,14 @@ def _share_hook_state(
     state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device
 ) -> None:
     """Load the replicated part of the hook state of rank ``source`` on every rank."""
-    content = b""
+    saved = io.BytesIO()
     if rank == source:
-        buffer = io.BytesIO()
-        torch.save(state.replicated_state(), buffer)
-        content = buffer.getvalue()
-    size = torch.tensor([len(content)], device=device)
+        torch.save(state.replicated_state(), saved)
+    size = torch.tensor([saved.tell()], device=device)
     transport.wait(transport.broadcast(size, source))
-    message = torch.empty(int(size), dtype=torch.uint8)
-    if rank == source:
-        ctypes.memmove(message.data_ptr(), content, len(content))
-    message = message.to(device)
-    transport.wait(transport.broadcast(message, source))
-    message = message.cpu()
-    content = ctypes.string_at(message.data_ptr(), message.nbytes)
+    content = bytearray(saved.getvalue() if rank == source else int(size))
+    message = torch.frombuffer(content, dtype=torch.uint8)  # shares the memory of `content`
+    sent = message.to(device)
+    transport.wait(transport.broadcast(sent, source))
+    message.copy_(sent)
     state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))

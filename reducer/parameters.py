@@ -1,4 +1,4 @@
-"""Parameters that need care: unused in a backward, replaced since their model was wrapped, or in several wrappers."""
+"""Parameters that are unused in a backward, replaced after wrapping, or shared by several wrappers."""
 
 from __future__ import annotations
 
@@ -56,14 +56,10 @@ def _warn_once_that_all_are_used() -> None:
 
 
 class UsedParameters:
-    """Which parameters have got a gradient since the last reduction, on this rank and on any rank.
-
-    Args:
-        n_parameters: number of parameters.
-        device: device of the exchange.
+    """The parameters that have a gradient since the last reduction, on this rank and on any rank.
 
     Attributes:
-        local: 1 for each parameter that has got a gradient on this rank.
+        local: 1 for each parameter that has a gradient on this rank.
         counts: number of ranks that have a gradient for each parameter, as last exchanged: int32.
     """
 
@@ -72,7 +68,7 @@ class UsedParameters:
         self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
         self._device = device
         self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
-        self._counts_on_host: list[int] | None = None  # `counts`, once the exchange is done
+        self._counts_on_host: list[int] | None = None  # `counts` after the exchange
 
     def exchange(self, transport: GroupTransport) -> None:
         """Start to sum `local` over the ranks. A collective call; `used_anywhere` waits for it."""
@@ -118,20 +114,15 @@ def _count_registrations() -> None:
 class ModelWatch:
     """Compares the trainable parameters of a model with the ones that its reducer averages.
 
-    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Only
-    after such a registration in this process, and every `LOOK_EVERY` forwards, are the names looked at: the watch costs
-    less than 1 us in other forwards, and 0.03 us for each frozen parameter.
-
-    Args:
-        module: the model.
-        known: the parameters that are averaged.
-        ignored: names of parameters that are not.
+    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Names
+    are compared after such a registration in this process, and every `LOOK_EVERY` forwards. Other forwards cost less
+    than 1 us, and 0.03 us for each frozen parameter.
     """
 
     def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
         _count_registrations()
         self._module = module
-        self._known = set(known)  # alive, so that no other parameter gets the identity of one
+        self._known = set(known)  # kept alive: no other parameter may get the same id()
         # Wrappers of submodules, such as checkpointing's, change names.
         self._known.update(parameter for name, parameter in module.named_parameters() if name in ignored)
         self._ignored = ignored
@@ -152,7 +143,7 @@ class ModelWatch:
         if self._seen == _latest and self._forwards < LOOK_EVERY and not any(map(_requires_grad, self._frozen)):
             return None
         for name, parameter in self._module.named_parameters():
-            # `torch.func.functional_call` puts plain tensors in the place of parameters.
+            # `torch.func.functional_call` replaces parameters by plain tensors.
             is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
             if is_trained and name not in self._ignored and parameter not in self._known:
                 return name
@@ -193,11 +184,12 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
     Raises:
-        ValueError: that wrapper has a communication hook, or it is one of FSDP2.
+        ValueError: the inner wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without the import of FSDP
-            raise ValueError(errors.sharded(name))
+        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without importing FSDP
+            where = f"its submodule {name} is" if name else "it is"
+            raise ValueError(errors.SHARDED.format(where=where))
     wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, TorchDDP)]
     if not wrappers:
         return
@@ -205,7 +197,10 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     for name, wrapper in wrappers:
         both = ours.keys() & _reduced_by(wrapper).keys()
         if both:
-            text = errors.wrapped_twice(name, type(wrapper), sorted(ours[parameter] for parameter in both))
+            kind = f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+            where = f"contains a {kind} ({name})" if name else "is a DistributedDataParallel"
+            names = errors.some(sorted(ours[parameter] for parameter in both))
+            text = errors.WRAPPED_TWICE.format(where=where, names=names)
             if wrapper._comm_hooks:
                 raise ValueError(text)
             warnings.warn(text, stacklevel=3)
@@ -223,7 +218,8 @@ def refuse_wrapper_around(inner: TorchDDP) -> None:
     theirs = _reduced_by(outer)
     both = theirs.keys() & _reduced_by(inner).keys()
     if both:
-        text = errors.wrapped_by_another(type(outer), sorted(theirs[parameter] for parameter in both))
+        names = errors.some(sorted(theirs[parameter] for parameter in both))
+        text = errors.WRAPPED_BY_ANOTHER.format(kind=type(outer), names=names)
         if inner._comm_hooks:
             raise RuntimeError(text)
         warnings.warn(text, stacklevel=3)

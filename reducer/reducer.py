@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,28 +16,27 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm import Transport, Workspace
-from gradwire.comm.connections import ADVICE, Connections
+from gradwire.comm.connections import ADVICE
 from gradwire.comm.torch_internals import profiler_range, queue_callback
 from gradwire.comm.transport import let_go_of_locals, take_values, wait_for
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import reduce_bucket
-from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.autograd_hooks import AutogradHooks
-from gradwire.reducer.backward import Backward, Exchange, ForwardResults, Phase, StepTimes
-from gradwire.reducer.bucket import DenseBucket, SparseBucket
-from gradwire.reducer.bucketing import (
-    Assignment,
-    Bucket,
-    BucketOptions,
-    assign_first_buckets,
-    make_buckets,
-)
+from gradwire.reducer.backward import AutogradHooks, Backward, Exchange, Phase, StepTimes
+from gradwire.reducer.bucket import Bucket, DenseBucket, TakeBack
+from gradwire.reducer.bucketing import Assignment, BucketOptions, assign_first_buckets, make_buckets
 from gradwire.reducer.parameters import UsedParameters
 
-__all__ = ["CommHook", "Reducer", "default_reduction"]
 
-CommHook = Callable[[Any, Any], Future[Tensor]]
+class BucketHook(NamedTuple):
+    """Reduces a bucket: a registered communication hook with its state, or `default_reduction` with the exchange."""
+
+    function: Callable[[Any, Any], Future[Tensor]]
+    state: Any
+    is_zero_copy: bool
+    is_registered: bool = False
+    has_groups: bool = False  # whether it may have process groups of its own
+    take_back: TakeBack | None = None  # returns to the error memory of a state what was sent but is not applied
 
 
 class Reducer:
@@ -45,9 +44,8 @@ class Reducer:
 
     One backward goes through these phases, which the methods below follow in order:
 
-    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`:
-       every bucket waits for all its gradients. With ``find_unused_parameters``, a walk of the
-       graph finds the gradients that will not come.
+    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`: every bucket
+       waits for all its gradients. With ``find_unused_parameters``, a walk of the graph finds those that will not come.
     2. `_on_gradients`, called by `AutogradHooks` when autograd has completed gradients, marks them ready.
     3. `_launch`, once a bucket is complete and all buckets before it are launched: so every rank launches the same
        buckets in the same order. The hook gets the bucket and returns a future at once; its work runs in the executor's
@@ -58,29 +56,31 @@ class Reducer:
     With a static graph, the first backward only counts the calls of each parameter's autograd hook, and all buckets are
     reduced at its end; later, a gradient is ready after as many calls.
 
-    A step that fails is discarded: this rank leaves the exchange (`leaving`); `Exchange` explains how the other ranks
-    learn of it and go on.
+    A step that fails is discarded: this rank leaves the exchange. `Exchange` explains how the other ranks learn of it.
 
     Between the first and the second synchronized backward, `DDPReducer._rebuild_buckets` sorts the parameters by the
     order in which their gradients became ready on rank 0, into buckets of the size that `rebuilt_limits` gives.
-    Gradients belong to the parameters, flat buffers to the buckets, wire buffers to the executor of the process group.
 
     Args:
         exchange: the exchange with the ranks to average over.
+        hook: reduces the buckets; may be replaced between two steps.
         options: the parameters and the sizes of buckets.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank
             has a gradient for keeps its ``.grad``.
         skip_unused: whether to skip buckets without any used parameter. All ranks must agree on it.
-
-    Attributes:
-        error: the last error, for the logging data.
-        times: durations and number of the steps.
     """
 
     def __init__(
-        self, exchange: Exchange, options: BucketOptions, find_unused_parameters: bool, skip_unused: bool
+        self,
+        exchange: Exchange,
+        hook: BucketHook,
+        options: BucketOptions,
+        *,
+        find_unused_parameters: bool = False,
+        skip_unused: bool = False,
     ) -> None:
         self.exchange = exchange
+        self.hook = hook
         self.options = options
         self.parameters = options.parameters
         self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -88,34 +88,23 @@ class Reducer:
         self.skip_unused = skip_unused
         self.static_graph = False
         self._may_leave_out = find_unused_parameters  # whether a backward may leave parameters without a gradient
-        self.has_rebuilt_buckets = False
-        self.bucket_limits = options.rebuilt_limits  # sizes in bytes of the rebuilt buckets; the last one repeats
-        self.hook_state: Any = None
-        self._hook: CommHook | None = None
-        self._hook_is_zero_copy = self._hook_has_groups = False
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
-        self._forward_is_running = False
-        self._forward_results = ForwardResults()
-        self._static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
+        self.forward_is_running = False
+        self._forget_forward()
+        self._divisor = 1  # divisor of sums: the world size; in `join`, the number of ranks with inputs left
+        self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
-        self._graph_seems_static = True  # whether `_unused` has never changed
         self._used = UsedParameters(len(self.parameters), exchange.device)
         self._incoming: Tensor | None = None  # the gradient whose autograd hook runs
-        self.error: str | None = None
+        self.error: str | None = None  # the last one, for the logging data
         self.times = StepTimes(exchange.device)
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-        self._backward: Backward
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
         self._set_buckets(assign_first_buckets(options))
-
-    @property
-    def connections(self) -> Connections:
-        """gradwire's connections on the process group; raises RuntimeError if it was destroyed."""
-        return self.exchange.connect()
 
     def _set_buckets(self, assignment: Assignment) -> None:
         self.buckets = make_buckets(self.options, assignment, self._upcast_stream)
@@ -130,88 +119,98 @@ class Reducer:
         for bucket in self.buckets:
             bucket.release()
         self._autograd_hooks.reset()
-        self._backward = Backward(self.buckets, self._bucket_of, phase)
+        self._backward = Backward(self.buckets, len(self.parameters), phase)
+
+    def _forget_forward(self) -> None:
+        """Drop what forwards have set for the next reduction."""
+        self._live_ranks: dist.Work | None = None  # in `join`, the all-reduce that counts the ranks with inputs left
+        self._post_backward_futures: list[Future[Any]] = []  # awaited at the end of the backward
 
     # Errors: this rank leaves the exchange.
 
     @contextmanager
     def leaving(self, during: str) -> Iterator[None]:
-        """Leave the exchange if the body raises.
-
-        Raises:
-            RuntimeError: the body raised because another rank left; includes that rank's error.
-        """
+        """Leave the exchange if the body raises; see `_leave_after`."""
         try:
             yield
         except BaseException as error:
-            let_go_of_locals(error)
-            message = f"{type(error).__name__} in {during}: {error}"
-            elsewhere = self._fail(message)
-            is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-            is_told = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
-            if is_consequence and not is_told:
-                raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
+            self._leave_after(error, during)
             raise
+
+    def _leave_after(self, error: BaseException, during: str) -> None:
+        """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
+        let_go_of_locals(error)
+        message = f"{type(error).__name__} in {during}: {error}"
+        elsewhere = self._fail(message)
+        is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+        is_told = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
+        if is_consequence and not is_told:
+            raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
 
     def _fail(self, cause: str) -> str | None:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
         elsewhere = self.exchange.fail(self, self.times.iterations, cause)
-        results = take_values(self._backward.futures) if isinstance(self.hook_state, HookState) else []
+        take_back = self.hook.take_back
+        results = take_values(self._backward.futures) if take_back is not None else []
         for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
-            if result is not None and isinstance(bucket, DenseBucket):
-                with suppress(Exception), torch.no_grad():  # nobody will apply it: back to the hook's error memory
-                    bucket.give_back(_tensor(result), self.hook_state.take_back)
+            if result is not None and take_back is not None and isinstance(bucket, DenseBucket):
+                with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
+                    bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)
-        self._forward_results = ForwardResults()
-        self._forward_is_running = False
+        self._forget_forward()
+        self.forward_is_running = False
         self._begin(Phase.DONE)
         return elsewhere
-
-    def _raise(self, message: str) -> NoReturn:
-        self.error = message
-        raise RuntimeError(message)
 
     def _fail_and_raise(self, message: str) -> NoReturn:
         self._fail(message)
         self._raise(f"{message}\n{ADVICE}")
 
+    def _raise(self, message: str) -> NoReturn:
+        self.error = message
+        raise RuntimeError(message)
+
     # Phase 2: gradients become ready.
 
     def _on_gradients(self, incoming: Tensor | None) -> None:
         """Autograd has accumulated gradients, ``incoming`` the latest of them; one may complete a bucket."""
+        hooks, buckets = self._autograd_hooks, self.buckets
+        tracks_usage = self._may_leave_out and self.static_calls is None
         with self._lock:
             self._incoming = incoming
-            tracks_usage = self._may_leave_out and self._static_calls is None
-            for index in self._autograd_hooks.recorded():
-                if tracks_usage and self.parameters[index].grad is not None:
-                    self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
-                backward = self._backward
-                if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
-                    continue
-                if backward.phase is Phase.PREPARED:
-                    self._begin_reduction(index)
-                backward.ready_order.append(index)
-                self._mark_ready(index)
-                if backward.expected_last[index]:
-                    other = self._autograd_hooks.expect_one(backward.missing_next_to(index))
-                    if other is not None:
-                        backward.expected_last[other] = 1
-                if backward.n_launched == len(self.buckets) and not self.is_finalized_by_caller:
-                    queue_callback(self._finalize)
+            while hooks.recorded:
+                taken = hooks.recorded[:]
+                del hooks.recorded[: len(taken)]  # other threads may append meanwhile
+                for index in taken:
+                    if tracks_usage and self.parameters[index].grad is not None:
+                        self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+                    backward = self._backward
+                    if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
+                        continue
+                    if backward.phase is Phase.PREPARED:
+                        self._begin_reduction(index)
+                    backward.ready_order.append(index)
+                    self._mark_ready(index)
+                    if backward.expected_last[index]:
+                        other = hooks.expect_one(buckets[self._bucket_of[index]].members, backward.ready)
+                        if other is not None:
+                            backward.expected_last[other] = 1
+                    if backward.n_launched == len(buckets) and not self.is_finalized_by_caller:
+                        queue_callback(self._finalize)
             self._incoming = None
 
     def _is_last_call(self, index: int) -> bool:
         """With a static graph, count a call of a parameter's autograd hook; returns whether it is the last."""
         calls = self._backward.calls
         calls[index] += 1
-        if self._static_calls is None:
+        if self.static_calls is None:
             self.times.record("backward_compute_time_start")
             return False
-        expected = self._static_calls[index]
+        expected = self.static_calls[index]
         if calls[index] > expected:
-            message = errors.graph_changed(self.options.names[index], index, expected)
+            message = errors.GRAPH_CHANGED.format(name=self.options.names[index], index=index, calls=expected)
             self._fail(f"{message}\n{self._unfinished()}")  # in PyTorch the next forward raises it
             raise RuntimeError(f"{message}\n{ADVICE}")
         return calls[index] == expected
@@ -220,13 +219,20 @@ class Reducer:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
         self.times.record("backward_compute_time_start")
-        self._autograd_hooks.defer(self._backward.deferrable(first, self._unused, self._static_calls))
+        self._autograd_hooks.defer(self._backward.deferrable(self.buckets, first, self._unused, self.static_calls))
         for index in self._unused:
             self._mark_ready(index)
 
     def _start_exchange(self) -> None:
-        with self.leaving("the backward pass"):
+        try:
             self.exchange.begin_backward(self)
+            self._divisor = self.exchange.process_group.size()
+            if self._live_ranks is not None:
+                self._live_ranks.wait()
+                self._divisor = int(self._live_ranks.result()[0].item())
+        except BaseException as error:
+            self._leave_after(error, "the backward pass")
+            raise
         self._backward.phase = Phase.REDUCING
         if self.skip_unused:
             launched = [bucket for bucket in self.buckets if not self._is_skipped(bucket)]
@@ -234,22 +240,25 @@ class Reducer:
                 bucket.is_last_launched = bucket is launched[-1] if launched else False
 
     def _is_skipped(self, bucket: Bucket) -> bool:
-        return self.skip_unused and set(bucket.members) <= set(self._unused)
+        return set(bucket.members) <= set(self._unused)
 
     def _mark_ready(self, index: int) -> None:
         """Mark a gradient ready, and launch the buckets that are complete now."""
-        backward = self._backward
+        backward, buckets = self._backward, self.buckets
         if backward.ready[index]:
-            self._fail_and_raise(errors.marked_twice(self.options.names[index], index))
-        if not backward.mark_ready(index):
-            return
-        while (bucket := backward.next_complete()) is not None:
-            if bucket is self.buckets[-1]:
+            name = errors.as_pytorch_names(self.options.names[index])
+            self._fail_and_raise(errors.MARKED_TWICE.format(index=index, name=name))
+        backward.ready[index] = 1
+        n_pending = backward.n_pending
+        n_pending[self._bucket_of[index]] -= 1
+        while backward.n_launched < len(buckets) and n_pending[backward.n_launched] == 0:
+            bucket = buckets[backward.n_launched]
+            if bucket is buckets[-1]:
                 self.times.record("backward_compute_time_end")
-            if not self.skip_unused or not self._is_skipped(bucket):
+            if not (self.skip_unused and self._is_skipped(bucket)):
                 self._launch(bucket)
             backward.n_launched += 1
-            if self._may_leave_out and backward.n_launched == len(self.buckets):
+            if self._may_leave_out and backward.n_launched == len(buckets):
                 self._used.exchange(self.exchange.transport)
 
     def _unfinished(self) -> str:
@@ -267,40 +276,27 @@ class Reducer:
         """Start the reduction of a complete bucket."""
         self.times.record("backward_comm_time_start")
         index = self._backward.n_launched
-        ranges = profiler_range(f"gradwire::launch bucket {index}")
-        with ranges, self.leaving(f"the communication hook of bucket {index}"):
+        try:
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
-            with torch.no_grad():
-                group = self.exchange.process_group
-                bucket.process_group, bucket.hook_has_groups = group, self._hook_has_groups
-                bucket.divisor = self._forward_results.divisor(group.size())
+            with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
+                bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
+                bucket.divisor = self._divisor
                 is_used = self._used.local
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if self._may_leave_out else []
-                shared = self._shared(bucket) if self._shared_with else []
-                bucket.collect(self._is_zero_copy(bucket), unused, shared, self._incoming)
+                shared = set(chain.from_iterable(self._shared_with.values())) if self._shared_with else ()
+                positions = [k for k, i in enumerate(bucket.members) if i in shared] if shared else []
+                bucket.collect(self.hook.is_zero_copy, unused, positions, self._incoming)
                 future = self._run_comm_hook(bucket)
             if not isinstance(future, torch_internals.AnyFuture):
-                self._raise(errors.no_future(future))
+                raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
             self._backward.futures[index] = future
-
-    def _shared(self, bucket: Bucket) -> list[int]:
-        """The positions in a bucket of the parameters that are shared with other wrappers."""
-        shared = set(chain.from_iterable(self._shared_with.values()))
-        return [k for k, i in enumerate(bucket.members) if i in shared]
+        except BaseException as error:
+            self._leave_after(error, f"the communication hook of bucket {index}")
+            raise
 
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
-        if self._hook is not None:
-            return self._hook(self.hook_state, bucket)
-        return default_reduction(bucket, self.exchange)
-
-    def _is_zero_copy(self, bucket: Bucket) -> bool:
-        """Whether the reduction may read and write the gradients where they are."""
-        if isinstance(bucket, SparseBucket):
-            return False
-        return (
-            self._hook_is_zero_copy if self._hook is not None else self.exchange.connections.has_streams(bucket.device)
-        )
+        return self.hook.function(self.hook.state, bucket)
 
     # Phase 4: results become gradients.
 
@@ -309,50 +305,48 @@ class Reducer:
         backward, connections = self._backward, self.exchange.connections
         backward.phase = Phase.DONE
         # A hook averages over all ranks; ranks that have joined added zeros.
-        size = self.exchange.process_group.size()
-        scale = size / self._forward_results.divisor(size) if self._hook is not None else 1
+        scale = self.exchange.process_group.size() / self._divisor if self.hook.is_registered else 1
         self.times.n_reduced = len(backward.futures) - backward.futures.count(None)
-        waiting = profiler_range("gradwire::wait for buckets")
-        with waiting, self.leaving("the end of the backward pass"), torch.no_grad():
-            connections.finish()
-            for index, bucket in enumerate(self.buckets):
-                if backward.futures[index] is not None:
-                    self._finish(index, bucket, scale)
-            for future in self._forward_results.futures:
-                future.wait()
+        try:
+            with profiler_range("gradwire::wait for buckets"), torch.no_grad():
+                connections.finish()
+                for index, bucket in enumerate(self.buckets):
+                    if backward.futures[index] is not None:
+                        self._finish(index, bucket, scale)
+                for future in self._post_backward_futures:
+                    future.wait()
+        except BaseException as error:
+            self._leave_after(error, "the end of the backward pass")
+            raise
         connections.leave(self)
         for bucket in self.buckets:
             bucket.release()
         backward.futures.clear()
         self.times.record("backward_comm_time_end")
-        self._forward_results = ForwardResults()
-        if self._may_leave_out and not self.static_graph:  # whose first backward has found the used parameters
+        if self._live_ranks is not None or self._post_backward_futures:
+            self._forget_forward()
+        if self._may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
         """Wait for a bucket's result, and write it into its gradients."""
         futures = self._backward.futures
-        result = _tensor(wait_for(cast("Future[Any]", futures[index]), self.exchange.check_in_step))
+        value = wait_for(cast("Future[Any]", futures[index]), self.exchange.check_in_step)
+        result = value if isinstance(value, Tensor) else value[0]  # the future of a collective has a list
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
-        take_back = self.hook_state.take_back if isinstance(self.hook_state, HookState) else None
-        bucket.finish(result, scale, used, take_back)
+        bucket.finish(result, scale, used, self.hook.take_back)
         if self._runs_optimizers:
-            futures[index] = None  # applied: not to be returned if a later bucket fails
+            futures[index] = None  # applied: must not return to the error memory if a later bucket fails
             _run_optimizers(bucket.parameters())
 
 
-def default_reduction(bucket: Bucket, exchange: Exchange) -> Future[Tensor]:
+def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
     """Start to average a bucket's gradients over the ranks; bitwise equal to PyTorch's DDP. The future has the result.
 
-    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's
-    threads, which work on several buckets at once. All other gradients are reduced in the executor
-    of the process group.
-
-    Args:
-        bucket: the bucket; its gradients are collected and its ``divisor`` is set.
-        exchange: its transport carries the sums of dense gradients on a CPU, which alone create it.
+    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's threads, which work on several
+    buckets at once. All other gradients are reduced in the executor of the process group.
     """
-    if isinstance(bucket, DenseBucket) and not exchange.connections.has_streams(bucket.device):
+    if isinstance(bucket, DenseBucket) and not exchange.has_streams:
         return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
 
     async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
@@ -363,11 +357,6 @@ def default_reduction(bucket: Bucket, exchange: Exchange) -> Future[Tensor]:
             await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
 
     return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)
-
-
-def _tensor(value: Any) -> Tensor:
-    """The tensor in the value of a future. A hook's value is the tensor; a collective's is a list of one tensor."""
-    return value if isinstance(value, Tensor) else value[0]
 
 
 def _run_optimizers(parameters: Sequence[Tensor]) -> None:

@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.torch_internals import private_names
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import (
-        _DEFAULT_FIRST_BUCKET_BYTES,
-        BuiltinCommHookType,
-        DebugLevel,
-        _compute_bucket_assignment_by_size,
-        get_debug_level,
-    )
-else:
-    with private_names():
-        from torch.distributed import (
-            _DEFAULT_FIRST_BUCKET_BYTES,
-            BuiltinCommHookType,
-            DebugLevel,
-            _compute_bucket_assignment_by_size,
-            get_debug_level,
-        )
+P = ParamSpec("P")
+T = TypeVar("T")
+GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 with private_names():
     from torch.nn.parallel.distributed import _find_tensors
 
     AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
-    _ATTRIBUTES = (torch._C._storage_Use_Count, Tensor._use_count)  # type: ignore[attr-defined]
-
-__all__ = [
-    "DEFAULT_FIRST_BUCKET_BYTES",
-    "GLOO_THREADS",
-    "HAS_FORWARD_SYNC_BUFFERS",
-    "HAS_LAZY_BUCKET_ALLOCATION",
-    "AnyFuture",
-    "BuiltinCommHookType",
-    "assign_buckets",
-    "gradient_node",
-    "is_debugging",
-    "not_compiled",
-    "optimizer_hooks",
-    "owns_memory",
-    "tensors_in",
-    "uses_python_reducer",
-]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-DEFAULT_FIRST_BUCKET_BYTES: int = _DEFAULT_FIRST_BUCKET_BYTES
-_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-# Arguments of DDP since PyTorch 2.13 and 2.15.
-HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in _ARGUMENTS
-HAS_LAZY_BUCKET_ALLOCATION = "lazy_bucket_allocation" in _ARGUMENTS
-GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
+    BuiltinCommHookType = c10d.BuiltinCommHookType
+    DEFAULT_FIRST_BUCKET_BYTES: int = c10d._DEFAULT_FIRST_BUCKET_BYTES
+    # The tensors in the output of a forward: in lists, tuples, dictionaries and dataclasses.
+    tensors_in: Callable[[object], Iterable[Tensor]] = _find_tensors
+    _ATTRIBUTES = (
+        c10d._compute_bucket_assignment_by_size,
+        c10d.get_debug_level,
+        torch._C._storage_Use_Count,
+        Tensor._use_count,  # type: ignore[attr-defined]
+    )
 
 
 def gradient_node(tensor: Tensor) -> Node:
@@ -76,9 +44,9 @@ def gradient_node(tensor: Tensor) -> Node:
 
 
 def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
-    """Whether nobody can reach the memory of a parameter's ``.grad`` but through ``.grad``.
+    """Whether the memory of a parameter's ``.grad`` can be reached only through ``.grad``.
 
-    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nobody else holds that tensor. But the
+    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But the
     tensor may be a view of one that other nodes of the graph read later, or that a hook or a function has kept:
     ``h + p.view(...)`` gives both h and p views of one gradient.
 
@@ -88,17 +56,17 @@ def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
             have returned, and with it the tensor that it is a view of.
     """
     storage = gradient.untyped_storage()
-    others = torch._C._storage_Use_Count(storage._cdata) - 2  # but for ``gradient`` and ``storage``
+    others = torch._C._storage_Use_Count(storage._cdata) - 2  # without ``gradient`` and ``storage``
     if others == 0 or incoming is None or incoming.untyped_storage()._cdata != storage._cdata:
         return bool(others == 0)
     base = incoming._base
-    # The base is held by ``incoming`` and by its Python object, which nobody else holds.
+    # Only ``incoming`` and its Python object hold the base, and nothing else holds that object.
     is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _OWN_BASE  # type: ignore[attr-defined]
     return bool(others == 1 + is_base_theirs)
 
 
 def _count_of_own_base() -> int:
-    """``sys.getrefcount`` of the base of a view that nobody else holds; it depends on Python and PyTorch."""
+    """``sys.getrefcount`` of a view's base without other references; depends on Python and PyTorch."""
     view = torch.empty(2, 2, device="cpu").t()
     base = view._base
     return sys.getrefcount(base)
@@ -110,15 +78,11 @@ _OWN_BASE = _count_of_own_base()
 def assign_buckets(
     tensors: Sequence[Tensor], limits: Sequence[int], sparse: Sequence[bool], indices: Sequence[int] = ()
 ) -> list[list[int]]:
-    """PyTorch's assignment by dtype, device and size; a sparse gradient gets a bucket of its own.
+    """PyTorch's assignment by dtype, device and size in bytes, of which the last repeats; a sparse gradient is alone.
 
-    Args:
-        tensors: the tensors, in the order of assignment.
-        limits: bucket sizes in bytes; the last one repeats.
-        sparse: whether the gradient of each index is sparse.
-        indices: the tensors' indices; by default their positions.
+    ``indices`` are those of the tensors in ``sparse`` and in the result; by default their positions.
     """
-    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(indices))
+    buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(indices))
     return buckets
 
 
@@ -131,16 +95,11 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, which torch.compile does not trace when it compiles what calls it.
+    """Exclude ``function`` from tracing when torch.compile compiles its caller.
 
     Unlike ``torch.compiler.disable``, this does not import the compiler together with gradwire.
     """
     return _disable_dynamo(function)
-
-
-def tensors_in(output: object) -> list[Tensor]:
-    """The tensors in the output of a forward: in lists, tuples, dictionaries and dataclasses."""
-    return list(_find_tensors(output))
 
 
 def uses_python_reducer() -> bool:
@@ -150,4 +109,4 @@ def uses_python_reducer() -> bool:
 
 def is_debugging() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG asks for details."""
-    return get_debug_level() != DebugLevel.OFF
+    return c10d.get_debug_level() != c10d.DebugLevel.OFF

@@ -1,9 +1,8 @@
-"""What is slow, the import of `tools`, and fixtures: made-up provenance, printed tables, a world of one rank.
+"""What is slow, the import of `tools`, and fixtures: made-up provenance, a world of one rank.
 
 On a machine with a GPU and nothing but torch, triton, pytest and gradwire, only `tests/gpu` is collected.
 """
 
-import io
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -25,6 +24,8 @@ MISSING = [
 collect_ignore_glob = (
     ["test_*.py", "conformance", "distributed", "integrations", "kernels", "planner"] if MISSING else []
 )
+if not MISSING:
+    import tests.support.harness  # noqa: F401 - whatever starts the first rank, the ranks can import `tests`
 
 
 def pytest_configure(config):
@@ -54,21 +55,6 @@ def facts():
         "command": "gradwire bench",
         "commit": None,
     }
-
-
-@pytest.fixture
-def printed():
-    """The text of tables in a terminal of 80 columns."""
-    from rich.console import Console  # not installed on every machine that runs tests/gpu
-
-    from gradwire.bench.tables import print_tables
-
-    def text_of(*tables):
-        console = Console(file=io.StringIO(), width=80)
-        print_tables(tables, console)
-        return console.file.getvalue()
-
-    return text_of
 
 
 @pytest.fixture(scope="module")

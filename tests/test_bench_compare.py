@@ -1,16 +1,16 @@
 """`tools.compare`: the criterion for slower, and a kernel that is slowed down on purpose."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_case, kernel_cases
+from gradwire import kernels
+from gradwire.bench import kernel_case
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, Record, RecordError, save
+from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, RecordError, records_of, save
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
 from gradwire.cli.app import app
@@ -52,7 +52,7 @@ def test_changes_are_of_common_ratios_and_slowest_first():
 
 
 def record(case, implementation, p50, metric=STEP_MS, bench="hooks", ranks=1):
-    return Record(bench=bench, case=case, implementation=implementation, ranks=ranks, metric=metric, p50=p50)
+    return records_of(bench, case, implementation, ranks, {metric: p50})[0]
 
 
 def test_ratios_are_to_pytorch_of_same_case_ranks_and_metric():
@@ -111,7 +111,7 @@ def test_files_of_other_kinds_are_refused(tmp_path):
             load_ratios(other)
     done = CliRunner().invoke(compare_tool.app, ["--before", str(other), "--after", str(other)])
     assert done.exit_code == 1
-    save([replace(record({}, "copy_", 1.0), metric="nothing to compare")], other)
+    save([record({}, "copy_", 1.0, metric="nothing to compare")], other)
     done = CliRunner().invoke(compare_tool.app, ["--before", str(other), "--after", str(other)])
     assert done.exit_code == 1 and "no measurement in common" in done.output
 
@@ -136,13 +136,13 @@ def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
         return str(path)
 
     before = [measured("a.jsonl"), measured("b.jsonl")]
-    flatten = kernel_cases.flatten
+    flatten = kernels.flatten
 
     def slowed(*arguments, **options):
         planted.append(0.5e-3)
         return flatten(*arguments, **options)
 
-    monkeypatch.setattr(kernel_cases, "flatten", slowed)
+    monkeypatch.setattr(kernels, "flatten", slowed)
     after = [measured("c.jsonl"), measured("d.jsonl")]
     runs = [word for pair in (("--before", before), ("--after", after)) for path in pair[1] for word in (pair[0], path)]
     done = CliRunner().invoke(compare_tool.app, [*runs])

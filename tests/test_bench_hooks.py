@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.bench import hooks, implementations, launch
-from gradwire.bench.hooks import DEFAULT_HOOKS, measure_memory, measure_round, summarize, tables
+from gradwire.bench.hooks import measure_memory, measure_round, summarize, tables
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import (
     HOST_MS,
@@ -19,8 +19,8 @@ from gradwire.bench.record import (
     STEP_MS,
     SYNCHRONIZATIONS,
     Measured,
-    Record,
     load,
+    records_of,
 )
 from gradwire.bench.tables import find
 from gradwire.bench.timing import DriverCalls, driver_calls
@@ -66,41 +66,24 @@ def test_own_cost_is_beyond_noop_on_same_ddp_with_same_buckets():
     assert own_costs(made_up_round("fp16")) == [30, 30, 100]
 
 
-def table_of(*rounds, peaks=None):
-    """The first table, as rows by hook."""
-    peaks = peaks or {(hook, name): 10**9 for hook in ("noop", "fp16") for name in SIDES}
-    records = [record for of_hook in rounds for record in of_hook] + [
-        Record(bench="hooks", case={"hook": hook}, implementation=name, ranks=1, metric=MEMORY, p50=nbytes)
-        for (hook, name), nbytes in peaks.items()
-    ]
-    facts = {"settings": {"model": implementations.MODEL, "steps": 30, "threads": 1}}
-    return tables(Measured(facts["settings"], records).with_provenance({}))
+def tables_of(*rounds, peaks):
+    records = [record for of_hook in rounds for record in of_hook]
+    for (hook, name), nbytes in peaks.items():
+        records += records_of("hooks", {"hook": hook}, name, 1, {MEMORY: nbytes})
+    return tables(Measured({"model": implementations.MODEL, "steps": 30}, records).with_provenance({}))
 
 
-def test_table_has_speed_ups_of_own_cost_and_of_whole_step():
-    first, resources = table_of(made_up_round("fp16", (40.0, 50.0), 120.0))
-    assert first.title == "Own cost of hooks (ms), 2 ranks"
-    assert first.rows == [["fp16", "100", "30", "30", "3.33x", "40", "3.00x"]]
-    assert resources.rows[0][:3] == ["fp16", "120", "40"]
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [((40.0, 50.0), 15.0), ((9.0, 19.0), 120.0)])
-def test_speed_up_is_empty_where_a_cost_is_not_positive(ours, theirs):
-    # Beside it stands a hook with one: a column without any text is dropped.
-    rows = table_of(made_up_round("bf16"), made_up_round("fp16", ours, theirs))[0].rows
-    assert [row[4] for row in rows] == ["3.33x", ""]
-
-
-def test_memory_is_beyond_noop_on_gradwires_ddp():
+def test_tables_have_speed_ups_of_positive_costs_memory_beyond_noop_and_driver_calls():
     peaks = {("noop", GRADWIRE): 10**9, ("fp16", GRADWIRE): 10**9 - 1, ("fp16", PYTORCH): 1_234_567_890}
-    assert table_of(made_up_round("fp16"), peaks=peaks)[1].rows[0][3:] == ["235 MB", "0 B"]
-
-
-def test_driver_calls_have_a_table_on_a_gpu_only():
-    assert len(table_of(made_up_round("fp16"))) == 2
-    calls = table_of(made_up_round("fp16", calls=DriverCalls(launches=12, synchronizations=3)))[-1]
-    assert calls.title == "Driver calls of a step"
-    assert calls.rows[0] == ["fp16", "12", "12", "3", "3"]
+    calls = DriverCalls(launches=12, synchronizations=3)
+    slower, free = made_up_round("bf16", theirs=15.0), made_up_round("int8", (9.0, 19.0))
+    costs, resources, driver = tables_of(made_up_round("fp16", calls=calls), slower, free, peaks=peaks)
+    assert costs.title == "Own cost of hooks (ms), 2 ranks"
+    assert costs.rows[0] == ["fp16", "100", "30", "30", "3.33x", "40", "3.00x"]
+    assert [row[4] for row in costs.rows] == ["3.33x", "", ""]
+    assert resources.rows[0] == ["fp16", "120", "40", "235 MB", "0 B"]
+    assert driver.rows[0] == ["fp16", "12", "12", "3", "3"]
+    assert len(tables_of(made_up_round("fp16"), peaks=peaks)) == 2, "without a GPU no driver calls"
 
 
 @pytest.fixture
@@ -113,12 +96,7 @@ def test_round_measures_every_side_of_every_hook(small_model):
     records = [record for hook in ("noop", "powersgd-r1") for record in measure_round(hook, 2, CPU)]
     steps = [record for record in records if record.metric == STEP_MS]
     assert [(step["hook"], step.implementation, step["one_bucket"]) for step in steps] == [
-        ("noop", GRADWIRE, False),
-        ("noop", GRADWIRE_ON_PYTORCH, False),
-        ("noop", PYTORCH, False),
-        ("powersgd-r1", GRADWIRE, False),
-        ("powersgd-r1", GRADWIRE_ON_PYTORCH, False),
-        ("powersgd-r1", PYTORCH, True),
+        (hook, name, hook != "noop" and name == PYTORCH) for hook in ("noop", "powersgd-r1") for name in SIDES
     ]
     assert {record.ranks for record in records} == {1}
     for step in steps:
@@ -181,8 +159,3 @@ def test_driver_calls_are_counted_by_name():
     names += ["cudaStreamSynchronize", "cudaDeviceSynchronize", "void kernel()"]
     assert DriverCalls.among(names) == DriverCalls(launches=4, synchronizations=2)
     assert driver_calls(lambda: pytest.fail("a CPU has no driver"), CPU) is None
-
-
-def test_default_hooks_have_no_duplicates():
-    assert len(set(DEFAULT_HOOKS)) == len(DEFAULT_HOOKS)
-    assert set(DEFAULT_HOOKS) <= set(HOOKS)

@@ -59,38 +59,13 @@ def of_this_process() -> list[str]:
     return [name for name in namespaces.existing() if name.startswith(f"gradwire-{os.getpid()}-")]
 
 
-@contextlib.contextmanager
-def dead_process():
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    yield process.pid
+def test_rate_is_parsed_as_megabits():
+    texts = {"100mbit": 100, "1gbit": 1000, "2.5gbit": 2500, "0.5mbit": 0.5, "400gbit": 400_000, "unlimited": None}
+    assert {text: Rate.parse(text) for text in texts} == {text: (text, mbit) for text, mbit in texts.items()}
 
 
 @pytest.mark.parametrize(
-    ("text", "mbit"),
-    [("100mbit", 100), ("1gbit", 1000), ("2.5gbit", 2500), ("0.5mbit", 0.5), ("400gbit", 400_000), ("unlimited", None)],
-)
-def test_rate_is_parsed_as_megabits(text, mbit):
-    assert Rate.parse(text) == (text, mbit)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "1",
-        "1gb",
-        "gbit",
-        "0mbit",
-        "0.0gbit",
-        "-1gbit",
-        "1gbit;reboot",
-        "1 gbit",
-        "infgbit",
-        "0.01mbit",
-        "99999gbit",
-    ],
+    "text", ["", "1", "1gb", "gbit", "0mbit", "-1gbit", "1gbit;reboot", "1 gbit", "infgbit", "0.01mbit", "99999gbit"]
 )
 def test_invalid_rate_is_refused(text):
     with pytest.raises(ValueError, match="100mbit or 1gbit, from 0"):
@@ -98,45 +73,35 @@ def test_invalid_rate_is_refused(text):
 
 
 def test_rate_beyond_the_token_bucket_is_refused_for_interfaces_only():
-    assert parse_rate("400gbit", "--bandwidth", is_modeled=True).mbit == 400_000
+    for rate in {"400gbit", *EMULATED_RATES, *hook_bench.RATES}:
+        assert parse_rate(rate, "--bandwidth", is_modeled=True).name == rate
     with pytest.raises(typer.BadParameter, match=r"'400gbit' is not a rate; .* to 30gbit"):
         parse_rate("400gbit", "--rates")
 
 
-@pytest.mark.parametrize("rate", sorted({*EMULATED_RATES, *hook_bench.RATES}))
-def test_rates_of_emulated_links_are_valid(rate):
-    assert parse_rate(rate, "--rates", is_modeled=True).name == rate
+@contextlib.contextmanager
+def refuse(count):
+    raise NamespaceError("Operation not permitted")
+    yield
 
 
 @pytest.mark.parametrize(
-    ("has_pyroute2", "euid", "platform", "expected"),
+    ("has_pyroute2", "euid", "platform", "hosts", "expected"),
     [
-        (True, 0, "linux", None),
-        (False, 0, "linux", "pyroute2 is not installed"),
-        (True, 1000, "linux", "only root"),
-        (True, 0, "darwin", "Linux"),
+        (True, 0, "linux", contextlib.nullcontext, None),
+        (False, 0, "linux", contextlib.nullcontext, "pyroute2 is not installed"),
+        (True, 1000, "linux", contextlib.nullcontext, "only root"),
+        (True, 0, "darwin", contextlib.nullcontext, "Linux"),
+        (True, 0, "linux", refuse, "the system refuses to make network namespaces: Operation not permitted"),
     ],
 )
-def test_obstacle_is_named(monkeypatch, has_pyroute2, euid, platform, expected):
-    monkeypatch.setattr(namespaces, "hosts", contextlib.nullcontext)
+def test_obstacle_is_named(monkeypatch, has_pyroute2, euid, platform, hosts, expected):
+    monkeypatch.setattr(namespaces, "hosts", hosts)
     monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", has_pyroute2)
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: euid)
     monkeypatch.setattr(namespaces.sys, "platform", platform)
     obstacle = namespaces.obstacle()
     assert obstacle is None if expected is None else expected in obstacle
-
-
-def test_refusal_of_the_system_is_an_obstacle(monkeypatch):
-    @contextlib.contextmanager
-    def refuse(count):
-        raise NamespaceError("Operation not permitted")
-        yield
-
-    monkeypatch.setattr(namespaces, "hosts", refuse)
-    monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", True)
-    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces.sys, "platform", "linux")
-    assert namespaces.obstacle() == "the system refuses to make network namespaces: Operation not permitted"
 
 
 PROC_NET_DEV = """\
@@ -170,7 +135,7 @@ def test_hosts_reach_each_other_and_count_sent_bytes():
             server.kill()
             server.communicate()
         counted = int(output_of(third, COUNT))
-        # Headers add at most 66 bytes to a segment of 1448; beside them there are acknowledgements and ARP.
+        # Headers add at most 66 bytes to a segment of 1448; acknowledgements and ARP come on top.
         assert 1_000_000 < counted < 1_100_000
     assert of_this_process() == []
 
@@ -196,23 +161,17 @@ def test_limit_replaces_the_previous_one(rates, bytes_per_second):
 
 
 @needs_namespaces
-def test_handler_of_sigterm_does_not_run_in_forked_children():
-    """It once deleted the namespaces in one of three runs."""
+def test_exception_leaves_no_namespace_and_handler_of_sigterm_does_not_run_in_forked_children():
+    """The handler once deleted the namespaces in one of three runs."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         for _ in range(10):
-            with namespaces.hosts(2):
-                assert len(of_this_process()) == 3
+            with pytest.raises(KeyboardInterrupt), namespaces.hosts(2):
+                assert len(of_this_process()) == 3  # two hosts and the bridge's
+                raise KeyboardInterrupt
+            assert of_this_process() == []
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@needs_namespaces
-def test_exception_leaves_no_namespace():
-    with pytest.raises(KeyboardInterrupt), namespaces.hosts(2):
-        assert len(of_this_process()) == 3  # two hosts and the bridge's
-        raise KeyboardInterrupt
-    assert of_this_process() == []
 
 
 @needs_namespaces
@@ -237,7 +196,10 @@ def test_failure_at_any_point_of_setup_leaves_no_namespace(monkeypatch, failing)
 
 @needs_namespaces
 def test_only_namespaces_of_ended_processes_are_deleted():
-    with dead_process() as pid, namespaces.hosts(1):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    pid = process.pid
+    with namespaces.hosts(1):
         abandoned, foreign = f"gradwire-{pid}-0", f"gradwirex-{pid}-0"
         for name in (abandoned, foreign):
             namespaces.netns.create(name)

@@ -1,5 +1,6 @@
 """Tables in README and docs are those that `tools.pages` generates from the kept results."""
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -41,13 +42,8 @@ def test_table_has_equal_rows_and_its_source(name):
 
 
 def _tables(lines):
-    tables = [[]]
-    for line in lines:
-        if line.startswith("|"):
-            tables[-1].append(line)
-        elif tables[-1]:
-            tables.append([])
-    return [table for table in tables if table]
+    groups = itertools.groupby(lines, key=lambda line: line.startswith("|"))
+    return [list(rows) for is_table, rows in groups if is_table]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.models import MODELS
-from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, load
+from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, load, records_of
 from gradwire.bench.reducer import NO_REDUCER, REDUCERS, summarize, tables, time_backwards
 from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
@@ -23,9 +23,7 @@ def made_up(facts, with_memory=False):
     cases = [SimpleNamespace(hook=hook, implementation=by, model=model) for hook, by in REDUCERS]
     records = summarize("mlp", cases, [[ms / 1e3] * 3 for ms in MADE_UP_MS.values()])
     for (hook, by), ms in MADE_UP_MS.items() if with_memory else ():
-        case = {"model": "mlp", "hook": hook}
-        nbytes = 1e9 + 1e6 * ms
-        records.append(Record(bench="reducer", case=case, implementation=by, ranks=1, metric=MEMORY, p50=nbytes))
+        records += records_of("reducer", {"model": "mlp", "hook": hook}, by, 1, {MEMORY: 1e9 + 1e6 * ms})
     return Measured({"steps": 3}, records).with_provenance(facts)
 
 
@@ -47,14 +45,12 @@ def test_memory_is_beyond_no_reducer(world_of_one, facts):
     assert memory.rows == [["no hook", "10 MB", "5 MB"], ["noop", "8 MB", "2 MB"], ["fp16", "20 MB", "5 MB"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "millions"), [("tiny-layers", 200, 0.0), ("transformer", 200, 3.2), ("mlp", 10, 50.0)]
-)
-def test_model_has_its_number_of_parameters(name, parameters, millions):
-    with torch.device("meta"):
-        tensors = list(MODELS[name].build().parameters())
-    assert len(tensors) == parameters
-    assert round(sum(tensor.numel() for tensor in tensors) / 1e6, 1) == millions
+def test_models_have_their_numbers_of_parameters():
+    sizes = {"tiny-layers": (200, 0.0), "transformer": (200, 3.2), "mlp": (10, 50.0)}
+    for name, size in sizes.items():
+        with torch.device("meta"):
+            tensors = list(MODELS[name].build().parameters())
+        assert (len(tensors), round(sum(tensor.numel() for tensor in tensors) / 1e6, 1)) == size
 
 
 def test_densenet_has_six_parameters_per_layer():

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from gradwire.bench.record import STEP_MS, Measured, Record, load
+from gradwire.bench.record import STEP_MS, Measured, load, records_of
 from gradwire.bench.telemetry import COMPARED, HOOKS, MEASURED, PLAIN, tables
 from gradwire.cli.app import app
 
@@ -10,17 +10,9 @@ from gradwire.cli.app import app
 def test_overhead_is_spread_over_the_steps_between_measurements(facts):
     times = {PLAIN: 100.0, MEASURED: 110.0, COMPARED: 300.0}
     records = [
-        Record(
-            bench="telemetry",
-            case={"hook": "int4"},
-            implementation=kind,
-            ranks=2,
-            metric=STEP_MS,
-            p20=time,
-            p50=time,
-            p80=time,
-        )
+        record
         for kind, time in times.items()
+        for record in records_of("telemetry", {"hook": "int4"}, kind, 2, {STEP_MS: time})
     ]
     settings = {"model": "a model", "steps": 3}
     (table,) = tables(Measured(settings, records).with_provenance(facts))

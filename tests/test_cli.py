@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli import __main__
+from gradwire.cli import __main__, bench
 from gradwire.cli.app import app
 from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
@@ -85,17 +85,25 @@ def test_invalid_value_is_refused(arguments, tmp_path, monkeypatch):
     ("command", "words"),
     [
         (["demo"], ["--output", "--processes", "--epochs", "--seed", "--hooks", *DEMO_HOOKS]),
-        (["bench"], ["reducer", "hooks", "network"]),
-        (["bench", "reducer"], ["--steps", "--output"]),
-        (["bench", "hooks"], ["--steps", "--threads", "--hooks", "--output"]),
+        (["bench"], ["kernels", "rounding", "reducer", "hooks", "telemetry", "network", "advise", "auto", "converge"]),
         (["bench", "network"], ["--hosts", "--rates", "--steps", "--hooks", "--quick", "--loopback", "--output"]),
     ],
 )
 def test_help_lists_options_and_hooks(command, words):
     done = in_process(*command, "--help")
     assert done.exit_code == 0, done.output
-    for word in words:
-        assert word in done.output, word
+    assert [word for word in words if word not in done.output] == []
+
+
+def test_quick_stands_for_the_options_in_the_help(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench.reducer, "measure", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(bench, "measured", lambda _, measure, *__: measure())
+    monkeypatch.setattr(bench, "report", lambda *_: None)
+    shown = in_process("bench", "reducer", "--help").output
+    assert "--quick stands for --models transformer --ranks 1 --steps 20." in shown
+    assert in_process("bench", "reducer", "--quick").exit_code == 0
+    assert asked == [(("transformer",), [1], 20)]
 
 
 def test_output_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -156,18 +164,17 @@ main()
 """
 
 
-def test_advise_needs_no_package_of_the_benchmarks(tmp_path):
-    command = [sys.executable, "-c", WITH_THE_EXTRA_CLI_ALONE, "advise", "tiny-layers", "--hooks", "fp16"]
-    network = ["--bandwidth", "1gbit", "--world-size", "8"]
-    done = subprocess.run([*command, *network], capture_output=True, text=True, timeout=240, env=os.environ | PLAIN)
-    assert done.returncode == 0, done.stderr
-    assert "8 ranks on 8 nodes, 1 Gb/s per node given" in done.stdout
-    plot = subprocess.run(
-        [*command, *network, "--plot", str(tmp_path / "plot.png")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | PLAIN,
-    )
-    assert plot.returncode == 2
-    assert "--plot: needs matplotlib. Run: pip install matplotlib" in plot.stderr
+@pytest.mark.parametrize(
+    ("options", "status", "text"),
+    [
+        ([], 0, "8 ranks on 8 nodes, 1 Gb/s per node given"),
+        (["--plot", "plot.png"], 2, "--plot: needs matplotlib. Run: pip install matplotlib"),
+    ],
+)
+def test_advise_needs_no_package_of_the_benchmarks(tmp_path, options, status, text):
+    command = [sys.executable, "-c", WITH_THE_EXTRA_CLI_ALONE, "advise", "tiny-layers", "--hooks", "fp16", *options]
+    command += ["--bandwidth", "1gbit", "--world-size", "8"]
+    environment = os.environ | PLAIN
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert text in done.stdout + done.stderr

@@ -113,7 +113,7 @@ def test_cpu_is_timed_with_its_clock_alone(monkeypatch):
     assert calls == [1]
 
 
-def test_replay_is_captured_once_after_a_warm_up_on_its_stream(monkeypatch):
+def test_replay_is_captured_once_after_a_warm_up_on_its_stream():
     calls = []
     with gpu_on_cpu():
         measured = timed_replays(lambda: calls.append(1), CPU, 3)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gradwire
+import gradwire.testing
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -141,6 +142,7 @@ def templates_in(path):
             yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+            yield re.sub(r"\{[^{}]*\}", "…", node.value)  # a template for `str.format`
 
 
 def test_messages_quoted_in_troubleshooting_exist_in_the_source():
@@ -196,7 +198,7 @@ def test_overview_lists_every_public_hook():
 
 def test_compressor_of_the_guide_is_the_example():
     page, program = (ROOT / "docs" / "writing-a-hook.md").read_text(), (ROOT / "examples" / "topk_hook.py").read_text()
-    (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```python\n(import math\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert code.partition("@dataclass")[2].strip() in program
 
 
@@ -204,6 +206,7 @@ def test_api_reference_has_every_public_name():
     reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    public |= {f"gradwire.testing.{name}" for name in gradwire.testing.__all__}
     public |= public_names_of_integrations() | {"gradwire.DistributedDataParallel"}
     assert public == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
 

@@ -56,10 +56,11 @@ def run(block, names):
         ("16-bit.md", 4),
         ("powersgd.md", 3),
         ("quantization.md", 3),
-        ("writing-a-hook.md", 8),
+        ("writing-a-hook.md", 9),
     ],
 )
-def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, page, blocks):
+def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, monkeypatch, page, blocks):
+    monkeypatch.syspath_prepend(DOCS.parent / "examples")
     found = blocks_of(page)
     assert len(found) == blocks
     names = {"torch": torch, "dist": dist}
@@ -68,6 +69,8 @@ def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, page, blocks):
         if "register_comm_hook(" in block:
             train(names["model"], torch.optim.SGD(names["model"].parameters(), lr=0.01), 3)
             assert all(parameter.isfinite().all() for parameter in names["model"].parameters())
+    for test in [function for name, function in names.items() if name.startswith("test_")]:
+        test()
 
 
 @pytest.mark.parametrize("name", HOOKS)

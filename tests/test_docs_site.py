@@ -20,33 +20,22 @@ def site_links():
 
 
 @pytest.mark.parametrize(
-    ("link", "expected"),
+    ("link", "expected", "folder", "place", "url"),
     [
-        ("[laws](laws.md)", "[laws](laws.md)"),
-        ("[a](../CONTRIBUTING.md#adding-a-hook)", "[a](contributing.md#adding-a-hook)"),
-        ("[a](https://pytorch.org)", "[a](https://pytorch.org)"),
-        ("[a](#here)", "[a](#here)"),
-        ("![plot](plots/demo.png)", "![plot](plots/demo.png)"),
-        ("[a](no_such_page.md)", "[a](no_such_page.md)"),
-        ("[a](../no_such_file)", "[a](../no_such_file)"),
+        ("[laws](laws.md)", "[laws](laws.md)", "docs", "", URL),
+        ("[a](../CONTRIBUTING.md#adding-a-hook)", "[a](contributing.md#adding-a-hook)", "docs", "", URL),
+        ("[a](https://pytorch.org)", "[a](https://pytorch.org)", "docs", "", URL),
+        ("[a](#here)", "[a](#here)", "docs", "", URL),
+        ("![plot](plots/demo.png)", "![plot](plots/demo.png)", "docs", "", URL),
+        ("[a](no_such_page.md)", "[a](no_such_page.md)", "docs", "", URL),
+        ("[a](../no_such_file)", "[a](../no_such_file)", "docs", "", URL),
+        ("[laws](docs/laws.md)", "[laws](laws.md)", "", "", None),
+        ("![plot](docs/plots/demo.png)", "![plot](plots/demo.png)", "", "", None),
+        ("[p](../examples/train_ddp.py)", "[p](examples.md#train_ddppy)", "docs", "", None),
+        ("[p](../../examples/train_ddp.py)", "[p](../examples.md#train_ddppy)", "docs/api", "api", URL),
+        ("[tests](../tests/conftest.py)", f"[tests]({URL}/blob/main/tests/conftest.py)", "docs", "", URL),
+        ("[tests](../tests/conftest.py)", "tests", "docs", "", None),
     ],
 )
-def test_link_to_a_page_leads_to_the_page_of_the_site(site_links, link, expected):
-    assert site_links(link, "docs", "", URL) == expected
-
-
-def test_links_and_images_of_readme_lead_to_the_site(site_links):
-    assert site_links("[laws](docs/laws.md)", "", "", None) == "[laws](laws.md)"
-    assert site_links("![plot](docs/plots/demo.png)", "", "", None) == "![plot](plots/demo.png)"
-
-
-def test_link_to_an_example_leads_to_its_place_on_the_page_of_examples(site_links):
-    link = "[program](../examples/train_ddp.py)"
-    assert site_links(link, "docs", "", None) == "[program](examples.md#train_ddppy)"
-    assert site_links(link.replace("../", "../../"), "docs/api", "api", URL) == "[program](../examples.md#train_ddppy)"
-
-
-def test_link_to_a_file_leads_to_the_repository_or_is_its_text(site_links):
-    link = "[tests](../tests/conftest.py)"
-    assert site_links(link, "docs", "", URL) == f"[tests]({URL}/blob/main/tests/conftest.py)"
-    assert site_links(link, "docs", "", None) == "tests"
+def test_link_leads_to_a_page_of_the_site_or_to_the_repository(site_links, link, expected, folder, place, url):
+    assert site_links(link, folder, place, url) == expected

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
+import gradwire.testing
 
 ROOT = Path(__file__).parent.parent
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
@@ -68,3 +69,4 @@ def test_hooks_list_the_public_modules():
     assert gradwire.hooks.__all__ == sorted(name for name in modules if not name.startswith("_"))
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "hooks"]
+    assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]

@@ -33,9 +33,9 @@ class Launch(NamedTuple):
     """A launch of a kernel.
 
     Attributes:
-        name: of the kernel, without ``_`` and ``_kernel``.
+        name: name of the kernel, without ``_`` and ``_kernel``.
         kernel: the jitted function.
-        arguments: by name, with the options of the launch.
+        arguments: arguments by name, with the options of the launch.
         grid: the number of programs along each axis.
     """
 
@@ -103,7 +103,7 @@ def source_of(launch: Launch, target: str) -> tuple[Any, Any]:
 
 
 def intermediate(launch: Launch, target: str) -> list[str]:
-    """The lines of a kernel in Triton's intermediate language, before any optimisation."""
+    """The lines of a kernel in Triton's intermediate language, before any optimization."""
     source, options = source_of(launch, target)
     backend, _ = _binder(launch.kernel, target)
     context = triton._C.libtriton.ir.context()
@@ -117,8 +117,8 @@ class Compiled(NamedTuple):
     """A compiled kernel.
 
     Attributes:
-        target: in `TARGETS`.
-        threads: of a program.
+        target: a member of `TARGETS`.
+        threads: threads of a program.
         shared: bytes of shared memory of a program.
         ttgir: Triton's intermediate language with layouts.
         ptx: NVIDIA's virtual assembly; empty on AMD.

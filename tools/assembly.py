@@ -30,16 +30,16 @@ class Binary:
     """Facts about a compiled kernel.
 
     Attributes:
-        registers: of one thread.
+        registers: registers of one thread.
         spills: accesses or slots of memory that stands in for registers.
         shared: bytes of shared memory of one program.
         loaded: bytes that the wide (128 bits or more) loads of one program read, each load taken once.
         stored: bytes that its wide stores write.
         fences: instructions that make memory accesses visible to the whole GPU, or forget what a cache holds.
-        instructions: of a thread, in the hottest loop or on the hot path. On AMD nothing from here on is known.
-        elements: of a thread, in the same; 0 if the kernel moves no tiles.
+        instructions: instructions of a thread, in the hottest loop or on the hot path. On AMD, unknown from here on.
+        elements: elements of a thread there; 0 if the kernel moves no tiles.
         is_loop: whether instructions are counted in a loop.
-        program_elements: of a program, in all iterations; None if their number depends on data.
+        program_elements: elements of a program, in all iterations; None if their number depends on data.
     """
 
     registers: int
@@ -86,7 +86,7 @@ def inspect(compiled: Compiled) -> Binary:
 REGISTERS, REGISTER_UNIT, WARP = 65536, 8, 32
 RESIDENT_WARPS, RESIDENT_PROGRAMS = 64, 32
 SHARED_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
-RESERVED_BYTES = 1024  # of shared memory, by the system, for each program
+RESERVED_BYTES = 1024  # shared memory that the system reserves per program
 
 
 def resident_programs(binary: Binary, compiled: Compiled) -> int:
@@ -101,7 +101,7 @@ class _Line(NamedTuple):
     """An instruction.
 
     Attributes:
-        nbytes: that a thread moves between global memory and the program.
+        nbytes: bytes that a thread moves between global memory and the program.
         is_store: whether it writes them.
         target: index of the instruction that it may branch to.
         ends: whether the next instruction does not follow.

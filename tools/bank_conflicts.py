@@ -31,7 +31,7 @@ class Conflicts(NamedTuple):
     """Passes over the banks.
 
     Attributes:
-        worst: of the accesses, the most passes per necessary pass. 1 without conflicts.
+        worst: most passes per necessary pass of any access. 1 without conflicts.
         mean: passes of all accesses per necessary pass; approximate, because the assembler may merge loads otherwise.
     """
 
@@ -49,11 +49,11 @@ def bank_conflicts(ptx: str, threads: int, arguments: Sequence[object], program:
     """The conflicts of one program.
 
     Args:
-        ptx: of the kernel.
-        threads: of a program.
-        arguments: of the launch, in the order of the kernel's parameters, without constants and None. Tensors in host
-            memory; of integers, those that are read must be contiguous.
-        program: its number.
+        ptx: PTX of the kernel.
+        threads: threads of a program.
+        arguments: arguments of the launch, in the order of the kernel's parameters, without constants and None.
+            Tensors in host memory; integer tensors that are read must be contiguous.
+        program: number of the program.
 
     Returns:
         None if the program does not access shared memory.

@@ -126,8 +126,8 @@ def _noise(state: Sequence[Sequence[float]]) -> float:
 
 def missing(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[str]:
     """Ratios that all runs of one state have and not all of the other: after a missed target, for example."""
-    of_before, of_after = (set.intersection(*(set(run) for run in runs)) for runs in (before, after))
-    return sorted(of_before - of_after)
+    names_before, names_after = (set.intersection(*(set(run) for run in runs)) for runs in (before, after))
+    return sorted(names_before - names_after)
 
 
 def table(changes: Sequence[Change]) -> Table:

@@ -66,7 +66,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def _layer_bucket() -> list[Tensor]:
-    """Gradients of one 25 MiB bucket of GPT-2: of a layer. Nobody reads them."""
+    """Gradients of one 25 MiB bucket of GPT-2: of a layer. Their values are not read."""
     return [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[0]]
 
 
@@ -107,8 +107,8 @@ def _powersgd(gradient: torch.dtype, wire: torch.dtype, rank: int) -> Calls:
     q, basis = torch.zeros(table.q.numel), torch.zeros(table.p.numel)
     p_sent, q_sent = torch.zeros(table.p.numel, dtype=wire), torch.zeros(table.q.numel, dtype=wire)
     finite, step = torch.ones(len(table), dtype=torch.int32), torch.tensor([5])
-    of_others = SegmentTable(others)
-    uncompressed = Uncompressed(of_others, others, others, torch.empty(of_others.numel, dtype=gradient), table.p)
+    others_table = SegmentTable(others)
+    uncompressed = Uncompressed(others_table, others, others, torch.empty(others_table.numel, dtype=gradient), table.p)
     renewal = Renewal(table.q, q, step, 6)
     keep = gradient == torch.float32
     operands = Operands(table, gradients, gradients, errors, keep, uncompressed, renewal)
@@ -148,8 +148,8 @@ CASES: dict[str, Callable[[], Calls]] = {
     "PowerSGD, rank 4, fp32": partial(_powersgd, FP32, FP32, 4),
     "PowerSGD, rank 32, fp32": partial(_powersgd, FP32, FP32, 32),
     "PowerSGD, rank 4, bf16": partial(_powersgd, BF16, BF16, 4),
-    "Quantisation: int8 wire, fp32 errors": partial(_quantization, "int8"),
-    "Quantisation: int4 wire, fp32 errors": partial(_quantization, "int4"),
+    "Quantization: int8 wire, fp32 errors": partial(_quantization, "int8"),
+    "Quantization: int4 wire, fp32 errors": partial(_quantization, "int4"),
 }
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 

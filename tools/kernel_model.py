@@ -2,7 +2,7 @@
 
     time = launches * LAUNCH_S + max(bytes / bandwidth, instructions / issue rate)
 
-Bytes are those that the functions beside the kernels state. Launches are recorded from the public functions on buckets
+Bytes are stated by functions next to the kernels. Launches are recorded from the public functions on buckets
 without memory. Instructions are those of the kernels compiled for the GPU, where the number of elements of a program is
 fixed: others count as none. The model knows neither latency nor caches: a prediction to hold against a measurement.
 
@@ -59,10 +59,10 @@ class Gpu(NamedTuple):
     """Figures of a GPU.
 
     Attributes:
-        name: for people.
+        name: name for people.
         target: what kernels are compiled for.
-        bandwidth: of device memory, B/s.
-        source: of the bandwidth.
+        bandwidth: bandwidth of device memory (B/s).
+        source: source of the bandwidth.
         multiprocessors: their number.
         clock_hz: the highest clock.
     """
@@ -131,7 +131,7 @@ def recorded_cases(
     from tools.ahead_of_time import recorded_launches
 
     cases: list[KernelCase] = []
-    recorded_launches(lambda: cases.extend(make(of_bucket, torch.device("meta")) for of_bucket in shapes))
+    recorded_launches(lambda: cases.extend(make(shape_list, torch.device("meta")) for shape_list in shapes))
     return cases, [recorded_launches(case.implementations[GRADWIRE]) for case in cases]
 
 
@@ -139,8 +139,8 @@ class Programs(NamedTuple):
     """The programs of a launch.
 
     Attributes:
-        instructions: of all warps; None if the number of elements of a program is not fixed.
-        number: of programs.
+        instructions: instructions of all warps; None if the number of elements of a program is not fixed.
+        number: number of programs.
         resident: how many a multiprocessor holds at once.
     """
 
@@ -154,7 +154,7 @@ class ProgramCounter:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._of_program: dict[object, tuple[float | None, int]] = {}
+        self._per_program: dict[object, tuple[float | None, int]] = {}
 
     def __call__(self, launch: Launch) -> Programs:
         """The programs of a launch."""
@@ -162,24 +162,24 @@ class ProgramCounter:
         from tools.assembly import inspect, resident_programs
 
         key = (launch.name, variant(launch, self.target))
-        if key not in self._of_program:
+        if key not in self._per_program:
             compiled = compile_launch(launch, self.target)
             binary = inspect(compiled)
             per_element, elements = binary.instructions_per_element, binary.program_elements
             is_known = per_element is not None and elements is not None
             instructions = per_element * elements / WARP if is_known else None  # type: ignore[operator]
-            self._of_program[key] = instructions, resident_programs(binary, compiled)
-        of_program, resident = self._of_program[key]
+            self._per_program[key] = instructions, resident_programs(binary, compiled)
+        per_program, resident = self._per_program[key]
         number = math.prod(launch.grid)
-        return Programs(None if of_program is None else number * of_program, number, resident)
+        return Programs(None if per_program is None else number * per_program, number, resident)
 
 
 def modeled(
     nbytes: Sequence[float], launches: Sequence[Sequence[Launch]], gpu: Gpu, counter: ProgramCounter
 ) -> dict[str, float]:
     """The modeled times of a case and what they are made of, as means over its buckets."""
-    of_buckets = [[counter(launch) for launch in of_bucket] for of_bucket in launches]
-    each = [_modeled_bucket(size, programs, gpu) for size, programs in zip(nbytes, of_buckets, strict=True)]
+    bucket_programs = [[counter(launch) for launch in bucket_launches] for bucket_launches in launches]
+    each = [_modeled_bucket(size, programs, gpu) for size, programs in zip(nbytes, bucket_programs, strict=True)]
     return {metric: round(sum(numbers[metric] for numbers in each) / len(each), 3) for metric in each[0]}
 
 

@@ -87,10 +87,10 @@ def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list
     rows = []
     for hook, (wire, exchange) in WIRES.items():
         steps, seconds, sent = (_at_target(converge, hook, metric) for metric in (STEPS, TARGET_S, SENT))
-        of_wire = [r for r in rounding if (r["wire"], r.implementation) == (wire, exchange)]
-        of_ranks = [r for r in of_wire if r.ranks == STEPS_WORLD_SIZE]
-        errors = [find(of_ranks, metric) for metric in (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)]
-        bits = find(of_wire, BITS)
+        wire_records = [r for r in rounding if (r["wire"], r.implementation) == (wire, exchange)]
+        world_records = [r for r in wire_records if r.ranks == STEPS_WORLD_SIZE]
+        errors = [find(world_records, metric) for metric in (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)]
+        bits = find(wire_records, BITS)
         assert bits is not None and bits.p50 is not None
         rows.append(
             [

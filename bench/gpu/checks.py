@@ -17,7 +17,6 @@ class Skipped(Exception):
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype, without its module."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -49,7 +48,6 @@ def within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:
 
 
 def require(is_so: object, what: str) -> None:
-    """Raise with the message ``what`` unless ``is_so``."""
     if not is_so:
         raise AssertionError(what)
 

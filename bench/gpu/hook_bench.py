@@ -1,4 +1,4 @@
-"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, beside PyTorch's.
+"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, compared with PyTorch's.
 
 A step calls the hook on every bucket in turn, as DDP does, and waits for the results on the device. There is no
 forward, no backward and one rank. gradwire's hook gets lists of gradients, as gradwire's DDP hands them over; PyTorch's
@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.bench.emulated import emulated_link
 from gradwire.bench.gpu.checks import require
 from gradwire.bench.gpu.kernel_bench import Row, buckets_of, calls_of, row
@@ -41,19 +42,6 @@ from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress import LowRankPolicy, WirePolicy
 from gradwire.hooks.quantization_hooks import QuantizationState
-from gradwire.kernels import (
-    WIRE_FORMATS,
-    WireFormat,
-    commit_errors_bytes,
-    dequantize_bytes,
-    flatten_bytes,
-    lowrank_bytes,
-    orthogonalize_bytes,
-    quantize_bytes,
-    reduce_quantized_bytes,
-    renew_bytes,
-    unflatten_bytes,
-)
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
@@ -68,34 +56,6 @@ GRAPHS = "gradwire, cuda_graphs=True"
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
 
 
-class FlatBucket:
-    """PyTorch's ``GradBucket`` on synthetic gradients."""
-
-    def __init__(self, index: int, is_last: bool, gradients: Sequence[Tensor]) -> None:
-        self._index, self._is_last = index, is_last
-        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        parts = self._buffer.split([gradient.numel() for gradient in gradients])
-        self._gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-
-    def index(self) -> int:
-        """The position of the bucket."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Whether this is the last bucket of a step."""
-        return self._is_last
-
-    def buffer(self) -> Tensor:
-        """All gradients."""
-        return self._buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Views of the buffer."""
-        return self._gradients
-
-    parameters = gradients
-
-
 class HookStep:
     """A hook on all buckets of a model, flat ones as in PyTorch's DDP or lists of gradients; a call is a step."""
 
@@ -104,23 +64,24 @@ class HookStep:
     ) -> None:
         self.state, self._hook = registration
         self.gradients: dict[str, Tensor] = {}  # by parameter name; every step replaces their values
-        self._buckets: list[FlatBucket | DenseBucket] = []
+        self._buckets: list[DenseBucket] = []
         generator = torch.Generator(device).manual_seed(0)
-        for index, of_bucket in enumerate(shapes):
-            gradients = [torch.randn(shape, device=device, generator=generator) for shape in of_bucket]
-            is_last = index == len(shapes) - 1
-            if is_flat:
-                flat = FlatBucket(index, is_last, gradients)
-                self._buckets.append(flat)
-                self._note(index, flat.gradients())
-            else:
-                names = self._note(index, gradients)
-                self._buckets.append(_dense_bucket(index, is_last, names, gradients))
-
-    def _note(self, index: int, gradients: Sequence[Tensor]) -> list[str]:
-        names = [f"{index}.{i}" for i in range(len(gradients))]
-        self.gradients |= dict(zip(names, gradients, strict=True))
-        return names
+        for index, bucket_shapes in enumerate(shapes):
+            parameters = [torch.empty(shape, device=device) for shape in bucket_shapes]
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
+            names = [f"{index}.{i}" for i in range(len(parameters))]
+            spec = BucketSpec(
+                index=index,
+                is_last=index == len(shapes) - 1,
+                members=list(range(len(parameters))),
+                parameters=parameters,
+                names=names,
+            )
+            bucket = DenseBucket(spec, as_view=is_flat)
+            bucket.collect(zero_copy=not is_flat)
+            self.gradients |= dict(zip(names, bucket.gradients() if is_flat else _gradients(parameters), strict=True))
+            self._buckets.append(bucket)
 
     def __call__(self) -> None:
         """Reduce all buckets; the current stream waits for the results."""
@@ -149,24 +110,17 @@ class HookStep:
         return [errors.get(name, zero.expand_as(gradient)) for name, gradient in self.gradients.items()]
 
 
-def _dense_bucket(index: int, is_last: bool, names: list[str], gradients: Sequence[Tensor]) -> DenseBucket:
-    parameters = [torch.empty_like(gradient) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    members = list(range(len(parameters)))
-    spec = BucketSpec(index=index, is_last=is_last, members=members, parameters=parameters, names=names)
-    bucket = DenseBucket(spec, as_view=False)
-    bucket.collect(zero_copy=True)
-    return bucket
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float:
     """Bytes that the kernels of a step read and write at least, on one rank."""
-    parameters = [shape for of_bucket in shapes for shape in of_bucket]
+    parameters = [shape for bucket_shapes in shapes for shape in bucket_shapes]
     numel, fp32 = sum(map(prod, parameters)), torch.float32
     if (wire := HOOKS[hook].wire) is not None:
-        return flatten_bytes(numel, fp32, wire) + unflatten_bytes(numel, wire, fp32)
-    if hook in WIRE_FORMATS:
+        return kernels.flatten_bytes(numel, fp32, wire) + kernels.unflatten_bytes(numel, wire, fp32)
+    if hook in kernels.WIRE_FORMATS:
         formats = WirePolicy(wire=hook).wire_formats([torch.empty(shape, device="meta") for shape in parameters])
         return sum(_quantized_bytes(prod(shape), format) for shape, format in zip(parameters, formats, strict=True))
     policy = LowRankPolicy(rank=int(hook.removeprefix("powersgd-r")))
@@ -174,21 +128,21 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float:
     matrices = [matrix for matrix in found if matrix is not None]
     compressed = sum(m.matrices * m.rows * m.columns for m in matrices)
     return (
-        lowrank_bytes(compressed, fp32)
-        + orthogonalize_bytes(sum(m.matrices * m.rank * m.rows for m in matrices), fp32, fp32)
-        + renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), fp32, fp32)
-        + flatten_bytes(numel - compressed, fp32, fp32)
-        + unflatten_bytes(numel - compressed, fp32, fp32)
+        kernels.lowrank_bytes(compressed, fp32)
+        + kernels.orthogonalize_bytes(sum(m.matrices * m.rank * m.rows for m in matrices), fp32, fp32)
+        + kernels.renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), fp32, fp32)
+        + kernels.flatten_bytes(numel - compressed, fp32, fp32)
+        + kernels.unflatten_bytes(numel - compressed, fp32, fp32)
     )
 
 
-def _quantized_bytes(numel: int, format: WireFormat) -> float:
+def _quantized_bytes(numel: int, format: kernels.WireFormat) -> float:
     fp32 = torch.float32
     return (
-        quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
-        + reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
-        + dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
-        + commit_errors_bytes(2 * numel, fp32)  # errors of both shots
+        kernels.quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
+        + kernels.reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
+        + kernels.dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
+        + kernels.commit_errors_bytes(2 * numel, fp32)  # errors of both shots
     )
 
 
@@ -225,7 +179,7 @@ def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) 
     registration = entry.make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
     if needs_one_bucket(hook, device):
-        shapes = [[shape for of_bucket in shapes for shape in of_bucket]]
+        shapes = [[shape for bucket_shapes in shapes for shape in bucket_shapes]]
     return {PYTORCH if entry.is_same else CLOSEST: _warm(HookStep(registration, shapes, device, is_flat=True))}
 
 
@@ -236,7 +190,7 @@ def _pytorch_runs(hook: str) -> bool:
 
 @torch.no_grad()
 def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
-    """Check gradwire's hook on the gradients of a model, then time it and PyTorch's in turns."""
+    """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
     if hook.startswith("powersgd"):
@@ -252,7 +206,7 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 @torch.no_grad()
 def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
-    """A step of gradwire's hook, captured in a CUDA graph with its collectives, beside one that is not captured."""
+    """A step of gradwire's hook, captured in a CUDA graph with its collectives, compared with an eager one."""
     shapes = _buckets(hook, model, device)
     step = _ours(hook, shapes, device)
     eager = [timed(step, device) for _ in range(ROUNDS)]
@@ -262,7 +216,7 @@ def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 
 def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
-    """Training steps of a small model on an emulated link between `HOSTS` hosts, behind both DDPs, in turns."""
+    """Interleaved training steps of a small model in both DDPs, on an emulated link between `HOSTS` hosts."""
     names = [PYTORCH, GRADWIRE] if _pytorch_runs(hook) else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
     prepare(made, device)

@@ -1,6 +1,6 @@
 """Cases of the lane's stage *bench* for kernels: time of the device, of a graph's replay and of the host, and launches.
 
-A case checks gradwire's result, then times gradwire and PyTorch in turns over buckets that no cache holds. A row's
+A case checks gradwire's result, then times gradwire and PyTorch, interleaved, over buckets that no cache holds. A row's
 ``nbytes`` are those that gradwire's kernels read and write at least; divided by the bandwidth of a copy they give the
 byte floor.
 """
@@ -52,7 +52,6 @@ def row(implementation: str, timings: Sequence[Timing], **others: Any) -> Row:
 
 
 def calls_of(work: Callable[[], object], device: torch.device) -> Row:
-    """Launches and host waits of ``work``, for a `row`."""
     calls = driver_calls(work, device)
     return {} if calls is None else {"launches": calls.launches, "host_waits": calls.synchronizations}
 
@@ -67,7 +66,7 @@ def kernel(name: str, mib: int, device: torch.device) -> list[Row]:
     """Check and time a kernel on buckets of `MODEL`."""
     shapes = rotation(buckets_of(MODEL, mib, device), mib)
     with torch.no_grad():
-        cases = [CASES[name](of_bucket, device) for of_bucket in shapes]
+        cases = [CASES[name](bucket_shapes, device) for bucket_shapes in shapes]
         check(cases[0], MODEL)
         for case in cases:
             case.implementations.pop(COMPILED, None)  # it takes tens of seconds

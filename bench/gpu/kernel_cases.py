@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.bench.gpu.checks import (
     LaneCase,
     Skipped,
@@ -23,29 +24,6 @@ from gradwire.bench.gpu.checks import (
     same,
     skip_if_rehearsed,
     within,
-)
-from gradwire.kernels import (
-    WIRE_DTYPES,
-    FactorLayout,
-    Matrix,
-    MatrixTable,
-    Operands,
-    SegmentTable,
-    backproject,
-    compute_dtype,
-    draw,
-    flatten,
-    flatten_reference,
-    orthogonalize,
-    project,
-    random_key,
-    reconstruct,
-    renew,
-    renew_reference,
-    unflatten,
-    unflatten_reference,
-    update_scale,
-    update_scale_reference,
 )
 from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import ELEMENTWISE_RANK, MAX_STRIPS
@@ -85,22 +63,22 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
     """Flatten and unflatten tensors of one dtype with every wire dtype, scale and limit."""
     offset = 1 if layout == "off by one" else 0
     tensors = [_random(shape, source, device, offset, seed) for seed, shape in enumerate(SIZES[layout])]
-    table = SegmentTable(tensors)
+    table = kernels.SegmentTable(tensors)
     on_device = torch.tensor([torch.nan, 1 / 3], device=device)[1]
-    for wire_dtype in WIRE_DTYPES:
+    for wire_dtype in kernels.WIRE_DTYPES:
         for scale, limit, counted in ((0.5, None, False), (3.0, 1.0, True), (on_device, None, True)):
             what = f"{name_of(wire_dtype)}, scale {float(scale):.3g}, limit {limit}"
             wires, counts = [], []
             for _ in range(2):
                 wire = _empty((table.numel,), wire_dtype, device, offset)
                 counters = torch.zeros(2, dtype=torch.int64, device=device) if counted else None
-                flatten(tensors, wire, table=table, scale=scale, limit=limit, counters=counters)
+                kernels.flatten(tensors, wire, table=table, scale=scale, limit=limit, counters=counters)
                 wires.append(wire)
                 counts.append(counters.tolist() if counters is not None else None)
             expected = _empty((table.numel,), wire_dtype, device, 0)
             counters = torch.zeros(2, dtype=torch.int64, device=device)
-            largest = min(torch.finfo(dtype).max for dtype in (wire_dtype, compute_dtype(table.dtype)))
-            flatten_reference(tensors, table, expected, scale, min(limit or largest, largest), counters)
+            largest = min(torch.finfo(dtype).max for dtype in (wire_dtype, kernels.compute_dtype(table.dtype)))
+            kernels.flatten_reference(tensors, table, expected, scale, min(limit or largest, largest), counters)
             same(wires[0], wires[1], f"flatten to {what}, run twice")
             same(wires[0], expected, f"flatten to {what}")
             if counted:
@@ -108,7 +86,7 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
                 require(is_same, f"flatten to {what} counted {counts}, expected {counters.tolist()}")
 
             results = []
-            for function in (unflatten, unflatten, unflatten_reference):
+            for function in (kernels.unflatten, kernels.unflatten, kernels.unflatten_reference):
                 targets = [_empty(shape, source, device, offset) for shape in SIZES[layout]]
                 absmax = torch.zeros(1, device=device) if counted else None
                 function(expected, targets, table=table, scale=scale, absmax=absmax)
@@ -124,7 +102,7 @@ def scaling(device: torch.device) -> None:
         for exponent in ((0, 0), (7, 1), (-20, 1), (99, 1)):
             for is_last in (False, True):
                 results = []
-                for function in (update_scale, update_scale, update_scale_reference):
+                for function in (kernels.update_scale, kernels.update_scale, kernels.update_scale_reference):
                     state = (
                         torch.tensor(exponent, dtype=torch.int32, device=device),
                         torch.full((2,), torch.nan, device=device),
@@ -158,30 +136,30 @@ def _product_bound(left: Tensor, right: Tensor, compute: torch.dtype, *, is_tf32
     return (k / (1 - k) + (2**-9 + 2**-20 if is_tf32 else 0)) * (left.abs() @ right.abs())
 
 
-def _matrices(rank: int, offset: int) -> list[Matrix]:
+def _matrices(rank: int, offset: int) -> list[kernels.Matrix]:
     """Matrices of one tile, several tiles, several strips and the most strips; with an ``offset``, sides are odd."""
     odd = 1 if offset else 0
     sizes = ((64, 64), (128, 96 + odd), (576 + odd, 80), (80, 1056 + odd), (MAX_STRIPS * 160 + odd, 64))
-    return [Matrix(rows, columns, rank) for rows, columns in sizes]
+    return [kernels.Matrix(rows, columns, rank) for rows, columns in sizes]
 
 
 def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: torch.device) -> None:
     """The three passes of PowerSGD over a bucket, with M kept where that is possible, added up again, and without E."""
-    table = MatrixTable(_matrices(rank, offset), dtype, device, precision)
+    table = kernels.MatrixTable(_matrices(rank, offset), dtype, device, precision)
     is_tf32 = device.type == "cuda" and dot_precision(table) == "tf32"
     compute, scale = table.compute, 0.5
     wire_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
     generator = torch.Generator().manual_seed(rank)
 
-    def matrices(of_dtype: torch.dtype) -> list[Tensor]:
+    def matrices(matrix_dtype: torch.dtype) -> list[Tensor]:
         made = []
         for m in table.matrices:
-            buffer = _empty((m.rows, m.columns), of_dtype, device, offset)
+            buffer = _empty((m.rows, m.columns), matrix_dtype, device, offset)
             made.append(buffer.copy_(torch.randn(m.rows, m.columns, generator=generator)))
         return made
 
-    def factor(side: FactorLayout, of_dtype: torch.dtype) -> Tensor:
-        return torch.randn(side.numel, generator=generator).to(of_dtype).to(device)
+    def factor(side: kernels.FactorLayout, matrix_dtype: torch.dtype) -> Tensor:
+        return torch.randn(side.numel, generator=generator).to(matrix_dtype).to(device)
 
     gradients, errors = matrices(dtype), matrices(compute)
     q_in, p_in = factor(table.q, compute), factor(table.p, compute) / rank
@@ -197,12 +175,12 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
             if source is target:
                 torch._foreach_copy_(target, gradients)
             error = [e.clone() for e in errors] if has_error else None
-            operands = Operands(table, source, target, error, keep)
+            operands = kernels.Operands(table, source, target, error, keep)
             p, q = _empty((table.p.numel,), wire_dtype, device, 0), _empty((table.q.numel,), wire_dtype, device, 0)
-            project(operands, q_in, p, scale=scale)
-            backproject(operands, p_in, q, scale=scale)
+            kernels.project(operands, q_in, p, scale=scale)
+            kernels.backproject(operands, p_in, q, scale=scale)
             q_sent = factor(table.q, wire_dtype) if not runs else runs[0][-1]
-            reconstruct(operands, p_in, q_sent, finite)
+            kernels.reconstruct(operands, p_in, q_sent, finite)
             runs.append((p, q, target, error, q_sent))
         (p, q, target, error, q_sent), again = runs
         for first, second in ((p, again[0]), (q, again[1]), *zip(target, again[2], strict=True)):
@@ -235,7 +213,9 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
 
 def lowrank_at_any_address(rank: int, device: torch.device) -> None:
     """The results have the same bits where the matrices are aligned, as on one rank, and where not, as on another."""
-    table = MatrixTable([Matrix(96, 1056, rank), Matrix(33, 40, min(rank, 33))], torch.float32, device)
+    table = kernels.MatrixTable(
+        [kernels.Matrix(96, 1056, rank), kernels.Matrix(33, 40, min(rank, 33))], torch.float32, device
+    )
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(m.rows, m.columns, generator=generator).to(device) for m in table.matrices]
     p_in, q_in = (torch.randn(side.numel, generator=generator).to(device) for side in (table.p, table.q))
@@ -244,11 +224,11 @@ def lowrank_at_any_address(rank: int, device: torch.device) -> None:
     for offset in (0, 1):
         target = [_empty((m.rows, m.columns), torch.float32, device, offset) for m in table.matrices]
         torch._foreach_copy_(target, gradients)
-        operands = Operands(table, target, target, None, False)
+        operands = kernels.Operands(table, target, target, None, False)
         p, q = (_empty((side.numel,), torch.float32, device, 0) for side in (table.p, table.q))
-        project(operands, q_in, p, scale=0.5)
-        backproject(operands, p_in, q, scale=0.5)
-        reconstruct(operands, p_in, q_in, finite)
+        kernels.project(operands, q_in, p, scale=0.5)
+        kernels.backproject(operands, p_in, q, scale=0.5)
+        kernels.reconstruct(operands, p_in, q_in, finite)
         results.append((p, q, *target))
     if device.type != "cuda":
         raise Skipped("on CPUs the bits may depend on the alignment")
@@ -261,7 +241,7 @@ def orthogonalization(rank: int, device: torch.device) -> None:
     lengths = [length for length in (64, 65, 768, 3072, 50257) if length >= rank]
     generator = torch.Generator().manual_seed(rank)
     for wire_dtype in (torch.float32, torch.bfloat16):
-        factor = FactorLayout([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
+        factor = kernels.FactorLayout([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         views = factor.views(wire)
         if rank > 1:
@@ -272,7 +252,7 @@ def orthogonalization(rank: int, device: torch.device) -> None:
         for _ in range(2):
             out = _empty((factor.numel,), torch.float32, device, 0)
             finite = torch.full((len(views),), 7, dtype=torch.int32, device=device)
-            orthogonalize(wire, factor, out, finite)
+            kernels.orthogonalize(wire, factor, out, finite)
             runs.append((out, finite))
         (out, finite), again = runs
         expected = [1] * (len(views) - 1) + [0]
@@ -300,15 +280,15 @@ def warm_start(rank: int, device: torch.device) -> None:
     """The next step's factors: unit rows, random ones for zero rows, and none for a factor that is not finite."""
     lengths = (rank, 65, 3072, 50257)
     generator = torch.Generator().manual_seed(rank)
-    factor = FactorLayout([rank] * len(lengths), lengths)
-    keys = [random_key(0, str(i)) for i in range(len(lengths))]
+    factor = kernels.FactorLayout([rank] * len(lengths), lengths)
+    keys = [kernels.random_key(0, str(i)) for i in range(len(lengths))]
     step = torch.full((1,), 16, device=device)
     for wire_dtype in (torch.float32, torch.bfloat16):
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         factor.views(wire)[1][0] = 0
         factor.views(wire)[2][rank - 1, 5] = torch.inf
         results = []
-        for function in (renew, renew, renew_reference):
+        for function in (kernels.renew, kernels.renew, kernels.renew_reference):
             following = torch.full((factor.numel,), 776.0, device=device)
             finite = torch.ones(len(lengths), dtype=torch.int32, device=device)
             function(wire, factor, keys, step, following, finite)
@@ -322,8 +302,8 @@ def warm_start(rank: int, device: torch.device) -> None:
             bound = (lengths[i] + 4) * 2**-23 * expected.double().abs()
             within(mine, expected.double(), bound, what)
     drawn, again = (torch.empty(factor.numel, device=device) for _ in range(2))
-    draw(factor, keys, step, drawn)
-    draw(factor, keys, step, again)
+    kernels.draw(factor, keys, step, drawn)
+    kernels.draw(factor, keys, step, again)
     for one, other in zip(factor.views(drawn), factor.views(again), strict=True):
         same(one, other, "draw, run twice")
         within(one.double().norm(dim=1), torch.ones_like(one[:, 0]).double(), torch.full_like(one[:, 0], 1e-5), "draw")
@@ -337,12 +317,12 @@ def flattening_beyond_int32(device: torch.device) -> None:
     for tensor in tensors:
         for part in tensor.split(step):
             part.normal_()
-    table = SegmentTable(tensors)
+    table = kernels.SegmentTable(tensors)
     wire = torch.full((table.numel,), torch.nan, dtype=torch.bfloat16, device=device)
-    flatten(tensors, wire, table=table, scale=0.5)
+    kernels.flatten(tensors, wire, table=table, scale=0.5)
     results = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     absmax = torch.zeros(1, device=device)
-    unflatten(wire, results, table=table, scale=2.0, absmax=absmax)
+    kernels.unflatten(wire, results, table=table, scale=2.0, absmax=absmax)
     largest = torch.zeros((), device=device)
     for i, (tensor, segment) in enumerate(zip(tensors, table.views(wire), strict=True)):
         parts = zip(tensor.split(step), segment.split(step), results[i].split(step), strict=True)
@@ -360,7 +340,7 @@ def lowrank_beyond_int32(device: torch.device) -> None:
     columns = 32_768 if numel > 1 << 31 else 256
     rows = numel // columns + 1
     rank, scale = 4, 1.0
-    table = MatrixTable([Matrix(rows, columns, rank)], torch.float16, device)
+    table = kernels.MatrixTable([kernels.Matrix(rows, columns, rank)], torch.float16, device)
     generator = torch.Generator().manual_seed(0)
     gradient = torch.empty(rows, columns, dtype=torch.float16, device=device)
     error = torch.empty(rows, columns, device=device)
@@ -378,14 +358,14 @@ def lowrank_beyond_int32(device: torch.device) -> None:
     ends = [slice(0, 8), slice(rows - 8, rows), slice((1 << 31) // columns - 4, (1 << 31) // columns + 4)]
     checked = [rows_of for rows_of in ends if rows_of.stop <= rows]
     before = [(gradient[r].double(), error[r].double()) for r in checked]
-    operands = Operands(table, [gradient], [gradient], [error], False)
+    operands = kernels.Operands(table, [gradient], [gradient], [error], False)
     p, q = _empty((table.p.numel,), torch.float32, device, 0), _empty((table.q.numel,), torch.float32, device, 0)
     p_packed, q_packed = torch.zeros_like(p), torch.zeros_like(q)
     table.p.views(p_packed)[0].copy_(p_in)
     table.q.views(q_packed)[0].copy_(q_in)
-    project(operands, q_packed, p, scale=scale)
-    backproject(operands, p_packed, q, scale=scale)
-    reconstruct(operands, p_packed, q_packed, torch.ones(1, dtype=torch.int32, device=device))
+    kernels.project(operands, q_packed, p, scale=scale)
+    kernels.backproject(operands, p_packed, q, scale=scale)
+    kernels.reconstruct(operands, p_packed, q_packed, torch.ones(1, dtype=torch.int32, device=device))
     k = (rows + 4) * 2**-24
     within(table.q.views(q)[0], total, k / (1 - k) * magnitude, "backproject")
     for r, (g, e) in zip(checked, before, strict=True):

@@ -4,7 +4,7 @@ Stages, each under 9 minutes:
     smoke      every kernel against its reference, and every hook over NCCL with one rank.
     ranks      every hook over NCCL with two ranks that share the GPU.
     sanitize   small kernel cases under compute-sanitizer, if it is found.
-    bench      times of kernels and hooks beside PyTorch's, and a table of them.
+    bench      times of kernels and hooks compared with PyTorch's, and a table of them.
 
 Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
 ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
@@ -19,12 +19,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +68,7 @@ def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:
     return {
         **provenance(device, "gloo" if rehearsal else "nccl", torch.get_num_threads()),
         "source": _source(code),
-        "triton": _triton(),
+        "triton": getattr(sys.modules.get("triton"), "__version__", None),
         "cuda": torch.version.cuda,
         "nccl": None if rehearsal else ".".join(map(str, torch.cuda.nccl.version())),
         "rehearsal": rehearsal,
@@ -83,22 +81,10 @@ def _source(folders: Sequence[Path]) -> str:
     """A digest of the code in these folders, which changes where no version number does."""
     digest = blake2b(digest_size=8)
     for folder in sorted(folders):
-        for file in sorted(_modules(folder)):
+        for file in sorted(folder.rglob("*.py")):
             digest.update(str(file.relative_to(folder)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _modules(folder: Path) -> Iterator[Path]:
-    for path, _, names in os.walk(folder, followlinks=True):
-        yield from (Path(path, name) for name in names if name.endswith(".py"))
-
-
-def _triton() -> str | None:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
 
 
 def passed_before(output: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -129,7 +115,7 @@ def run_stage(
 
     Args:
         stage: a key of `RANKS`.
-        rehearse: to run on the CPU, as `Crew` does.
+        rehearse: whether to run on the CPU, as `Crew` does.
         output: file of JSON lines to append to.
         limit: time limit of a case, in seconds.
         only: run the cases whose name contains one of these.

@@ -7,28 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.bench.gpu.checks import LaneCase, large_numel, name_of, same, skip_if_rehearsed
-from gradwire.kernels import (
-    WIRE_FORMATS,
-    BlockTable,
-    MessageLayout,
-    Rounding,
-    commit_errors,
-    commit_errors_reference,
-    dequantize,
-    dequantize_reference,
-    quantize,
-    quantize_reference,
-    random_key,
-    reduce_quantized,
-    reduce_quantized_reference,
-)
 
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
 SHAPES = ((4096,), (64, 128), (61, 67), (1,), (), (0, 5), (12289,))
-KERNELS = (quantize, reduce_quantized, dequantize, commit_errors)
-REFERENCES = (quantize_reference, reduce_quantized_reference, dequantize_reference, commit_errors_reference)
+KERNELS = (kernels.quantize, kernels.reduce_quantized, kernels.dequantize, kernels.commit_errors)
+REFERENCES = (
+    kernels.quantize_reference,
+    kernels.reduce_quantized_reference,
+    kernels.dequantize_reference,
+    kernels.commit_errors_reference,
+)
 
 
 def _gradients(dtype: torch.dtype, device: torch.device, offset: int, seed: int, bad: bool) -> list[Tensor]:
@@ -59,17 +50,17 @@ def both_shots(
 ) -> None:
     """Quantize the gradients of three ranks, reduce a shard of each, decode, and commit the errors."""
     ranks = [_gradients(dtype, device, offset, seed, bad) for seed in range(WORLD_SIZE)]
-    keys = [random_key(0, str(k)) for k in range(len(SHAPES))]
-    table = BlockTable(ranks[0], 64, keys)
-    layout = MessageLayout([(WIRE_FORMATS[wire], table)], WORLD_SIZE, PIECES)
+    keys = [kernels.random_key(0, str(k)) for k in range(len(SHAPES))]
+    table = kernels.BlockTable(ranks[0], 64, keys)
+    layout = kernels.MessageLayout([(kernels.WIRE_FORMATS[wire], table)], WORLD_SIZE, PIECES)
     (section,) = layout.sections
     step = torch.full((1,), 5, dtype=torch.int64, device=device)
     # Blocks and cells may lack elements, which have no errors.
     present = torch.zeros(table.numel, device=device)
     for view in table.error_views(present):
         view.fill_(1)
-    of_shard = torch.zeros(layout.shard_numel(section), device=device)
-    for piece, cell in enumerate(of_shard.split(section.blocks_per_cell * table.block_size)):
+    shard_values = torch.zeros(layout.shard_numel(section), device=device)
+    for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * table.block_size)):
         begin, end = (table.block_size * block for block in section.cell_blocks(piece * WORLD_SIZE + RANK))
         cell[: end - begin] = present[begin:end]
 
@@ -87,13 +78,13 @@ def both_shots(
         for rank, tensors in enumerate(ranks):
             message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
             errors, pending = errors_of(present, rank)
-            rounding = Rounding(step, rank, stochastic)
+            rounding = kernels.Rounding(step, rank, stochastic)
             quantizer(tensors, section, message, scale=1 / 3, errors=errors, pending=pending, rounding=rounding)
             messages.append(message)
             memory += [pending] if pending is not None else []
         received = torch.stack([message[:, RANK] for message in messages], 1).contiguous()
         result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
-        errors, pending = errors_of(of_shard, 9)
+        errors, pending = errors_of(shard_values, 9)
         reducer(
             received,
             section,
@@ -101,7 +92,7 @@ def both_shots(
             rank=RANK,
             errors=errors,
             pending=pending,
-            rounding=Rounding(step, -1, stochastic),
+            rounding=kernels.Rounding(step, -1, stochastic),
         )
         gathered = result.unsqueeze(1).repeat(1, WORLD_SIZE, 1)  # as if all shards were this one
         if errors is not None and pending is not None:
@@ -123,12 +114,12 @@ def beyond_int32(device: torch.device) -> None:
     gradient = torch.empty(numel, dtype=torch.bfloat16, device=device)
     for part in gradient.split(1 << 24):
         part.copy_(torch.arange(len(part), device=device) % 15 - 7)
-    table = BlockTable([gradient], 64, [0])
-    layout = MessageLayout([(WIRE_FORMATS["int4"], table)], 1)
+    table = kernels.BlockTable([gradient], 64, [0])
+    layout = kernels.MessageLayout([(kernels.WIRE_FORMATS["int4"], table)], 1)
     message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-    quantize([gradient], layout.sections[0], message, scale=1.0)
+    kernels.quantize([gradient], layout.sections[0], message, scale=1.0)
     target = torch.full_like(gradient, torch.nan)
-    dequantize(message, layout.sections[0], [target])
+    kernels.dequantize(message, layout.sections[0], [target])
     for part, expected in zip(target.split(1 << 24), gradient.split(1 << 24), strict=True):
         same(part, expected, "the round trip")
     skip_if_rehearsed(numel)
@@ -150,12 +141,12 @@ _VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, bool, int], ...] = (
 QUANTIZATION_CASES: dict[str, LaneCase] = {
     **{
         _label(wire, *variant): partial(both_shots, wire, *variant, False)
-        for wire in WIRE_FORMATS
+        for wire in kernels.WIRE_FORMATS
         for variant in _VARIANTS
     },
     **{
         f"quantize NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
-        for wire in WIRE_FORMATS
+        for wire in kernels.WIRE_FORMATS
     },
     "int4 of more than 2^31 elements": beyond_int32,
 }

@@ -8,7 +8,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 NOTES = (
-    "device ms: between two events, with the host ahead behind a spin; * where the call waits for the device or fills "
+    "device ms: between two events, with the host ahead, after a spin; * where the call waits for the device or fills "
     "its queue, so that host time is included",
     "host ms: until the call returns, with all work enqueued",
     "graph ms: a replay of a CUDA graph of the same work",

@@ -1,4 +1,4 @@
-"""Models for the cases of the GPU lane, and short trainings of them behind either DDP."""
+"""Models for the cases of the GPU lane, and short trainings of them in either DDP."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.hooks._types import GradBucket
+from gradwire.hooks._bucket import GradBucket
 
 StateAndHook = tuple[Any, Callable[..., Any]]
 
@@ -28,14 +28,12 @@ class Net(nn.Module):
         self.out = nn.Linear(301, 17)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images."""
         x = torch.relu(self.norm(self.conv(x)))
         x = self.out(torch.tanh(self.linear(x.flatten(1)))) * self.scale
         return x
 
     @staticmethod
     def batch(generator: torch.Generator) -> Tensor:
-        """Four images."""
         return torch.randn(4, 3, 8, 8, generator=generator)
 
 
@@ -48,18 +46,16 @@ class HalfNet(nn.Module):
         self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output for a batch."""
         x = self.layers(x).float()
         return x + (x.sum() * self.empty.float()).sum()
 
     @staticmethod
     def batch(generator: torch.Generator) -> Tensor:
-        """Four rows."""
         return torch.randn(4, 96, generator=generator).half()
 
 
 def wrap(wrapper: type[TorchDDP], module: nn.Module, device: torch.device, **options: Any) -> TorchDDP:
-    """A module behind a DDP, on the device, in small buckets."""
+    """A module in a DDP, on the device, with small buckets."""
     devices = [device.index] if device.type == "cuda" else None
     return wrapper(module.to(device), device_ids=devices, bucket_cap_mb=0.1, **options)
 
@@ -77,7 +73,6 @@ def register(model: TorchDDP, state: object, hook: Callable[..., Any]) -> None:
 
 
 def take_step(model: TorchDDP, batch: Tensor) -> None:
-    """Run a forward and a backward."""
     model.zero_grad()
     model(batch).square().mean().backward()
 

@@ -51,21 +51,21 @@ SHARED_GPU = {
 NO_ANSWER = "gave no answer in time"
 
 
-class Outcome(NamedTuple):
-    """The outcome of a case."""
+class Answer(NamedTuple):
+    """A rank's answer to a case, or to the request to start."""
 
     status: str  # "passed", "failed" or "skipped"
-    seconds: float  # time of the slowest rank, without the start of the processes
-    text: str  # the reason for a skip; for a failure, tracebacks, stacks and output of every rank
-    measured: Sequence[dict[str, Any]] = ()  # rank 0's rows, if the case passed
+    text: str = ""  # the reason for a skip, or the traceback of a failure
+    measured: Sequence[dict[str, Any]] = ()  # rows, if the case passed
 
 
-class Answer(NamedTuple):
-    """A rank's answer to a case, or to the request to start. Attributes are as in `Outcome`."""
+class Outcome(NamedTuple):
+    """The outcome of a case on all ranks; attributes are as in `Answer`."""
 
     status: str
-    text: str = ""
-    measured: Sequence[dict[str, Any]] = ()
+    seconds: float  # time of the slowest rank, without the start of the processes
+    text: str  # for a failure, tracebacks, stacks and output of every rank
+    measured: Sequence[dict[str, Any]] = ()  # measurements of rank 0
 
 
 class Crew:

@@ -74,8 +74,7 @@ def test_default_reduction_outside_cpus_divides_by_the_divisor_of_its_bucket(mon
     bucket, transport = DenseBucket(spec, as_view=view), LocalTransport()
     bucket.divisor = 5
     bucket.collect(zero_copy=True)
-    connections = SimpleNamespace(has_streams=lambda _: True)
-    reducer.default_reduction(bucket, SimpleNamespace(process_group=None, connections=connections))
+    reducer.default_reduction(SimpleNamespace(process_group=None, has_streams=True), bucket)
     (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
     run_algorithm(algorithm(bucket.source(), bucket.target(), transport, workspace), transport)
     bucket.finish(bucket.target().tensors[0], 1, {})

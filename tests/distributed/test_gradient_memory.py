@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.reducer import torch_internals
 from tests.support.bits import assert_same_bits, differences
+from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, register
+from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, own_batches, register
 
 WIDTH, ROWS = 4, 3
 STEPS = 3
@@ -116,7 +117,7 @@ class Layer:
     Attributes:
         use: a name of `USES`.
         tied: whether its first parameter is that of the layer before.
-        wait: whether the backward waits for all launched buckets before this layer, and behind it.
+        wait: whether the backward waits for all launched buckets before and after this layer.
         checkpointed: whether it is recomputed.
         watched: whether a hook on the parameter keeps its gradient.
     """
@@ -222,7 +223,7 @@ def train(wrapper, hook, plan, group=None):
     def wait():
         nonlocal changed
         if wrapper == "gradwire":
-            ddp.reducer.connections.finish()
+            ddp.reducer.exchange.connections.finish()
             for future in ddp.reducer._backward.futures:
                 if future is not None:
                     future.wait()
@@ -368,7 +369,7 @@ def train_with_replaced_gradients(wrapper, how, hook, view):
     ddp = WRAPPERS[wrapper](Replacing(how), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
     if hook is not None:
         register(ddp, hook)
-    generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
+    generator, seen = own_batches(), []
     for _ in range(4):
         ddp.zero_grad()
         ddp(torch.randn(3, 8, generator=generator, requires_grad=False).requires_grad_()).backward()
@@ -376,18 +377,14 @@ def train_with_replaced_gradients(wrapper, how, hook, view):
     return seen
 
 
-def replaced_gradients_of_both(how, hook):
-    """Of PyTorch's class, which refuses replaced views, and of gradwire's without and with views."""
-    kinds = [("pytorch", False), ("gradwire", False), ("gradwire", True)]
-    return [train_with_replaced_gradients(wrapper, how, hook, view) for wrapper, view in kinds]
-
-
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @pytest.mark.parametrize("how", ["replace", "drop"])
-def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(worlds, how, hook):
-    for theirs, *ours in worlds(2).run(replaced_gradients_of_both, how=how, hook=hook):
-        for seen in ours:
-            assert_same_bits(seen, theirs)
+@on_ranks(2)
+def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(how, hook):
+    kinds = [("pytorch", False), ("gradwire", False), ("gradwire", True)]
+    theirs, *ours = [train_with_replaced_gradients(wrapper, how, hook, view) for wrapper, view in kinds]
+    for seen in ours:
+        assert_same_bits(seen, theirs)
 
 
 class Ordinary(nn.Module):
@@ -408,8 +405,10 @@ class Ordinary(nn.Module):
         return self.head(self.recurrent(x)[0]).square().mean()
 
 
-def count_own_gradients(cap):
-    """For every gradient that a bucket took: whether it is its own."""
+@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
+@on_ranks(2)
+def test_gradients_of_ordinary_layers_are_not_copied(cap):
+    # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
     ddp, owned = WRAPPERS["gradwire"](Ordinary(), bucket_cap_mb=cap), []
     register(ddp, "fp16")
     owns_memory = torch_internals.owns_memory
@@ -422,11 +421,5 @@ def count_own_gradients(cap):
         for _ in range(4):
             ddp.zero_grad()
             ddp(torch.arange(20).view(2, 10) % 10).backward()
-    return owned, len(list(ddp.parameters()))
-
-
-@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
-def test_gradients_of_ordinary_layers_are_not_copied(worlds, cap):
-    # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
-    for owned, n_parameters in worlds(2).run(count_own_gradients, cap=cap):
-        assert owned == [True] * 4 * n_parameters
+    n_parameters = len(list(ddp.parameters()))
+    assert owned == [True] * 4 * n_parameters

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.harness import _reserved_port
-from tests.support.worker import ENVIRONMENT
+from tests.support.harness import ENVIRONMENT, reserved_port
 
 SCRIPT = """
 import sys
@@ -65,7 +64,7 @@ lines.write("end\\n")
 def run(how, hook, wrapper, folder):
     """Exit codes, lines of the files and output of both ranks."""
     with ExitStack() as stack:
-        port = stack.enter_context(_reserved_port())
+        port = stack.enter_context(reserved_port())
         launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         processes = []
@@ -84,7 +83,6 @@ def run(how, hook, wrapper, folder):
     return [process.returncode for process in processes], lines, outputs
 
 
-STEPS = ["step 0", "step 1", "step 2"]
 CASES = [
     ("dies", "none", "gradwire"),
     ("dies", "fp16", "gradwire"),
@@ -95,25 +93,15 @@ CASES = [
 ]
 
 
-def check(how, hook, wrapper, folder):
-    codes, (survivor, failed), outputs = run(how, hook, wrapper, folder)
+@pytest.mark.parametrize("repetition", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 9))])
+@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
+def test_interpreter_of_every_rank_ends_normally_after_an_error(tmp_path, how, hook, wrapper, repetition):
+    codes, (survivor, failed), outputs = run(how, hook, wrapper, tmp_path)
     assert codes == [0, 1 if how == "dies" else 0], outputs
-    assert survivor[:3] == failed[:3] == STEPS
+    assert survivor[:3] == failed[:3] == ["step 0", "step 1", "step 2"]
     assert survivor[-1] == "end"
     if wrapper == "gradwire":
         assert "rank 1" in survivor[3].lower() and "ValueError" in survivor[3] and "of rank 1" in survivor[3]
     if how != "dies":
         assert failed[3] == "ValueError: of rank 1"
         assert survivor[4:] == failed[4:] == (["step 0", "step 1"] if how == "resynchronizes" else []) + ["end"]
-
-
-@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
-def test_interpreter_of_every_rank_ends_normally_after_an_error(tmp_path, how, hook, wrapper):
-    check(how, hook, wrapper, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("repetition", range(8))
-@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
-def test_interpreter_of_every_rank_ends_normally_after_many_errors(tmp_path, how, hook, wrapper, repetition):
-    check(how, hook, wrapper, tmp_path)

@@ -1,31 +1,114 @@
-"""Laws 2 and 3: bitwise equal gradients on every rank, and hooks that are off equal the plain all-reduce."""
+"""The laws of docs/laws.md, for every hook; and laws 2 and 3 without compression."""
+
+from functools import partial
+from types import NoneType
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, same_bits
-from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, train
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+from gradwire.kernels import WIRE_FORMATS
+from gradwire.testing import check_laws
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, train
+
+SKIPPED = {"fp16_of_powersgd": ["nothing lost"]}  # the wrapper rounds before the error feedback
+FEW, MANY = 4, 50  # examples
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", [None, *HOOKS])
-def test_law2_gradients_are_bitwise_equal_on_all_ranks(world, hook, wrapper, view):
-    options = {"wrapper": wrapper, "hook": hook, "gradient_as_bucket_view": view, "steps": 5}
-    assert_same_on_all_ranks(world.run(train, model="mixed", bucket_cap_mb=SMALLEST, **options))
+class ScaledState(ScaledCastState):
+    """Its checkpoints leave out what differs between ranks: the counts of elements."""
+
+    def state_dict(self):
+        saved = super().state_dict()
+        saved["counters"][:2] = 0
+        return saved
+
+
+STATES = {
+    "scaled_fp16": partial(ScaledState, dtype=torch.float16),
+    "scaled_bf16": partial(ScaledState, dtype=torch.bfloat16),
+}
+
+
+def state_of(hook):
+    return HOOKS[hook](None)[0]
+
+
+def function_of(hook):
+    return HOOKS[hook](None)[1]
+
+
+class Hook:
+    """A hook of `HOOKS`; ranks look it up by its name, because wrapped hooks are closures."""
+
+    def __init__(self, name):
+        self.__name__ = name
+
+    def __reduce__(self):
+        return function_of, (self.__name__,)
+
+
+few_and_many = pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+
+
+@few_and_many
+def test_laws_hold_without_hook(examples):
+    check_laws(NoneType, None, max_examples=examples)
+
+
+@few_and_many
+@pytest.mark.parametrize("hook", HOOKS)
+def test_laws_hold_for_hook(hook, examples):
+    make_state = STATES.get(hook, partial(state_of, hook))
+    check_laws(make_state, Hook(hook), skip=SKIPPED.get(hook, ()), max_examples=examples)
+
+
+QUANTIZED = {
+    "sign": {},
+    "int4": {"use_error_feedback": False},
+    "int2": {"stochastic_rounding": True},
+    "int8": {"error_dtype": torch.bfloat16, "start_iter": 2},  # new buckets round their errors to bf16
+}
+IN_BF16 = ["nothing lost"]  # test_quantization_laws.py has the bound
+
+
+def check_quantized(wire, options, **arguments):
+    state = partial(QuantizationState, None, wire, **({"block_size": 32, "start_iter": 0} | options))
+    check_laws(state, quantization_hook, skip=IN_BF16 if "error_dtype" in options else (), **arguments)
+
+
+@pytest.mark.parametrize("wire", QUANTIZED)
+def test_laws_hold_for_quantization(wire):
+    check_quantized(wire, QUANTIZED[wire], max_examples=FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"use_error_feedback": False, "stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+def test_laws_hold_for_every_wire_format(wire, options):
+    check_quantized(wire, options, world_sizes=(2, 3, 4))
 
 
 def hooked_and_plain(wrapper, hook, model, **options):
     return train(wrapper, model, hook=hook, **options), train(wrapper, model, **options)
 
 
+UNCHANGED = [
+    *(("allreduce", model) for model in ("mlp", "conv", "lstm", "mixed", "odd")),
+    *((hook, "half") for hook in ("fp16", "fp16_of_allreduce")),
+    *((hook, "brain") for hook in ("bf16", "bf16_of_allreduce")),
+]
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "mixed", "odd"])
-def test_law3_allreduce_hook_equals_the_plain_all_reduce(world, model, wrapper, view):
+@pytest.mark.parametrize(("hook", "model"), UNCHANGED)
+def test_law3_hook_that_keeps_the_dtype_equals_the_plain_all_reduce(world, model, hook, wrapper, view):
     options = {"wrapper": wrapper, "model": model, "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
-    for hooked, plain in world.run(hooked_and_plain, hook="allreduce", **options):
+    for hooked, plain in world.run(hooked_and_plain, hook=hook, **options):
         assert_same_bits(hooked, plain)
 
 
@@ -38,15 +121,13 @@ def test_law3_allreduce_hook_equals_the_plain_all_reduce_of_accumulated_gradient
         assert_same_bits(hooked, plain)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    ("model", "hook"),
-    [("half", "fp16"), ("half", "fp16_of_allreduce"), ("brain", "bf16"), ("brain", "bf16_of_allreduce")],
-)
-def test_law3_16_bit_hook_on_gradients_of_that_dtype_equals_the_plain_all_reduce(world, model, hook, wrapper, view):
-    options = {"wrapper": wrapper, "model": model, "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
-    for hooked, plain in world.run(hooked_and_plain, hook=hook, **options):
+def complex_with_and_without(hook):
+    return train("gradwire", "complex", bucket_cap_mb=SMALL, hook=hook), train("gradwire", "complex", bucket_cap_mb=100)
+
+
+# PyTorch's buckets of complex gradients are wrong inside hooks, so the plain all-reduce is the oracle.
+def test_law3_allreduce_hook_on_complex_gradients_equals_plain_all_reduce(world):
+    for hooked, plain in world.run(complex_with_and_without, hook="allreduce"):
         assert_same_bits(hooked, plain)
 
 
@@ -65,25 +146,6 @@ def test_law3_noop_hook_leaves_local_gradients_unchanged(world, model, view, set
     for with_noop, local in world.run(noop_and_local, model=model, **options):
         for record in with_noop:
             assert_same_bits(record, local)
-
-
-def reduced_and_local(model):
-    """DDP's gradients of one step, and what every rank computes by itself."""
-    reduced = train("gradwire", model, steps=1).gradients[0]
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, train(None, model, steps=1).gradients[0])
-    return reduced, gathered
-
-
-@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "transformer", "frozen"])
-def test_gradients_are_the_mean_of_local_gradients(world, model):
-    # With u = 2^-24: 1/n and each product round once, each of n - 1 sums once: (n + 1) u mean|g|, to first order.
-    bound = (world.size + 1) * 2.0**-24 * (1 + 2.0**-20)
-    for reduced, local in world.run(reduced_and_local, model=model):
-        for name, gradient in reduced.items():
-            if gradient is not None:
-                ranks = torch.stack([gradients[name].double() for gradients in local])
-                assert ((gradient.double() - ranks.mean(0)).abs() <= bound * ranks.abs().mean(0)).all(), name
 
 
 def no_sync_gradients(hook, view):

@@ -122,19 +122,25 @@ def real(tensor):
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
-@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "transformer", "complex"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "transformer", "complex", "frozen"])
+@pytest.mark.parametrize("hook", [None, *HOOKS])
 def test_hooks_are_within_their_error_bound_of_the_exact_mean(world, hook, model):
     # Each of n contributions is rounded to the wire once, and so is each of the n - 1 sums: n u mean|g| to first order,
     # where u is half a unit in the last place: 2^-11 for fp16, 2^-8 for bf16, 2^-24 for fp32. The wrappers round once
-    # more, before the division. Arithmetic in fp32 around it adds two roundings of 2^-24. Below fp16's normal range
+    # more, before the division. Arithmetic in fp32 around it adds two roundings of 2^-24, and the factor 1 / n one
+    # where nothing is cast. Below fp16's normal range
     # a contribution is off by up to 2^-25 instead; scaled, by 2^-25 / scale, with scale >= 2^7 / max|g| over all ranks.
-    roundings = world.size + ("_of_" in hook)
-    u = 2.0**-24 if hook == "allreduce" else 2.0**-8 if "bf16" in hook else 2.0**-11
+    is_cast = hook not in (None, "allreduce")
+    roundings = world.size + (is_cast and "_of_" in hook)
+    u = 2.0**-24 if not is_cast else 2.0**-8 if "bf16" in hook else 2.0**-11
     for reduced, local in world.run(reduced_and_local, hook=hook, model=model):
-        largest = max(real(g).abs().max() for rank in local for g in rank.values())
+        largest = max(real(g).abs().max() for rank in local for g in rank.values() if g is not None)
         floor = {"scaled_fp16": 2.0**-25 * 2.0**-7 * largest}.get(hook, 2.0**-25 if u == 2.0**-11 else 0.0)
         for name, gradient in reduced.items():
+            if gradient is None:  # of a frozen parameter
+                continue
             ranks = torch.stack([real(gradients_of_rank[name]) for gradients_of_rank in local])
-            bound = (roundings * u * (1 + 4 * u) + 2.0**-23) * ranks.abs().mean(0) + roundings * floor
+            bound = (roundings * u * (1 + 4 * u) + 2.0 ** (-23 if is_cast else -24)) * ranks.abs().mean(
+                0
+            ) + roundings * floor
             assert ((real(gradient) - ranks.mean(0)).abs() <= bound).all(), name

@@ -1,6 +1,5 @@
 """Law 4, without a hook: gradwire's DistributedDataParallel gives PyTorch's gradients to the bit."""
 
-import random
 import warnings
 
 import pytest
@@ -9,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.bits import assert_same_bits, differences
-from tests.support.training import MODELS, SMALL, SMALLEST, WRAPPERS, Record, build, gradients, register, train
+from tests.support.training import MODELS, SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 from tests.support.zoo import Probe
 
 
 def with_both(model, **options):
-    """The same training behind PyTorch's DDP and behind gradwire's."""
+    """The same training in PyTorch's DDP and in gradwire's."""
     return train("pytorch", model, **options), train("gradwire", model, **options)
 
 
@@ -190,131 +189,104 @@ def test_law4_undefined_gradients_match_pytorch(world, view, set_to_none):
     assert_parity(world.run(undefined_gradients, **options))
 
 
-def evaluating_between_steps(wrapper, view):
-    ddp = WRAPPERS[wrapper](build("conv"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(4):
-        ddp.zero_grad()
-        with torch.no_grad():
-            ddp.eval()
-            ddp(*ddp.module.batch(generator))
-        ddp.train()
-        ddp(*ddp.module.batch(generator))  # a loss that nobody differentiates
-        ddp(*ddp.module.batch(generator)).backward()
-        seen.append(gradients(ddp))
-    return seen
+# Steps of unusual loops: each takes the wrapped model, a function that draws a batch, and the number of the step.
 
 
-def several_backwards(wrapper, view):
+def evaluating_between_steps(ddp, batch, _):
+    ddp.zero_grad()
+    with torch.no_grad():
+        ddp.eval()
+        ddp(*batch())
+    ddp.train()
+    ddp(*batch())  # a loss that nobody differentiates
+    ddp(*batch()).backward()
+
+
+def several_backwards(ddp, batch, step):
     """Two forwards under one backward, and one forward under two: the second backward of a forward stays local."""
-    ddp = WRAPPERS[wrapper](build("mlp"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(3):
+    if step % 2 == 0:
         ddp.zero_grad()
-        (ddp(*ddp.module.batch(generator)) + ddp(*ddp.module.batch(generator))).backward()
-        seen.append(gradients(ddp))
-        loss = ddp(*ddp.module.batch(generator))
+        (ddp(*batch()) + ddp(*batch())).backward()
+    else:
+        loss = ddp(*batch())
         loss.backward(retain_graph=True)
         loss.backward()
-        seen.append(gradients(ddp))
-    return seen
 
 
-def ignoring_a_parameter(wrapper, view):
-    module = build("mlp")
-    ignored = ["layers.2.weight", "layers.4.bias"]
-    WRAPPERS[wrapper]._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    return train(wrapper, module, gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-
-
-def freezing_and_wrapping_anew(wrapper, view):
-    """One module behind a second wrapper: the first one must not watch the parameters any more."""
-    module = build("mlp")
-    first = train(wrapper, module, gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    module.layers[0].requires_grad_(False)
-    module.zero_grad()
-    return first, train(wrapper, module, gradient_as_bucket_view=view, bucket_cap_mb=SMALLEST)
-
-
-def clipping_and_keeping_gradients(wrapper, view):
+def clipping_and_keeping_gradients(ddp, batch, _):
     """Gradients that a user changes in place and then accumulates into."""
-    ddp = WRAPPERS[wrapper](build("conv"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(4):
-        ddp(*ddp.module.batch(generator)).backward()
-        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-        seen.append(gradients(ddp))
-    return seen
+    ddp(*batch()).backward()
+    nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
 
 
-def clearing_some_gradients(wrapper, view, hook=None):
+def clearing_some_gradients(ddp, batch, step):
     """Some gradients start from None and others from zero, within one bucket."""
-    ddp = WRAPPERS[wrapper](build("mlp"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
+    for index, parameter in enumerate(ddp.parameters()):
+        if parameter.grad is not None:
+            parameter.grad = None if (index + step) % 3 == 0 else parameter.grad.zero_()
+    ddp(*batch()).backward()
+
+
+def under_autocast(ddp, batch, _):
+    """Gradients of one dtype that were computed in another."""
+    ddp.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = ddp(*batch())
+    loss.backward()
+
+
+def with_a_graph(ddp, batch, _, create_graph=True):
+    ddp.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # autograd's, about a reference cycle
+        ddp(*batch()).backward(create_graph=create_graph)
+
+
+def without_a_graph(*arguments):
+    with_a_graph(*arguments, create_graph=False)
+
+
+def run_loop(wrapper, loop, model, view, hook=None):
+    """Gradients after each of six steps."""
+    ddp = WRAPPERS[wrapper](build(model), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
     if hook is not None:
         register(ddp, hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for step in range(5):
-        for index, parameter in enumerate(ddp.parameters()):
-            if parameter.grad is not None:
-                parameter.grad = None if (index + step) % 3 == 0 else parameter.grad.zero_()
-        ddp(*ddp.module.batch(generator)).backward()
+    generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
+    for step in range(6):
+        loop(ddp, lambda: ddp.module.batch(generator), step)
         seen.append(gradients(ddp))
     return seen
 
 
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        evaluating_between_steps,
-        several_backwards,
-        ignoring_a_parameter,
-        freezing_and_wrapping_anew,
-        clipping_and_keeping_gradients,
-        clearing_some_gradients,
-    )
-}
-
-
-def loop_with_both(loop, view):
-    return LOOPS[loop]("pytorch", view), LOOPS[loop]("gradwire", view)
+def loop_with_both(**options):
+    return run_loop("pytorch", **options), run_loop("gradwire", **options)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_law4_unusual_loops_match_pytorch(world, loop, view):
-    assert_parity(world.run(loop_with_both, loop=loop, view=view))
-
-
-def clearing_some_gradients_with_both(**options):
-    return clearing_some_gradients("pytorch", **options), clearing_some_gradients("gradwire", **options)
+@pytest.mark.parametrize(
+    ("loop", "model"),
+    [
+        (evaluating_between_steps, "conv"),
+        (several_backwards, "mlp"),
+        (clipping_and_keeping_gradients, "conv"),
+        (clearing_some_gradients, "mlp"),
+        (under_autocast, "conv"),
+    ],
+)
+def test_law4_unusual_loops_match_pytorch(world, loop, model, view):
+    assert_parity(world.run(loop_with_both, loop=loop, model=model, view=view))
 
 
 # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "fp16_of_pytorch", "scaled_bf16", "powersgd"])
 def test_law4_gradients_cleared_in_part_match_pytorch_under_a_hook(worlds, hook, view):
-    assert_parity(worlds(2).run(clearing_some_gradients_with_both, hook=hook, view=view))
+    options = {"loop": clearing_some_gradients, "model": "mlp", "hook": hook, "view": view}
+    assert_parity(worlds(2).run(loop_with_both, **options))
 
 
-def first_order(view, create_graph):
-    ddp = WRAPPERS["gradwire"](build("mlp"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(3):
-        ddp.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # autograd's, about a reference cycle
-            ddp(*ddp.module.batch(generator)).backward(create_graph=create_graph)
-        seen.append(gradients(ddp))
-    return seen
-
-
-def with_and_without_graph(view):
-    return first_order(view, create_graph=False), first_order(view, create_graph=True)
+def with_and_without_graph(**options):
+    return [run_loop("gradwire", loop, "mlp", **options) for loop in (without_a_graph, with_a_graph)]
 
 
 # PyTorch's own fails here as soon as a bucket has two parameters, so its gradients cannot be the oracle.
@@ -323,106 +295,48 @@ def test_create_graph_leaves_the_gradients_as_without_it(world, view):
     assert_parity(world.run(with_and_without_graph, view=view))
 
 
-def accumulating_under_autocast(wrapper):
-    """Gradients of one dtype that were computed in another."""
-    ddp = WRAPPERS[wrapper](build("conv"), bucket_cap_mb=SMALL)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
+def ignoring_a_parameter(wrapper, **options):
+    module = build("mlp")
+    WRAPPERS[wrapper]._set_params_and_buffers_to_ignore_for_model(module, ["layers.2.weight", "layers.4.bias"])
+    return train(wrapper, module, bucket_cap_mb=SMALL, **options)
+
+
+def freezing_and_wrapping_anew(wrapper, **options):
+    """One module in a second wrapper: the first one must stop watching the parameters."""
+    module = build("mlp")
+    first = train(wrapper, module, bucket_cap_mb=SMALL, **options)
+    module.layers[0].requires_grad_(False)
+    module.zero_grad()
+    return first, train(wrapper, module, bucket_cap_mb=SMALLEST, **options)
+
+
+def training_with_both(training, view):
+    return [training(wrapper, gradient_as_bucket_view=view) for wrapper in WRAPPERS]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("training", [ignoring_a_parameter, freezing_and_wrapping_anew])
+def test_law4_unusual_wrappers_match_pytorch(world, training, view):
+    assert_parity(world.run(training_with_both, training=training, view=view))
+
+
+def wide_enough(wrapper, **options):
+    """A model whose gradients need more than one block and more than one default bucket."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 5000), nn.Tanh(), nn.Linear(5000, 60), nn.Tanh(), nn.Linear(60, 2))
+    ddp = WRAPPERS[wrapper](module, **options)
+    generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
     for _ in range(3):
         ddp.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = ddp(*ddp.module.batch(generator))
-        loss.backward()
+        ddp(torch.randn(2, 64, generator=generator)).square().mean().backward()
         seen.append(gradients(ddp))
     return seen
 
 
-def autocast_with_both():
-    return accumulating_under_autocast("pytorch"), accumulating_under_autocast("gradwire")
-
-
-def test_law4_autocast_matches_pytorch(world):
-    assert_parity(world.run(autocast_with_both))
-
-
-class RandomModel(nn.Module):
-    """Parameters of random shapes, dtypes and layouts, some frozen, used in a random order."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.weights = nn.ParameterList()
-        dtypes = draw.choice([[torch.float32], [torch.float32, torch.bfloat16], [torch.float64, torch.float32]])
-        for _ in range(draw.randint(1, 14)):
-            shape = [draw.choice([1, 2, 3, 5, 8, 13]) for _ in range(draw.randint(0, 4))]
-            value = torch.randn(shape).to(draw.choice(dtypes))
-            if value.dim() > 1 and draw.random() < 0.4:
-                value = value.permute(draw.sample(range(value.dim()), value.dim()))
-            self.weights.append(nn.Parameter(value))
-        for weight in list(self.weights)[1:]:
-            weight.requires_grad_(draw.random() < 0.85)
-        self.order = draw.sample(range(len(self.weights)), len(self.weights))
-
-    def forward(self, x):
-        for index in self.order:
-            weight = self.weights[index]
-            x = (x * (1 + weight.to(x.dtype).sin().mean())).tanh()
-        return x.square().sum()
-
-    @staticmethod
-    def batch(generator):
-        return (torch.randn(17, generator=generator),)
-
-
-def random_models(number):
-    """The differences between both wrappers, for one random model and random options after another."""
-    found = {}
-    for seed in range(number):
-        draw = random.Random(seed)
-        options = {
-            "gradient_as_bucket_view": draw.random() < 0.5,
-            "set_to_none": draw.random() < 0.5,
-            "accumulate": draw.choice([1, 1, 2]),
-            "hook": draw.choice([None, None, "allreduce", "fp16", "scaled_fp16", "bf16_of_allreduce"]),
-            "steps": 4,
-            "seed": seed,
-        }
-        if draw.random() < 0.8:
-            options["bucket_cap_mb"] = 10 ** draw.uniform(-5.5, -2)
-        if draw.random() < 0.2:
-            options["bucket_cap_mb_list"] = [10 ** draw.uniform(-5.5, -2) for _ in range(draw.randint(1, 4))]
-        structure = draw.random()
-        records = []
-        for wrapper in WRAPPERS:
-            torch.manual_seed(seed)
-            records.append(train(wrapper, RandomModel(random.Random(structure)), **options))
-        if lines := differences(records[1], records[0]):
-            found[seed] = (options, lines[:5])
-    return found
-
-
-def test_law4_random_models_match_pytorch(world):
-    for found in world.run(random_models, number=25):
-        assert found == {}
-
-
-def wide_enough(**options):
-    """A model whose gradients need more than one block and more than one default bucket."""
-    torch.manual_seed(0)
-    records = []
-    for wrapper in WRAPPERS:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(64, 5000), nn.Tanh(), nn.Linear(5000, 60), nn.Tanh(), nn.Linear(60, 2))
-        ddp = WRAPPERS[wrapper](module, **options)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        steps = []
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.randn(2, 64, generator=generator)).square().mean().backward()
-            steps.append(gradients(ddp))
-        records.append(Record(steps, {}))
-    return differences(records[1], records[0])
+def differences_of_wide_ones(**options):
+    return differences(wide_enough("gradwire", **options), wide_enough("pytorch", **options))
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 def test_law4_default_buckets_of_a_wide_model_match_pytorch(world, view):
-    assert world.run(wide_enough, gradient_as_bucket_view=view) == [[]] * world.size
+    assert world.run(differences_of_wide_ones, gradient_as_bucket_view=view) == [[]] * world.size

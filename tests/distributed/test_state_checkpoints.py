@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from gradwire.hooks import hook_state
+from gradwire.hooks import _checkpoint
 from tests.support.bits import assert_same_bits
 from tests.support.features import FEATURES, Parts
 from tests.support.states import FEEDBACK, START, STATES, Training, errors_of
@@ -27,7 +27,7 @@ class Meeting(Exception):
 
 def nobody_else():
     """Lets every meeting with other ranks raise."""
-    return mock.patch.object(hook_state, "named_barrier", side_effect=Meeting)
+    return mock.patch.object(_checkpoint, "named_barrier", side_effect=Meeting)
 
 
 def is_prepared(state):

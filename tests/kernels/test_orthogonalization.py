@@ -288,14 +288,14 @@ def test_large_factor_with_growing_rounding_errors_becomes_orthonormal(distance,
         assert p[: 2 if distance >= 0.01 else 1].any(1).all()
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
-def test_basis_at_any_condition_does_not_grow(exponent, device, large):
-    for sizes, is_small in (([(2, 40), (4, 100), (8, 64), (8, 8)] * 3, True), (large, False)):
-        generator = np.random.default_rng(exponent)
-        rows = [with_condition(*size, 10.0**exponent, generator) for size in sizes]
-        for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
-            # In the interpreter, factors of the first list are cut into tiles, too.
-            check_basis(w, p, flag, f"{w.shape} of condition 1e{exponent}", is_small and not INTERPRETED)
+def test_basis_at_any_condition_does_not_grow(exponent, is_large, device, request):
+    sizes = request.getfixturevalue("large") if is_large else [(2, 40), (4, 100), (8, 64), (8, 8)] * 3
+    generator = np.random.default_rng(exponent)
+    rows = [with_condition(*size, 10.0**exponent, generator) for size in sizes]
+    for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
+        check_basis(w, p, flag, f"{w.shape} of condition 1e{exponent}", is_small=not is_large)
 
 
 def test_large_factor_with_shipped_tile_length_becomes_orthonormal(device):
@@ -326,15 +326,16 @@ def test_non_finite_large_factor_becomes_nan_and_spares_neighbors(device, large)
     check_poisoned(large, hits, torch.float32, torch.float32, device)
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_copies_and_zeros_are_dropped_and_other_rows_kept(wire, out, device, large):
-    for size in ((4, 100), (8, 64), *(size for size in large if size[0] >= 4)):
-        rank = size[0]
-        w = numbers(torch.tensor(np.random.default_rng(0).standard_normal(size)).to(wire))
+def test_copies_and_zeros_are_dropped_and_other_rows_kept(wire, out, is_large, device, request):
+    sizes = request.getfixturevalue("large") if is_large else [(4, 100), (8, 64)]
+    for rank, n in [size for size in sizes if size[0] >= 4]:
+        w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((rank, n))).to(wire))
         w[1], w[2], w[rank - 1] = -2 * w[0], 0, 0.25 * w[0]
         ((w, p, flag),) = orthogonalized([w], wire, out, device)
-        check_basis(w, p, flag, "with copies", is_small=rank * size[1] < 1000 and not INTERPRETED)
+        check_basis(w, p, flag, "with copies", is_small=not is_large)
         kept = [row not in (1, 2, rank - 1) for row in range(rank)]
         assert p.any(1).tolist() == kept
         check_span(w[kept], p[torch.tensor(kept)], "rows that are not copies")
@@ -394,14 +395,15 @@ def test_orthogonalizing_a_basis_keeps_its_span(wire, device):
         check_span(numbers(before[kept]), after[kept], f"{size} again")
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_two_calls_give_same_bits(wire, out, device, large):
-    for sizes in (((4, 100), (1, 1), (8, 64), (7, 7)), large):
-        rows = [make("condition", *size, seed) for seed, size in enumerate(sizes)]
-        first, second = (orthogonalized(rows, wire, out, device) for _ in range(2))
-        for (_, p, _), (_, expected, _) in zip(second, first, strict=True):
-            assert_same_bits(p, expected, "the second call")
+def test_two_calls_give_same_bits(wire, out, is_large, device, request):
+    sizes = request.getfixturevalue("large") if is_large else ((4, 100), (1, 1), (8, 64), (7, 7))
+    rows = [make("condition", *size, seed) for seed, size in enumerate(sizes)]
+    first, second = (orthogonalized(rows, wire, out, device) for _ in range(2))
+    for (_, p, _), (_, expected, _) in zip(second, first, strict=True):
+        assert_same_bits(p, expected, "the second call")
 
 
 def test_values_of_neighbors_do_not_change_bits(device):

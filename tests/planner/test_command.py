@@ -71,45 +71,30 @@ def test_two_ranks_measure_the_network_and_advise(folder):
     assert all(each["step_seconds"] > 0 for each in predictions.values())
 
 
-def test_model_without_gradients_is_refused_on_every_rank(folder):
+@pytest.mark.parametrize(
+    ("job", "ranks", "message"),
+    [
+        ("frozen", 2, "No parameter of the model requires a gradient"),
+        ("fails_on_rank_1", 2, "loss(model) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("job", 1, "The world size is 1"),
+    ],
+)
+def test_job_that_cannot_be_measured_is_refused_on_every_rank(folder, job, ranks, message):
     with pytest.raises(LaunchError) as failure:
-        launch("gradwire.cli", ["advise", "my_training:frozen"], [HERE] * 2)
-    assert "No parameter of the model requires a gradient" in failure.value.log
-    assert "Traceback" not in failure.value.log
-
-
-def test_loss_that_fails_on_one_rank_is_refused_on_every_rank_with_its_traceback(folder):
-    with pytest.raises(LaunchError) as failure:
-        launch("gradwire.cli", ["advise", "my_training:fails_on_rank_1"], [HERE] * 2)
-    assert "loss(model) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in failure.value.log
-    assert "my_training.py" in failure.value.log or "On rank 1: " in failure.value.log
-
-
-def test_world_of_one_under_torchrun_is_refused(folder):
-    with pytest.raises(LaunchError) as failure:
-        launch("gradwire.cli", ["advise", "my_training:job"], [HERE])
-    assert "The world size is 1" in failure.value.log
-    assert "Traceback" not in failure.value.log
+        launch("gradwire.cli", ["advise", f"my_training:{job}"], [HERE] * ranks)
+    assert message in failure.value.log
+    if job == "fails_on_rank_1":  # with its traceback
+        assert "my_training.py" in failure.value.log or "On rank 1: " in failure.value.log
+    else:
+        assert "Traceback" not in failure.value.log
 
 
 def test_single_process_predicts_for_a_given_network(folder):
-    command = [sys.executable, "-m", "gradwire.cli", "advise", "my_training:job", "--hooks", "int4"]
-    options = [
-        "--bandwidth",
-        "100mbit",
-        "--world-size",
-        "8",
-        "--ranks-per-node",
-        "4",
-        "--latency",
-        "1000",
-        "--plot",
-        "plot.png",
-        "--json",
-        "a.json",
-    ]
+    network = "--bandwidth 100mbit --world-size 8 --ranks-per-node 4 --latency 1000"
+    arguments = f"advise my_training:job --hooks int4 {network} --plot plot.png --json a.json".split()
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"NO_COLOR": "1"}
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, env=environment)
+    command = [sys.executable, "-m", "gradwire.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert "with 1 CPU thread\n" in done.stdout
     assert "8 ranks on 2 nodes, 100 Mb/s per node given" in done.stdout
@@ -152,19 +137,13 @@ def test_single_process_computes_with_the_threads_that_torchrun_gives_a_rank(
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "threads", "expected"),
-    [
-        (4, 1, 4, Overlap.NOTHING),
-        (4, 1, 3, Overlap.EVERYTHING),
-        (4, 2, 1, Overlap.EVERYTHING),
-        (4, 4, 1, Overlap.NOTHING),
-    ],
+    ("cores", "ranks", "threads", "is_spare"), [(4, 1, 4, False), (4, 1, 3, True), (4, 2, 1, True), (4, 4, 1, False)]
 )
-def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores, ranks, threads, expected):
+def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores, ranks, threads, is_spare):
     monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(probe, "_gathered", lambda value: [value])
-    assert probe._overlap(torch.device("cpu"), ranks) is expected
+    assert probe._overlap(torch.device("cpu"), ranks) is (Overlap.EVERYTHING if is_spare else Overlap.NOTHING)
 
 
 @pytest.mark.parametrize(

@@ -96,21 +96,17 @@ def test_step_is_never_shorter_than_its_computation_and_its_messages(case):
     assert step >= sum(link.busy(message) for bucket in hook.buckets for message in bucket.messages)
 
 
-def test_plain_hook_on_unlimited_link_costs_computation_only():
+@pytest.mark.parametrize(
+    ("nbytes", "per_byte", "expected"),
+    [
+        (1, 1e-12, 5.0),  # computation only
+        (2, 1.0, 5.0 + 2.0),  # the link keeps up, and the last bucket is exposed
+        (100, 1.0, 1.0 + 2.0 + 200.0),  # the link is busy from the first launch to the end
+    ],
+)
+def test_plain_hook_costs_the_messages_that_the_backward_pass_does_not_hide(nbytes, per_byte, expected):
     model = two_buckets()
-    assert step_seconds(model, plain(model, 1), fast_link()) == pytest.approx(5.0)
-
-
-def test_only_last_bucket_is_exposed_while_link_keeps_up():
-    model = two_buckets()
-    link = fast_link(per_byte=1.0)
-    assert step_seconds(model, plain(model, 2), link) == pytest.approx(5.0 + 2.0)
-
-
-def test_slow_link_is_busy_from_first_launch_to_end():
-    model = two_buckets()
-    link = fast_link(per_byte=1.0)
-    assert step_seconds(model, plain(model, 100), link) == pytest.approx(1.0 + 2.0 + 200.0)
+    assert step_seconds(model, plain(model, nbytes), fast_link(per_byte=per_byte)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +189,6 @@ def test_hook_that_sends_half_and_computes_pays_below_a_bandwidth():
 def test_hook_that_saves_nothing_never_pays():
     model = two_buckets()
     assert break_even(model, plain(model, 100, launch=0.1), plain(model, 100), fast_link(per_byte=1.0)) is None
-
-
-def test_hook_equal_to_no_hook_never_pays():
-    model = two_buckets()
     for link in (fast_link(), fast_link(latency=0.1, per_byte=1.0)):
         assert break_even(model, plain(model, 100), plain(model, 100), link) is None
 

@@ -1,15 +1,12 @@
 """Imported last by the server from which ranks are forked.
 
 Ranks import this repository's `tests`, but not its other folders: as modules, some of them would hide packages of the
-same name. Garbage collections of the ranks pass over the heap that they inherit.
+same name.
 """
 
-import gc
 import sys
 from pathlib import Path
 from types import ModuleType
 
 tests = sys.modules["tests"] = ModuleType("tests")
 tests.__path__ = [str(Path(__file__).parents[1])]
-gc.collect()
-gc.freeze()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
-from gradwire.compress import powersgd_bucket
+from gradwire.compress import powersgd
 from gradwire.kernels import Operands, SegmentTable, lowrank, program_table
 from gradwire.kernels.dispatch import is_interpreted
 
@@ -229,8 +229,8 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "graph_pool_handle", object),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (program_table, "is_capturing", is_capturing),
-            (powersgd_bucket, "is_capturing", is_capturing),
-            (powersgd_bucket, "can_capture", lambda _: True),
+            (powersgd, "is_capturing", is_capturing),
+            (powersgd, "can_capture", lambda _: True),
             (Workspace, "_is_capturing", is_capturing),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from gradwire.comm import Driver
 from gradwire.comm.transport import AllGather, AllToAll
 
 
@@ -13,16 +14,12 @@ def run_in_lockstep(algorithms, watch=None):
         algorithms: the coroutines, by rank.
         watch: called with the list of every rank's tensors before each all-reduce.
     """
+    drivers = [Driver(algorithm) for algorithm in algorithms]
     while True:
-        awaited = []
-        for algorithm in algorithms:
-            try:
-                awaited.append(algorithm.send(None))
-            except StopIteration:
-                continue
+        awaited = [collective for driver in drivers if (collective := driver.advance()) is not None]
         if not awaited:
             return
-        assert len(awaited) == len(algorithms), "some ranks have ended"
+        assert len(awaited) == len(drivers), "some ranks have ended"
         kind = type(awaited[0])
         assert {type(collective) for collective in awaited} == {kind}, "the ranks await different collectives"
         if kind is AllToAll:

@@ -4,64 +4,34 @@ import torch
 import torch.distributed as dist
 
 from gradwire.hooks.auto_hook import AutoState, auto_hook
-from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from tests.support.training import SMALL, WRAPPERS, build, register, topk
+from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
+from gradwire.testing._laws import errors_of
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register
 
 START = 2  # the first compressed step of every state with error feedback
 
 
-def _powersgd(hook, **options):
-    options |= {"start_powerSGD_iter": START, "min_compression_rate": 1}
-    return lambda group, _: (PowerSGDState(group, **options), hook)
-
-
-def _int4(**options):
-    return lambda group, _: (
-        QuantizationState(group, "int4", block_size=32, start_iter=START, **options),
-        quantization_hook,
-    )
-
-
-def _auto(group, names):
-    """Every other pair of parameters takes another method with error feedback."""
-    plan = {name: ("int4", "powersgd-r1")[i // 2 % 2] for i, name in enumerate(names)}
-    return AutoState(group, plan=plan), auto_hook
-
-
-# Each makes (state, hook) for a process group and the model's parameter names.
-FEEDBACK = {
-    "powersgd": _powersgd(powerSGD_hook),
-    "powersgd_alternating": _powersgd(powerSGD_hook, alternating=True),
-    "batched_powersgd": _powersgd(batched_powerSGD_hook),
-    "int4": _int4(),
-    "auto": _auto,
-    "topk": lambda group, _: (topk.TopKState(group, density=0.25, start_iter=START), topk.topk_hook),
-}
-STATES = FEEDBACK | {"scaled_fp16": lambda group, _: (ScaledCastState(group), scaled_cast_hook)}
+FEEDBACK = ("powersgd", "powersgd_alternating", "batched_powersgd", "int4", "auto", "topk")
+STATES = (*FEEDBACK, "scaled_fp16")
 
 
 def make(kind, module, group=None):
     """A new state of that kind for a model, and its hook."""
-    return STATES[kind](group, [name for name, _ in module.named_parameters()])
-
-
-def errors_of(saved):
-    """The errors in a checkpoint of any state, by name, all methods of an automatic choice together."""
-    errors = {}
-    for state in saved["states"].values() if "states" in saved else [saved]:
-        for name, error in state["errors"].items():
-            errors[name] = errors.get(name, 0) + error
-    return errors
+    if kind == "batched_powersgd":
+        return HOOKS["powersgd"](group)[0], batched_powerSGD_hook
+    if kind == "auto":  # every other pair of parameters takes another method with error feedback
+        names = [name for name, _ in module.named_parameters()]
+        plan = {name: ("int4", "powersgd-r1")[i // 2 % 2] for i, name in enumerate(names)}
+        return AutoState(group, plan=plan), auto_hook
+    return HOOKS[kind](group)
 
 
 class Ledger:
     """Law 1: the exact means that went into some steps, less the gradients that came out and the errors that are left.
 
     Attributes:
-        lost: by parameter name.
-        size: by parameter name: sum of the magnitudes of all numbers that were added up.
+        lost: lost sums by parameter name.
+        size: sum of the magnitudes of all numbers that were added up, by parameter name.
     """
 
     def __init__(self, module, group=None):
@@ -80,7 +50,7 @@ class Ledger:
             lost += sums[0] / dist.get_world_size(self._group) - reduced
             self.size[name] += sums[1] + reduced.abs()
 
-    def close(self, state):
+    def close(self, state, precision=2.0**-24):
         """Count the errors of a state; returns the names of the parameters of which more is lost than by rounding."""
         for name, error in errors_of(state.state_dict()).items():
             self.lost[name] -= error
@@ -88,7 +58,7 @@ class Ledger:
         # Per step: M rounds twice, each of n contributions to a sum once, the sum's two errors and E once each.
         roundings = (self._n_steps + 1) * (dist.get_world_size(self._group) + 4)
         largest = {name: size.max().item() for name, size in self.size.items()}
-        return [name for name, lost in self.lost.items() if (lost.abs() > roundings * 2.0**-24 * largest[name]).any()]
+        return [name for name, lost in self.lost.items() if (lost.abs() > roundings * precision * largest[name]).any()]
 
 
 class Training:

@@ -1,0 +1,103 @@
+"""Validation of options and of entries of a checkpoint: a ValueError states name, value and expectation."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_whole_number(
+    name: str, value: object, expected: str, lowest: int | None = None, highest: int | None = None
+) -> None:
+    """Raise ValueError unless ``value`` is an int, not a bool, from ``lowest`` to ``highest``."""
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or (lowest is not None and value < lowest)
+        or (highest is not None and value > highest)
+    ):
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_number(name: str, value: object, expected: str, lowest: float = -math.inf) -> None:
+    """Raise ValueError unless ``value`` is a finite int or float of at least ``lowest``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -math.inf < value < math.inf or value < lowest:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected True or False.")
+
+
+def check_patterns(name: str, value: object, expected: str, lowest: int) -> None:
+    """Raise ValueError unless ``value`` maps strings to whole numbers of at least ``lowest``."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r}; expected a dictionary from name patterns to numbers.")
+    for pattern, number in value.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"{name} has the pattern {pattern!r}; expected a string.")
+        check_whole_number(f"{name}[{pattern!r}]", number, expected, lowest)
+
+
+def check_error_shape(name: str, error: Tensor, layout: Tensor) -> None:
+    """Raise ValueError unless the error memory of parameter ``name`` has the shape of its gradient."""
+    if error.shape != layout.shape:
+        raise ValueError(
+            f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(layout.shape)}. "
+            "Load the state of this model, or begin with a new one."
+        )
+
+
+def check_entries(state: object, owner: str, names: Sequence[str]) -> None:
+    """Raise ValueError unless ``state`` is a dictionary with these entries; others are ignored."""
+    expected = f"{', '.join(names[:-1])} and {names[-1]}, as {owner}.state_dict() returns them"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"The state is {_describe(state)}; expected {expected}.")
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(f"The state has the entries {list(state)} and no {missing[0]!r}; expected {expected}.")
+
+
+def check_tensor(
+    entry: str, value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...] | None = None
+) -> None:
+    """Raise ValueError unless ``value`` is a plain dense tensor, not meta, of one of the dtypes and of ``shape``."""
+    expected = f"a dense tensor of {' or '.join(map(str, dtypes))}"
+    if shape is not None:
+        expected += f" and shape {shape}"
+    if (
+        not isinstance(value, Tensor)
+        or value.layout != torch.strided
+        or value.is_nested
+        or value.is_meta
+        or value.dtype not in dtypes  # excludes quantized tensors
+        or type(value.detach()) is not Tensor  # excludes subclasses such as DTensor; a Parameter passes
+        or (shape is not None and value.shape != shape)
+    ):
+        raise wrong(entry, value, expected)
+
+
+def check_elements(entry: str, tensor: Tensor, is_good: Tensor, expected: str) -> None:
+    """Raise ValueError if an element of ``is_good`` is False; the message shows that element of ``tensor``."""
+    if not bool(is_good.all()):
+        place = (~is_good).nonzero()[0].tolist()
+        raise wrong(f"{entry}{place}" if place else entry, tensor[tuple(place)].item(), expected)
+
+
+def wrong(entry: str, value: object, expected: str) -> ValueError:
+    """The error for an entry of the wrong type or value."""
+    return ValueError(f"{entry} is {_describe(value)}; expected {expected}.")
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+    return f"a {kind} {type(value).__name__} of {value.dtype}{shape} on {value.device}"

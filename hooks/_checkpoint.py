@@ -1,0 +1,458 @@
+"""Declared memory of a hook state: checkpoints for any world size, validation, resynchronization and pickling.
+
+A loaded checkpoint is validated before the state is modified: a ValueError names the entry, its value and the
+expectation.
+"""
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import Transport, executor_for
+from gradwire.comm.store_collectives import named_barrier
+from gradwire.compress._validation import check_elements, check_entries, check_tensor, check_whole_number, wrong
+from gradwire.hooks._bucket import GradBucket, bucket_device, bucket_dtype
+from gradwire.hooks._handshake import HookSettings, digest
+from gradwire.hooks._parameter_names import ParameterNames, compressible_parameters, is_number, plain_name
+from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout, layout_in_dtype, memory_order
+
+ERRORS = "errors"  # the entry with error memory
+MAX_COUNT = 2**62  # half of int64's range, so that a kernel can add one; a count stays there
+MAX_ERROR = torch.finfo(torch.bfloat16).max  # errors are kept in fp32 or bf16, those of fp64 gradients in fp64
+PREPARE_TIMEOUT = timedelta(minutes=2)
+STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
+
+
+class Memory(NamedTuple):
+    """The declaration of a tensor that a state keeps for each parameter.
+
+    Attributes:
+        merge: how the tensors of all ranks become one in a checkpoint. "sum": a resumed rank gets its share, the sum
+            divided by the world size. "mean": each rank gets the mean. "same": all ranks have equal tensors.
+        dtype: dtype of the tensor; None: fp32, or fp64 for fp64 gradients.
+        shape: shape of the tensor, from the gradient as a real tensor; by default the gradient's own shape. None: the
+            state validates shapes itself.
+    """
+
+    merge: Literal["sum", "mean", "same"] = "sum"
+    dtype: torch.dtype | None = None
+    shape: Callable[[Tensor], Sequence[int]] | None = lambda gradient: gradient.shape
+
+    def zeros(self, layout: Tensor, device: torch.device) -> Tensor:
+        """The tensor of a parameter whose real gradient is like ``layout``, before its first step."""
+        assert self.shape is not None
+        return torch.zeros(tuple(self.shape(layout)), dtype=self.dtype or compute_dtype(layout.dtype), device=device)
+
+
+class BucketMemory:
+    """The declared memory of a bucket's parameters: ``bucket["errors"]`` is a list of tensors, one per parameter.
+
+    Attributes:
+        layout: layout of the gradients in a flat buffer.
+        memory: the same tensors, by entry and parameter name.
+    """
+
+    def __init__(self, layout: SegmentTable, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.layout = layout
+        self.memory = memory
+        self._lists = {entry: list(tensors.values()) for entry, tensors in memory.items()}
+
+    def __getitem__(self, entry: str) -> list[Tensor]:
+        return self._lists[entry]
+
+
+class DeclaredMemory(HookSettings):
+    """The memory of a state, by parameter name: that of the current buckets, and that of a loaded checkpoint."""
+
+    memory: ClassVar[Mapping[str, Memory]] = {}
+    serves_one_model = True
+
+    def __init__(self, hook: str, process_group: dist.ProcessGroup | None, options: Any) -> None:
+        super().__init__(hook, process_group)
+        self.options = options
+        self._names = ParameterNames(self)
+        self._tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # by parameter name
+        # Sums of a checkpoint, of which this rank takes its share in the next compressed step, by parameter name.
+        self._loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
+        # Memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
+        self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
+
+    def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+        """The result of `make_bucket`, for new buckets, which start from the memory of earlier ones.
+
+        Raises:
+            ValueError: loaded memory does not fit the model.
+        """
+        self.check_loaded(names)
+        for entry, loaded in self._loaded.items():
+            self._tensors[entry].update({name: self._share(entry, tensor, group) for name, tensor in loaded.items()})
+            loaded.clear()
+        self.drop_buckets(names)
+        parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
+        transport = executor_for(group, bucket_device(bucket)).transport
+        made = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
+        if made is not None:
+            self._keep(made.memory)
+        return made
+
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
+    ) -> Any:
+        """The memory of new buckets, which starts from that of earlier ones, or from zeros.
+
+        Args:
+            parameters: tensors in the layouts of the gradients, which may be complex.
+            dtype: real dtype of the gradients.
+            names: parameter names.
+            transport: transport of the algorithm.
+
+        Returns:
+            A `BucketMemory`, or an object with its attributes; None to send the bucket uncompressed.
+        """
+        layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
+        tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
+        for entry, declared in self.memory.items():
+            for name, layout in zip(names, layouts, strict=True):
+                zeros = declared.zeros(layout, layout.device)
+                kept = self._tensors[entry].get(name, zeros)
+                if kept.shape != zeros.shape:
+                    raise _other_shape(entry, name, kept, zeros.shape)
+                tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
+        return BucketMemory(SegmentTable(layouts), tensors)
+
+    def _keep(self, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Keep tensors by entry and parameter name."""
+        for entry, tensors in memory.items():
+            self._tensors[entry].update(tensors)
+
+    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
+        """Drop the buckets that have one of these parameters, by default all, and keep their memory."""
+        for key, (_, bucket) in list(self._buckets.items()):
+            if names is None or not set(names).isdisjoint(key):
+                self._keep(self.folded(bucket))
+                del self._buckets[key]
+
+    def check_loaded(self, names: Sequence[str]) -> None:
+        """Raise ValueError, before anything is sent, if loaded memory does not fit the parameters known so far."""
+
+    def folded(self, bucket: Any) -> Mapping[str, Mapping[str, Tensor]]:
+        """Memory of a bucket, by entry and parameter name, that a new bucket must start from instead of its memory."""
+        return {}
+
+    def tensors(self, entry: str) -> dict[str, Tensor]:
+        """This rank's memory by parameter name, with its share of a checkpoint that no step has used yet."""
+        loaded = self._loaded[entry]
+        return self._trained(entry) | {name: self._share(entry, each, self._group) for name, each in loaded.items()}
+
+    def _trained(self, entry: str) -> dict[str, Tensor]:
+        """This rank's memory that needs no share of a checkpoint."""
+        tensors = dict(self._tensors[entry])
+        for _, bucket in self._buckets.values():
+            tensors.update(self.folded(bucket).get(entry, {}))
+        return tensors
+
+    def _share(self, entry: str, merged: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """This rank's part of a tensor of a checkpoint."""
+        return merged / group.size() if self.memory[entry].merge == "sum" else merged.clone()
+
+    def residuals(self) -> Sequence[Tensor]:
+        """This rank's error memory, for `metrics`."""
+        return list(self._tensors.get(ERRORS, {}).values())
+
+    @property
+    def error_memory_bytes(self) -> int:
+        """Bytes of the error memory on this rank."""
+        return sum(error.nbytes for error in self.residuals())
+
+    def take_back(self, name: str, gradient: Tensor) -> None:
+        """Keep a reduced gradient that was not applied, for the next step, if the state has error memory.
+
+        gradwire's DistributedDataParallel calls it for results of a failed step, and for a parameter that no rank used
+        in a step: its ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a nonzero
+        gradient.
+
+        Args:
+            name: parameter name.
+            gradient: the reduced gradient minus this rank's contribution.
+        """
+        error = self._tensors.get(ERRORS, {}).get(plain_name(name))
+        if error is not None:
+            error.add_(self._share(ERRORS, as_real(gradient), self._group))
+
+
+class Checkpointed(DeclaredMemory):
+    """Declared memory, with checkpoints that load on any world size, and their validation."""
+
+    iter: int  # number of steps so far
+
+    def __init__(self, hook: str, process_group: dist.ProcessGroup | None, options: Any) -> None:
+        super().__init__(hook, process_group, options)
+        self._is_loaded = False  # whether the memory is from a checkpoint
+        self._fits_model = True  # whether the loaded memory was compared with the model
+        self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
+
+    def counts(self) -> dict[str, Any]:
+        """Further numbers of a checkpoint, equal on all ranks."""
+        return {}
+
+    def load_counts(self, saved: Mapping[str, Any]) -> None:
+        """Take `counts` from a checkpoint."""
+
+    def prepare_checkpoint(self) -> None:
+        """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
+
+        A collective call: every rank must make it, between two steps. Afterwards, any rank may call
+        `state_dict` alone, for trainers that save on rank 0. The copy takes CPU memory on every rank.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within two
+                minutes.
+
+        Examples:
+            >>> state.prepare_checkpoint()
+            >>> if dist.get_rank() == 0:
+            ...     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
+        """
+        self._prepared = None
+        self._check_can_be_saved()
+        named_barrier(self._group, f"{type(self).__name__}.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
+        self._prepared = self._collected()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
+
+        A collective call: every rank must make it, between two steps. The result is equal on all
+        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
+        returns the prepared copy, and two such calls share tensors.
+
+        Every parameter with a dense gradient has an entry even before the first step, so that
+        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
+        load.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten
+                seconds. A later call on all ranks works.
+        """
+        if self._prepared is not None:
+            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
+        self._check_can_be_saved()
+        try:
+            named_barrier(self._group, f"{type(self).__name__}.state_dict()", timeout=STATE_DICT_TIMEOUT)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
+                "state.state_dict() where you save."
+            ) from error
+        return self._collected()
+
+    def _check_can_be_saved(self) -> None:
+        """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
+        self._names.search()
+        self._names.require(f"A checkpoint of a {type(self).__name__}")
+        if self._names.module is None and self.iter == 0 and not self._is_loaded:
+            raise RuntimeError(
+                f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
+                f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
+                "before it is saved or loaded."
+            )
+
+    def _collected(self) -> dict[str, Any]:
+        """A new `state_dict`. A collective call."""
+        if self._names.module is not None:
+            self.initialize(compressible_parameters(self._names.module))
+        return {"iter": self.iter, **{entry: self._merged(entry) for entry in self.memory}, **self.counts()}
+
+    def initialize(self, parameters: Mapping[Tensor, str]) -> None:
+        """Allocate memory, before it is saved, that no step has used yet and that does not start from zeros."""
+
+    def keeps(self, entry: str) -> bool:
+        """Whether every parameter will have this memory, from zeros, under the current options."""
+        return self.memory[entry].shape is not None
+
+    def _merged(self, entry: str) -> dict[str, Tensor]:
+        """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
+        module, own = self._names.module, self.tensors(entry)
+        merged: dict[str, Tensor] = {}
+        if self.memory[entry].merge == "same":
+            merged = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
+        elif own:
+            divisor = self._group.size() if self.memory[entry].merge == "mean" else 1
+            device = next(iter([*self._names.parameters(), *own.values()])).device
+            executor = executor_for(self.process_group, device)
+
+            async def add_up() -> None:
+                for name in sorted(own):  # in the same order on all ranks
+                    total = own[name].to(device) / divisor
+                    await executor.transport.all_reduce(memory_order(total))
+                    merged[name] = total.contiguous().cpu()
+
+            executor.submit(lambda _: add_up()).wait()
+        if module is not None and self.keeps(entry):
+            for parameter, name in compressible_parameters(module).items():
+                if name not in merged:
+                    merged[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
+        return merged
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, with any buckets and on any world size.
+
+        Memory is checked against the parameters; if those are not known yet, before the first compressed step.
+
+        Raises:
+            ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
+                message names the entry. The state is not modified.
+        """
+        self._check_state(state_dict)
+        for entry, declared in self.memory.items():
+            loaded = {name: tensor.detach().clone() for name, tensor in state_dict[entry].items()}
+            # The world size, and with it this rank's share of a sum, may not be known yet.
+            self._tensors[entry], self._loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
+        self._buckets = {}
+        self._restored(state_dict)
+
+    def _restored(self, saved: Mapping[str, Any]) -> None:
+        """Take the counts that belong to restored memory, which is compared with the model before it is used."""
+        self._prepared = None
+        self._is_loaded, self._fits_model = True, False
+        self.load_counts(saved)
+        self.iter = saved["iter"]
+
+    def replicated(self) -> dict[str, object]:
+        """The number of steps; after a load also digests of memory that is the same on all ranks, and their number."""
+        facts: dict[str, object] = {"iter": self.iter}
+        for entry, declared in self.memory.items():
+            if declared.merge == "same" and (self._is_loaded_anew or self.compares_memory()):
+                facts[f"memory {entry}"] = f"{len(self._tensors[entry])}, digest {digest(self._tensors[entry])}"
+            elif self._is_loaded_anew:
+                facts[f"loaded {entry}"] = len((self._tensors, self._loaded)[declared.merge == "sum"][entry])
+        return facts
+
+    def compares_memory(self) -> bool:
+        """Whether every handshake compares the memory that is the same on all ranks, not only one after a load."""
+        return False
+
+    def replicated_state(self) -> dict[str, Any]:
+        """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
+        same = [entry for entry, declared in self.memory.items() if declared.merge == "same"]
+        return {"iter": self.iter, **{entry: self.tensors(entry) for entry in same}, **self.counts()}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
+        self.drop_buckets()
+        for entry in self.memory.keys() & replicated.keys():
+            self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
+        self._restored(replicated)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
+        memory = {"iter": self.iter, **{entry: self._trained(entry) for entry in self.memory}, **self.counts()}
+        return {"options": option_values(self.options), "memory": memory, "loaded": self._loaded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(None, **state["options"])  # type: ignore[misc]
+        for entry in self.memory:
+            self._tensors[entry] = {name: tensor.clone() for name, tensor in state["memory"][entry].items()}
+            self._loaded[entry] = {name: tensor.clone() for name, tensor in state["loaded"][entry].items()}
+        self._restored(state["memory"])
+
+    # Validation.
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a `state_dict` is whole and fits the parameters known so far."""
+        check_entries(state, type(self).__name__, ("iter", *self.memory, *self.counts()))
+        check_count("iter", state["iter"])
+        self.check_counts(state)
+        for entry, declared in self.memory.items():
+            for place, tensor in _checked_tensors(entry, state[entry]):
+                check_elements(place, tensor, tensor.isfinite(), "a finite number")
+                if declared.dtype is not None:
+                    _check_range(place, tensor)
+        self._check_fits({entry: state[entry] for entry in self.memory})
+
+    def check_counts(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the entries of `counts` are valid."""
+
+    def check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless loaded memory has the declared shapes.
+
+        Args:
+            memory: tensors by entry and parameter name.
+            layouts: layouts of the gradients known so far, by parameter name.
+        """
+        for entry, (_, _, shape_of) in self.memory.items():
+            for name, tensor in memory[entry].items():
+                if (
+                    shape_of is not None
+                    and name in layouts
+                    and tensor.shape != (shape := tuple(shape_of(as_real(layouts[name]))))
+                ):
+                    raise _other_shape(entry, name, tensor, shape)
+
+    def _check_fits(self, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise ValueError unless loaded memory fits the model, as far as its parameters are known."""
+        parameters = self._names.known()
+        self.check_shapes(memory, {name: gradient_layout(parameter) for name, parameter in parameters.items()})
+        errors = memory.get(ERRORS, {})
+        if not self._names.is_complete:
+            return
+        if unknown := [name for name in errors if name not in parameters]:
+            raise ValueError(
+                f"{len(unknown)} of {len(errors)} entries of the error memory belong to parameters that this model "
+                f"does not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. It "
+                "belongs to another model. Load the state of this model, or start with a new one."
+            )
+        for name, error in errors.items():
+            if parameters[name].dtype.to_real() != torch.float64:
+                _check_range(f"{ERRORS}[{name!r}]", error)
+
+    def check_loaded(self, names: Sequence[str]) -> None:
+        if not self._is_loaded or self._fits_model:
+            return
+        memory = {entry: self._tensors[entry] | self._loaded[entry] for entry in self.memory}
+        known = {name for tensors in memory.values() for name in tensors}
+        if known and known.isdisjoint(names) and all(map(is_number, known)) != all(map(is_number, names)):
+            raise ValueError(
+                f"The loaded state has an entry {min(known)!r}, this bucket has {names[0]!r}: parameter names were "
+                "known in only one of the two runs. Call state.bind(model) before the first step in both."
+            )
+        self._check_fits(memory)
+        self._fits_model = self._names.is_complete
+
+
+def option_values(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass, by name; empty for None."""
+    return {each.name: getattr(options, each.name) for each in fields(options)} if options is not None else {}
+
+
+def check_count(entry: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a number of steps or elements."""
+    check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
+
+
+def _checked_tensors(key: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dictionary by parameter name, each with the name of its entry, once it is checked."""
+    if not isinstance(value, Mapping):
+        raise wrong(key, value, "a dictionary from parameter names to tensors")
+    for name, tensor in value.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{key} has the name {reprlib.repr(name)}; expected a string.")
+        check_tensor(f"{key}[{name!r}]", tensor, (torch.float32, torch.float64))
+        yield f"{key}[{name!r}]", tensor
+
+
+def _check_range(entry: str, error: Tensor) -> None:
+    """Raise ValueError if an element exceeds the range of the dtype in which an error is kept."""
+    check_elements(entry, error, error.abs() <= MAX_ERROR, f"-{MAX_ERROR:.6g} to {MAX_ERROR:.6g}")
+
+
+def _other_shape(entry: str, name: str, tensor: Tensor, shape: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"The error memory of {name} has shape {tuple(tensor.shape)}, its gradient {tuple(shape)}: "
+        f"{entry}[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
+    )

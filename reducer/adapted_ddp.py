@@ -1,0 +1,263 @@
+"""`AdaptedDDP`: the private methods of PyTorch's DistributedDataParallel, with gradwire's reducer."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.comm import GroupTransport
+from gradwire.comm.connections import connections_of
+from gradwire.comm.torch_internals import queue_callback
+from gradwire.hooks import default_hooks
+from gradwire.hooks.hook_state import HookState
+from gradwire.reducer import errors, torch_internals
+from gradwire.reducer.backward import Exchange
+from gradwire.reducer.bucketing import BucketOptions
+from gradwire.reducer.ddp_interface import DDPReducer, Logger
+from gradwire.reducer.mixed_precision import remove_copy_hooks, restore_parameters
+from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
+from gradwire.reducer.parameters import ModelWatch, find_sharing_wrappers, refuse_wrapper_around
+from gradwire.reducer.reducer import BucketHook, default_reduction
+
+
+class AdaptedDDP(nn.parallel.DistributedDataParallel):
+    """The private methods of PyTorch's class that behave differently with gradwire's reducer."""
+
+    reducer: DDPReducer  # type: ignore[assignment]
+    logger: Logger
+
+    # Set by the constructor of gradwire's class before PyTorch's.
+    _has_default_bucket_size: bool
+    _syncs_at_init: bool
+    _syncs_buffers_at_init: bool
+    _options_at_init: dict[str, Any]  # options that must be equal on all ranks
+    lazy_bucket_allocation: bool
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
+        if self._syncs_at_init:
+            self._syncs_at_init = False
+            _verify_model(self, parameters)
+            with torch.no_grad():
+                broadcast_coalesced(
+                    self._module_states(), GroupTransport(self.process_group), self.broadcast_bucket_size
+                )
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's attribute, for `_fire_reducer_autograd_hook`
+        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
+        self.logger = Logger(self.reducer)
+        has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            [] if self.device_ids is None else self.device_ids,
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            has_sync_bn,
+            static_graph,
+        )
+        if has_sync_bn and self.device_type == "cpu":
+            self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
+
+    def _register_delay_all_reduce_hook(
+        self, bucket_cap_mb: int, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
+    ) -> None:
+        """Compare the models before PyTorch's class broadcasts the delayed parameters."""
+        if self._syncs_at_init:
+            parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            _verify_model(self, parameters, param_to_hook_all_reduce)
+        super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, device_ids)  # type: ignore[no-untyped-call]
+
+    def _parameters_in_use(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+
+    def _buffers_in_use(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    def _module_states(self) -> list[Tensor]:
+        """The parameters, including frozen ones, and buffers that rank 0 broadcasts at construction."""
+        buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
+        return [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # PyTorch's class drops the hook when unpickling; a copy must keep it to train as the original does.
+        for hook, hook_state in self._comm_hooks:
+            self._install_comm_hook(hook_state, hook)
+
+    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if isinstance(state, HookState):
+            state.bind(self.module)
+        self.reducer.register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: torch_internals.BuiltinCommHookType) -> None:
+        hooks = {
+            torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        if self._comm_hooks:
+            self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast buffers before a forward, on a transport used for nothing else."""
+        with self.reducer.leaving("the broadcast of buffers"):
+            exchange = self.reducer.exchange
+            connections = exchange.connect()
+            connections.enter(self, threading.get_ident())
+            transport = connections.transport("forward", exchange.device)
+            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, exchange.announce_forward)
+            connections.leave(self)
+
+    def _delay_reduction(self, _: Tensor) -> None:
+        """Reduce at the end of the first backward of a static graph, which begins now."""
+        if not self._static_graph_delay_allreduce_enqueued:
+            self._static_graph_delay_allreduce_enqueued = True
+            queue_callback(self.reducer._delay_all_reduce)
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        try:
+            errors.check_comm_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self.logger._get_ddp_logging_data()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
+        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+            return
+        handles = torch_internals.optimizer_hooks()
+        for parameter in self._module_parameters:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        self.reducer._set_optimizer_in_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """In `join`: take part in the exchange of used parameters, with none."""
+        self.reducer.match_used_map()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        refuse_wrapper_around(self)
+        find_sharing_wrappers(self)
+        result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.forward_is_running = True
+        return result
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.mixed_precision is not None and not torch.is_grad_enabled():
+            restore_parameters(self.module.parameters())
+        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
+        if self.static_graph and self.reducer.static_calls is None:
+            self._static_graph_delay_allreduce_enqueued = False
+            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._delay_reduction)
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+
+    # Mixed precision.
+
+    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
+        self.reducer._autograd_hooks.record(idx)  # the index of a parameter's copy
+
+    def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""
+        if torch.is_grad_enabled():
+            if self._submodule_to_event[module]:
+                remove_copy_hooks(module.parameters(recurse=False))
+            super()._module_wait_for_copy_hook(module, *args, **kwargs)
+            return
+        for event in self._submodule_to_event.pop(module, ()):
+            event.wait(stream=torch.accelerator.current_stream())
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
+
+
+def _bucket_limits(ddp: AdaptedDDP, static_graph: bool) -> tuple[list[int], list[int]]:
+    """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
+    caps = list(getattr(ddp, "bucket_bytes_cap_list", []))
+    first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    rebuilt = caps or [first, ddp.bucket_bytes_cap]
+    # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
+    is_rebuilt = static_graph or not ddp.find_unused_parameters
+    return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
+
+
+def _make_reducer(ddp: AdaptedDDP, parameters: list[Tensor], sparse: list[bool], static_graph: bool) -> DDPReducer:
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    first_limits, rebuilt_limits = _bucket_limits(ddp, static_graph)
+    options = BucketOptions(
+        parameters=parameters,
+        names=[names[parameter] for parameter in parameters],
+        sparse=sparse,
+        first_limits=first_limits,
+        rebuilt_limits=rebuilt_limits,
+        hook_may_choose=ddp._has_default_bucket_size,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view and ddp.mixed_precision is None,
+        frees_buffers=ddp.lazy_bucket_allocation,
+    )
+    exchange = Exchange(ddp.process_group, parameters[0].device)
+    reducer = DDPReducer(
+        exchange,
+        BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
+        options,
+        find_unused_parameters=ddp.find_unused_parameters,
+        skip_unused=ddp.skip_all_reduce_unused_params,
+    )
+    reducer.watch = ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore)
+    reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
+    return reducer
+
+
+def _verify_model(ddp: AdaptedDDP, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None) -> None:
+    """Raise unless all ranks have the same model and options, as far as their collectives depend on them.
+
+    They do not depend on ``gradient_as_bucket_view``, nor on the sizes of rebuilt buckets, which rank 0 broadcasts.
+    """
+    begin_together(connections_of(ddp.process_group))
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    buffers = ddp._buffers_in_use() if ddp._syncs_buffers_at_init or ddp.broadcast_buffers else {}
+    limits, _ = _bucket_limits(ddp, ddp._options_at_init["static_graph"])
+    frozen = {name: p for name, p in ddp._parameters_in_use().items() if not p.requires_grad}
+    options = {
+        **ddp._options_at_init,
+        "bucket_cap_mb, first buckets (bytes)": limits,
+        "forward_sync_buffers": bool(buffers) and ddp.broadcast_buffers,
+        "buffers broadcast at construction": bool(buffers) and ddp._syncs_buffers_at_init,
+        "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in ddp._delay_all_reduce_params],
+        "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
+    }
+    states = {f"frozen parameter {name}": p for name, p in frozen.items()}
+    states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    verify_model({names[p]: p for p in parameters}, states, options, ddp.process_group, ddp.device)
