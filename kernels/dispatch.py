@@ -30,23 +30,6 @@ except ModuleNotFoundError as error:
     jit = staticmethod
     tl = None
 
-__all__ = [
-    "HAS_TRITON",
-    "WIRE_DTYPES",
-    "choose",
-    "compute_dtype",
-    "has_tf32",
-    "is_interpreted",
-    "jit",
-    "kernel",
-    "narrow",
-    "narrow_reference",
-    "next_power_of_2",
-    "tl",
-    "triton_dtype",
-    "use_triton",
-]
-
 CHOICES = ("auto", "triton", "torch")
 WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
