@@ -73,7 +73,8 @@ class Implementation:
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
         cap = ONE_BUCKET_MB if one_bucket else None
         ddp = DistributedDataParallel if name == GRADWIRE else TorchDDP
-        self.ddp, self.state = wrap((model or make_model()).to(device), self._make, ddp, bucket_cap_mb=cap)
+        module = make_model() if model is None else model
+        self.ddp, self.state = wrap(module.to(device), self._make, ddp, bucket_cap_mb=cap)
 
     @property
     def label(self) -> str:
