@@ -164,7 +164,7 @@ GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multip
         ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
     ],
 )
-def test_modeled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
+def test_modeled_time_adds_launches_to_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
     numbers = kernel_model.modeled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
     assert numbers == {
         kernel_model.LAUNCHES_US: 4.0,

@@ -112,7 +112,7 @@ Inter-|   Receive                                           |  Transmit
 """
 
 
-def test_sent_bytes_are_those_the_interface_transmitted(monkeypatch, tmp_path):
+def test_sent_bytes_equal_the_interface_counter(monkeypatch, tmp_path):
     (tmp_path / "dev").write_text(PROC_NET_DEV)
     monkeypatch.setattr(namespaces, "Path", lambda path: tmp_path / Path(path).name)
     assert namespaces.sent_bytes() == 123_456

@@ -63,7 +63,7 @@ def test_prediction_never_falls_when_a_cost_rises(measured, bucket, part, more):
     assert predicted_ms(ready, dearer) >= predicted_ms(ready, plan) >= ready[-1]
 
 
-def test_prediction_hides_the_wire_behind_the_backward():
+def test_prediction_overlaps_the_wire_with_the_backward():
     waits = [Cost(1, 8, 1)] * 3
     assert predicted_ms([0, 10, 20], waits) == 30  # only the last exchange is exposed
     assert predicted_ms([0, 0, 0], waits) == 1 + 3 * 8 + 1  # the wire is the bottleneck
@@ -104,7 +104,7 @@ def test_more_precise_plan_is_chosen_up_to_exactly_the_tolerance(precise, expect
     ],
     ids=["fast-link", "slow-link", "hidden-buckets"],
 )
-def test_choice_depends_on_the_link_and_on_what_the_backward_hides(ready, plain, int8, int4, min_gain, expected):
+def test_choice_depends_on_the_link_and_the_overlap_with_the_backward(ready, plain, int8, int4, min_gain, expected):
     bucket = {"plain": Cost(*plain), "int8": Cost(*int8), "int4": Cost(*int4)}
     assert choose(ready, [bucket] * 3, min_gain) == expected
 

@@ -128,7 +128,7 @@ class AssignsTooEarly(PowerSGDState):
         super().__init__(None)
 
 
-def test_option_assigned_before_the_constructor_raises_and_says_what_to_do():
+def test_option_assigned_before_the_constructor_raises_with_the_remedy():
     with pytest.raises(AttributeError, match=r"^ranks is an option: pass it to super\(\).__init__\(\)"):
         AssignsTooEarly()
 
