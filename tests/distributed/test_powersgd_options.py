@@ -75,7 +75,7 @@ def test_alternating_without_warm_start_raises():
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 def test_precision_reaches_matrix_tables(precision):
-    options = PowerSGDState(None, precision=precision).options.of_buckets(iteration=1000)
+    options = PowerSGDState(None, precision=precision).options.bucket_options(iteration=1000)
     gradient = torch.zeros(80, 80)
     bucket = LowRankBucket([gradient], [MatrixShape(1, 80, 80, 16)], **options)
     assert bucket.table.precision == precision
