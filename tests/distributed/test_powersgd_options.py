@@ -147,8 +147,8 @@ def test_statistics_after_every_step_equal_pytorchs(model, rank):
         ddp = wrapped(wrapper, model, hook=(state, module.powerSGD_hook), bucket_cap_mb=25)  # one bucket
         generator = own_batches()
         seen.append([(train_steps(ddp, 1, generator), state.compression_stats(), state.iter)[1:] for _ in range(5)])
-    theirs, *of_ours = seen
-    assert of_ours == [theirs] * 2
+    theirs, *ours_seen = seen
+    assert ours_seen == [theirs] * 2
     assert [iteration for _, iteration in theirs] == [1, 2, 3, 4, 5]
     assert theirs[-1][0][0] >= 1
 
