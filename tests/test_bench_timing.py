@@ -55,7 +55,7 @@ def test_peak_memory_on_macos_is_the_maximum_resident_size(monkeypatch):
     assert timing.peak_memory(torch.device("cpu")) == 50_000
 
 
-def test_peak_memory_is_of_the_process_and_not_of_the_one_that_started_it():
+def test_peak_memory_excludes_the_parent_process():
     before = timing.peak_memory(torch.device("cpu"))
     block = b"x" * (before + 10**9)
     after = timing.peak_memory(torch.device("cpu"))

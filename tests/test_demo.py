@@ -142,7 +142,7 @@ def test_demo_measures_the_time_of_each_hook_alone(demo, records):
         assert any(line.rstrip().endswith(f"{seconds.p50:.1f} s") for line in demo[1].splitlines()), demo[1]
 
 
-def test_next_step_is_that_of_the_training_with_the_least_time(world_of_one):
+def test_training_with_the_least_time_takes_the_next_step(world_of_one):
     assert demo_bench.next_turn([[3.0], [1.0, 1.0], [4.0]], 3, CPU) == 1
     assert demo_bench.next_turn([[3.0], [1.0, 1.0, 0.5], [4.0]], 3, CPU) == 0, "the second is done"
     assert demo_bench.next_turn([[], []], 3, CPU) == 0
@@ -162,7 +162,7 @@ def test_demo_over_a_link_trains_faster_with_compression(tmp_path):
     assert "link: 20 Mb/s between hosts, which are network namespaces" in done.stdout
 
 
-def test_demo_without_root_says_why_and_what_it_would_show(tmp_path, monkeypatch):
+def test_demo_without_root_explains_loopback_and_its_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(namespaces, "obstacle", lambda: "only root can make network namespaces")
     monkeypatch.setattr(app, "measured", lambda *_: [])
     monkeypatch.setattr(app, "report", lambda *_: None)

@@ -50,20 +50,20 @@ def measurements(draw):
     return ready, [{name: draw(costs) for name in names} for _ in range(n)]
 
 
-def of_plan(ready, of_buckets, plan):
-    return predicted_ms(ready, [of[name] for of, name in zip(of_buckets, plan, strict=True)])
+def plan_ms(ready, bucket_costs, plan):
+    return predicted_ms(ready, [of[name] for of, name in zip(bucket_costs, plan, strict=True)])
 
 
 @given(measurements(), st.integers(0, 4), st.sampled_from(Cost._fields), milliseconds)
 def test_prediction_never_falls_when_a_cost_rises(measured, bucket, part, more):
-    ready, of_buckets = measured
-    plan = [of["plain"] for of in of_buckets]
+    ready, bucket_costs = measured
+    plan = [of["plain"] for of in bucket_costs]
     i = bucket % len(plan)
     dearer = [*plan[:i], plan[i]._replace(**{part: getattr(plan[i], part) + more}), *plan[i + 1 :]]
     assert predicted_ms(ready, dearer) >= predicted_ms(ready, plan) >= ready[-1]
 
 
-def test_prediction_hides_the_wire_behind_the_backward():
+def test_prediction_overlaps_the_wire_with_the_backward():
     waits = [Cost(1, 8, 1)] * 3
     assert predicted_ms([0, 10, 20], waits) == 30  # only the last exchange is exposed
     assert predicted_ms([0, 0, 0], waits) == 1 + 3 * 8 + 1  # the wire is the bottleneck
@@ -72,26 +72,26 @@ def test_prediction_hides_the_wire_behind_the_backward():
 
 @given(measurements(), st.floats(1, 2))
 def test_choice_is_plain_or_gains_enough(measured, min_gain):
-    ready, of_buckets = measured
-    plan = choose(ready, of_buckets, min_gain)
-    base = of_plan(ready, of_buckets, ["plain"] * len(plan))
+    ready, bucket_costs = measured
+    plan = choose(ready, bucket_costs, min_gain)
+    base = plan_ms(ready, bucket_costs, ["plain"] * len(plan))
     if set(plan) != {"plain"}:
-        assert of_plan(ready, of_buckets, plan) <= TOLERANCE / min_gain * base * (1 + 1e-9)
+        assert plan_ms(ready, bucket_costs, plan) <= TOLERANCE / min_gain * base * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("plain", "expected"), [(124.5, "plain"), (125.0, "int4"), (125.5, "int4")])
 def test_choice_compresses_from_exactly_min_gain_on(plain, expected):
     """The fastest plan takes 100 ms, so a gain of 1.25 needs 125 ms without compression."""
-    of_bucket = {"plain": Cost(0, plain, 0), "int4": Cost(0, 100, 0)}
-    assert choose([0], [of_bucket], 1.25) == [expected]
+    exchange_costs = {"plain": Cost(0, plain, 0), "int4": Cost(0, 100, 0)}
+    assert choose([0], [exchange_costs], 1.25) == [expected]
 
 
 @pytest.mark.parametrize(("precise", "expected"), [(101.5, "int8"), (102.0, "int8"), (102.5, "int4")])
 def test_more_precise_plan_is_chosen_up_to_exactly_the_tolerance(precise, expected):
     """The fastest plan takes 100 ms, so a more precise one may take 102 ms."""
     assert TOLERANCE == 1.02
-    of_bucket = {"plain": Cost(0, 200, 0), "int8": Cost(0, precise, 0), "int4": Cost(0, 100, 0)}
-    assert choose([0], [of_bucket], 1.05) == [expected]
+    exchange_costs = {"plain": Cost(0, 200, 0), "int8": Cost(0, precise, 0), "int4": Cost(0, 100, 0)}
+    assert choose([0], [exchange_costs], 1.05) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_more_precise_plan_is_chosen_up_to_exactly_the_tolerance(precise, expect
     ],
     ids=["fast-link", "slow-link", "hidden-buckets"],
 )
-def test_choice_depends_on_the_link_and_on_what_the_backward_hides(ready, plain, int8, int4, min_gain, expected):
+def test_choice_depends_on_the_link_and_the_overlap_with_the_backward(ready, plain, int8, int4, min_gain, expected):
     bucket = {"plain": Cost(*plain), "int8": Cost(*int8), "int4": Cost(*int4)}
     assert choose(ready, [bucket] * 3, min_gain) == expected
 
@@ -217,8 +217,8 @@ def test_warm_up_step_of_a_candidate_does_not_count(warm_ups):
 
     def faked(trial):
         first = next(each for each in state._trials if each.candidate == trial.candidate)
-        of_step = warm_ups if trial is first else times
-        return [[0.0, of_step[trial.candidate], 0.0] for _ in trial.buckets]
+        step_times = warm_ups if trial is first else times
+        return [[0.0, step_times[trial.candidate], 0.0] for _ in trial.buckets]
 
     with mock.patch.object(Trial, "costs", faked):
         train_steps(wrapped(hook=(state, auto_hook)), 2 + 2 * len(times) + 1)

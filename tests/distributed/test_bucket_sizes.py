@@ -113,7 +113,7 @@ def preferring(cap, steps=3, hook=flat_hook):
     return [bucket.members for bucket in ddp.reducer.buckets], seen
 
 
-def test_ranks_that_prefer_other_sizes_take_those_of_rank_0(worlds):
+def test_ranks_with_other_preferred_sizes_use_the_sizes_of_rank_0(worlds):
     _, reference = worlds(2).run(preferring, cap=[None, None])[0]
     caps = st.one_of(st.none(), st.just(0), st.floats(SMALLEST, 10 * SMALL))
 

@@ -328,7 +328,7 @@ def test_python_reducer_raises_not_implemented_error(world):
 
 
 @on_ranks(2, 3)
-def test_constructor_refuses_what_pytorch_refuses():
+def test_constructor_refuses_the_same_arguments_as_pytorch():
     frozen = build("mlp").requires_grad_(False)
     lazy = nn.Sequential(nn.LazyLinear(3))
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))

@@ -53,11 +53,11 @@ def fault(ddp, where, at):
         elif where in ("hook", "submitted"):
             run = ddp.reducer._run_comm_hook
 
-            def hook(of_bucket):
-                if of_bucket.index() != index:
-                    return run(of_bucket)
+            def hook(bucket_in_flight):
+                if bucket_in_flight.index() != index:
+                    return run(bucket_in_flight)
                 if where == "submitted":
-                    run(of_bucket)
+                    run(bucket_in_flight)
                 raise Fault
 
             stack.enter_context(mock.patch.object(ddp.reducer, "_run_comm_hook", hook))

@@ -189,7 +189,7 @@ def batches(plan, step):
 def expected_gradients(plan):
     """For each step the mean over all ranks, in fp64, of what a rank computes without DDP, and of its magnitude."""
     size = dist.get_world_size()
-    of_ranks = []
+    rank_gradients = []
     for rank in range(size):
         module = Graph(plan)
         steps = []
@@ -200,9 +200,10 @@ def expected_gradients(plan):
             steps.append({name: p.grad.double().clone() for name, p in module.named_parameters()})
             if plan.clear == "kept":
                 break
-        of_ranks.append(steps)
+        rank_gradients.append(steps)
     return [
-        {name: torch.stack([ranks[name] for ranks in step]) for name in step[0]} for step in zip(*of_ranks, strict=True)
+        {name: torch.stack([ranks[name] for ranks in step]) for name in step[0]}
+        for step in zip(*rank_gradients, strict=True)
     ]
 
 
@@ -253,11 +254,11 @@ BOUNDS = EXACT | {"fp16": 2**-9, "bf16": 2**-6, "bf16_in_fp32": 2**-6, "scaled_f
 def errors_of(seen, expected, bound):
     lines = []
     for step, (ours, ranks) in enumerate(zip(seen, expected, strict=True)):
-        for name, of_ranks in ranks.items():
-            if of_ranks.numel() == 0:
+        for name, rank_gradients in ranks.items():
+            if rank_gradients.numel() == 0:
                 continue
-            scale = of_ranks.abs().max().item()
-            error = (ours[name].double() - of_ranks.mean(0)).abs().max().item()
+            scale = rank_gradients.abs().max().item()
+            error = (ours[name].double() - rank_gradients.mean(0)).abs().max().item()
             if error > bound * scale:
                 lines.append(f"step {step}: {name} differs from the mean by {error / scale:.2g} of its largest element")
     return lines

@@ -50,7 +50,7 @@ def test_workers_stay_alive_between_cases(world):
 
 
 @on_ranks(2)
-def test_garbage_collection_of_workers_passes_over_what_the_fork_server_imported():
+def test_garbage_collection_of_workers_skips_modules_of_the_fork_server():
     assert all(frozen > 100_000 for frozen in from_all_ranks(gc.get_freeze_count()))
 
 

@@ -207,7 +207,7 @@ def test_models_of_one_group_share_one_thread():
 
 
 @on_ranks(2, 3)
-def test_initial_parameters_are_those_of_rank_0():
+def test_initial_parameters_come_from_rank_0():
     torch.manual_seed(dist.get_rank())
     ddp = gradwire.DistributedDataParallel(torch.nn.Linear(3, 3))
     synchronized = ddp.module.weight.detach().clone()

@@ -127,11 +127,13 @@ def test_law4_mixed_precision_matches_pytorch_in_rebuilt_buckets(dtype, view, st
     assert_same_bits(ours[meaningful], theirs[meaningful])
 
 
-def mean(of_ranks, dtype):
+def mean(rank_gradients, dtype):
     """None counts as zeros, unless all are None."""
-    if all(gradient is None for gradient in of_ranks):
+    if all(gradient is None for gradient in rank_gradients):
         return None
-    return sum(gradient.to(dtype) for gradient in of_ranks if gradient is not None).div(len(of_ranks)).float()
+    return (
+        sum(gradient.to(dtype) for gradient in rank_gradients if gradient is not None).div(len(rank_gradients)).float()
+    )
 
 
 FIND, STATIC = {"find_unused_parameters": True}, {"static_graph": True}

@@ -141,7 +141,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("case", range(len(BROKEN)))
 @on_ranks(2)
-def test_nccl_double_refuses_on_every_rank_what_nccl_refuses(case):
+def test_nccl_double_refuses_the_same_calls_as_nccl_on_every_rank(case):
     group = dist.new_group(backend=register_backend())
     make, message = BROKEN[case]
     assert message in message_of(make(dist.get_rank()), group)
@@ -149,7 +149,7 @@ def test_nccl_double_refuses_on_every_rank_what_nccl_refuses(case):
 
 
 @on_ranks(2)
-def test_nccl_double_accepts_what_nccl_accepts():
+def test_nccl_double_accepts_the_same_calls_as_nccl():
     group, tensor = dist.new_group(backend=register_backend()), torch.ones(3)
     all_reduce(tensor, torch.ones(2))(group)  # one dtype
     dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.MAX, group=group)

@@ -120,16 +120,16 @@ def wrap_part(wrapper, module, hook_at, ignores=(), delays=(), freezes=(), ties=
 
 def nest(outer, inner, hook, share):
     """What is said when a wrapper in a module is wrapped with that module, and called once: (kind, text)."""
-    of_inner, of_outer, _ = SHARES[share]
+    inner_options, outer_options, _ = SHARES[share]
     module = WithPart(None)
-    if of_inner.get("ties"):
+    if inner_options.get("ties"):
         module.part.weight = module.first.weight
-    module.part = wrap_part(WRAPPERS[inner], module.part, "bias", **of_inner)
+    module.part = wrap_part(WRAPPERS[inner], module.part, "bias", **inner_options)
     if hook is not None:
         register(module.part, hook)
 
     def wrap_and_call():
-        wrap_part(WRAPPERS[outer], module, "first.bias", **of_outer)(torch.ones(2, 5))
+        wrap_part(WRAPPERS[outer], module, "first.bias", **outer_options)(torch.ones(2, 5))
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

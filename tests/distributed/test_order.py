@@ -122,7 +122,7 @@ def test_collectives_of_buckets_keep_their_order_under_delays(exchange, wrapper)
             seen.append([weight.grad.clone() for weight in module.weights])
             assert_same_bits(seen[-1], expected(step))
     assert_same_on_all_ranks(from_all_ranks((seen, issued)))
-    kinds = [{name for name, _ in of_group} for of_group in issued]
+    kinds = [{name for name, _ in group_calls} for group_calls in issued]
     assert kinds == ([{"AllToAll"}, {"AllToAll", "AllGather"}] if exchange == "shots" else [{"AllReduce"}] * 2)
 
 

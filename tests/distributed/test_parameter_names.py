@@ -112,7 +112,7 @@ MODELS = {
     [*((model, 25) for model in MODELS), *((model, SMALLEST) for model in ("tied", "frozen", "nested"))],
 )
 @on_ranks(2)
-def test_names_without_bind_are_those_of_parameters_without_wrapper_components(model, wrapper, cap):
+def test_names_without_bind_omit_wrapper_components(model, wrapper, cap):
     ddp, state = trained(MODELS[model](), wrapper, cap=cap)
     named = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.dim() == 2]
     plain = sorted(re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name in named)
@@ -167,7 +167,7 @@ SEVERAL = {models.__name__: models for models in (gan, ensemble, averaged_copy, 
 
 @pytest.mark.parametrize("models", SEVERAL)
 @on_ranks(1)
-def test_names_among_several_models_are_from_the_states_own(models):
+def test_names_among_several_models_come_from_the_states_model(models):
     modules, others = SEVERAL[models]()
     pairs = [trained(module, steps=0, cap=SMALLEST) for module in modules]
     assert all(names_after_a_step(state, ddp) == names_of(ddp) for ddp, state in pairs)

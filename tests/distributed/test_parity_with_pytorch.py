@@ -291,7 +291,7 @@ def with_and_without_graph(**options):
 
 # PyTorch's own fails here as soon as a bucket has two parameters, so its gradients cannot be the oracle.
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_create_graph_leaves_the_gradients_as_without_it(world, view):
+def test_create_graph_leaves_gradients_unchanged(world, view):
     assert_parity(world.run(with_and_without_graph, view=view))
 
 

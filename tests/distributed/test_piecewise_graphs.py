@@ -159,7 +159,7 @@ def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps():
 
 @pytest.mark.parametrize("part", PARTS_OF_A_REFRESH)
 @on_ranks(2)
-def test_double_finds_a_refresh_without_one_of_its_parts(part):
+def test_double_detects_an_incomplete_refresh(part):
     # The counter advances in the graph itself: it needs a refresh only where steps are skipped.
     case = {"options": {"warm_start": False}, "changes": {FIRST_REPLAY + 2: {"iter": 100}}}
     eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, missing=part, **case)
@@ -205,7 +205,7 @@ def new_workspace():
     return Workspace(torch.device("cpu"), PiecewiseGraphs())
 
 
-def test_replays_call_no_algorithm_and_read_what_was_refreshed(graphs):
+def test_replays_call_no_algorithm_and_read_refreshed_numbers(graphs):
     owner, workspace = Owner(), new_workspace()
     take_steps(owner, workspace, WARM_UP_STEPS + 1)
     assert (owner.eager_calls, graphs.captures) == (WARM_UP_STEPS + 1, 2)

@@ -105,8 +105,8 @@ def test_law1_gradients_in_200_steps_equal_results_and_remaining_errors(worlds, 
     results = worlds(size).run(conserved, **CONSERVING[variant])
     for _, names in results:
         assert {"weights.0", "weights.1", "weights.2"} <= set(names)
-    for of_ranks in zip(*(totals for totals, _ in results), strict=True):
-        gradient, result, error, bound = (sum(parts) for parts in zip(*of_ranks, strict=True))
+    for rank_totals in zip(*(totals for totals, _ in results), strict=True):
+        gradient, result, error, bound = (sum(parts) for parts in zip(*rank_totals, strict=True))
         # Measured: up to 0.2 of the bound, because roundings seldom all point one way.
         assert ((gradient - result - error).abs() <= bound * NEARLY_ONE).all()
 

@@ -75,7 +75,7 @@ def test_alternating_without_warm_start_raises():
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 def test_precision_reaches_matrix_tables(precision):
-    options = PowerSGDState(None, precision=precision).options.of_buckets(iteration=1000)
+    options = PowerSGDState(None, precision=precision).options.bucket_options(iteration=1000)
     gradient = torch.zeros(80, 80)
     bucket = LowRankBucket([gradient], [MatrixShape(1, 80, 80, 16)], **options)
     assert bucket.table.precision == precision
@@ -128,7 +128,7 @@ class AssignsTooEarly(PowerSGDState):
         super().__init__(None)
 
 
-def test_option_assigned_before_the_constructor_raises_and_says_what_to_do():
+def test_option_assigned_before_the_constructor_raises_with_the_remedy():
     with pytest.raises(AttributeError, match=r"^ranks is an option: pass it to super\(\).__init__\(\)"):
         AssignsTooEarly()
 
@@ -147,8 +147,8 @@ def test_statistics_after_every_step_equal_pytorchs(model, rank):
         ddp = wrapped(wrapper, model, hook=(state, module.powerSGD_hook), bucket_cap_mb=25)  # one bucket
         generator = own_batches()
         seen.append([(train_steps(ddp, 1, generator), state.compression_stats(), state.iter)[1:] for _ in range(5)])
-    theirs, *of_ours = seen
-    assert of_ours == [theirs] * 2
+    theirs, *ours_seen = seen
+    assert ours_seen == [theirs] * 2
     assert [iteration for _, iteration in theirs] == [1, 2, 3, 4, 5]
     assert theirs[-1][0][0] >= 1
 

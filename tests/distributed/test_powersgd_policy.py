@@ -141,7 +141,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_matrix_shape_is_that_of_memory_order(layout):
+def test_matrix_shape_follows_memory_order(layout):
     tensor, sides = LAYOUTS[layout]
     assert EVERYTHING.matrix_shape("weight", tensor) == (None if sides is None else MatrixShape(1, *sides, 1))
 

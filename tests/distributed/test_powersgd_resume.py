@@ -51,7 +51,7 @@ def run(state, wrapper, steps, dtype, checkpoint=None, other_steps=(), **ddp_opt
         dtype: dtype of the model.
         checkpoint: checkpoint to resume from.
         other_steps: steps of another run, trained before the checkpoint is loaded.
-        ddp_options: for the constructor of the wrapper.
+        ddp_options: arguments of the wrapper's constructor.
     """
     module = build("mlp").to(dtype)
     ddp = WRAPPERS[wrapper](module, **ddp_options)

@@ -174,6 +174,6 @@ def test_cast_state_rejects_other_accumulators(value):
         CastState(accumulate=value)
 
 
-def test_cast_state_rejects_what_is_no_process_group():
+def test_cast_state_rejects_objects_other_than_process_groups():
     with pytest.raises(TypeError, match="process_group is 'x'"):
         CastState("x")

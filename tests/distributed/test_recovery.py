@@ -321,7 +321,7 @@ def test_abandoned_executor_touches_no_gradient_later():
 
 
 @on_ranks(2, 3, limit=60)
-def test_connections_over_a_used_store_are_of_a_generation_of_their_own():
+def test_connections_over_a_used_store_get_a_new_generation():
     group = dist.new_group()
     first = Connections(group)
     for generation in (2, 3):
@@ -365,7 +365,7 @@ def test_new_wrapper_on_the_group_of_a_failed_task_trains():
 
 @pytest.mark.parametrize("outcome", ["met", "failed"])
 @on_ranks(2)
-def test_meeting_ends_alike_on_a_rank_that_saw_less_than_the_one_that_decided(outcome):
+def test_meeting_ends_with_the_decision_of_the_first_rank_on_all_ranks(outcome):
     expected = ["of rank 0", "of rank 1"] if outcome == "met" else "RanksMissing"
     store, group, rank = signals(outcome), dist.new_group(), dist.get_rank()
     decided = [f"meet/{outcome}/1/outcome"]

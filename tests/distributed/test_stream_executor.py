@@ -227,7 +227,7 @@ def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
     assert known == [1, 3, 5]
 
 
-def test_future_of_a_task_before_the_last_completes_when_somebody_waits():
+def test_future_of_an_earlier_task_completes_when_awaited():
     events = []
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
@@ -241,7 +241,7 @@ def test_future_of_a_task_before_the_last_completes_when_somebody_waits():
         assert executor.submit(noted(executor, events, 3)).value() == 3
 
 
-def test_last_future_of_a_backward_completes_although_nobody_asks():
+def test_last_future_of_a_backward_completes_without_being_awaited():
     """As C++ does: it calls no methods of Python's futures."""
     events, futures = [], []
     with stream_double() as device:

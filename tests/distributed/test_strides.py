@@ -116,7 +116,7 @@ def test_error_memory_keeps_the_strides_of_its_parameters(hook, wrapper, view):
     for name, layout in LAYOUTS.items():
         old = torch.zeros(layout().shape)
         for step in range(LAST + 1):
-            new = sum(of_rank[step][1].get(name, torch.zeros(layout().shape)) for of_rank in steps) / 2
+            new = sum(rank_steps[step][1].get(name, torch.zeros(layout().shape)) for rank_steps in steps) / 2
             assert step < START or name == "vector" or new.abs().max() > 0, (step, name)
             kept = mean_input(step, name) + old - new
             torch.testing.assert_close(steps[0][step][0][name], kept, rtol=0, atol=1e-3, msg=f"step {step}, {name}")

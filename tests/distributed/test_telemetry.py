@@ -181,7 +181,7 @@ def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed():
 
 
 @on_ranks(2, 3)
-def test_small_bucket_counts_as_uncompressed_beside_a_compressed_one():
+def test_small_bucket_counts_as_uncompressed_next_to_a_compressed_bucket():
     """192 x n x 64 elements are 192 blocks in each of n cells: a header, 192 scales of 2 bytes and 192 blocks of 64."""
     n, hook = dist.get_world_size(), (QuantizationState(None, "int8", start_iter=0), quantization_hook)
     metrics = second_step(hook, [[torch.ones(2, 2), torch.ones(192 * n, 64)]] * n)

@@ -66,7 +66,7 @@ def train(name, group):
 
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2, limit=LIMIT)
-def test_future_that_nobody_asks_for_completes_at_the_end_of_the_backward(case):
+def test_unawaited_future_completes_at_the_end_of_the_backward(case):
     expected = train(case, dist.new_group())
     with gpu_on_cpu():
         assert_same_bits(train(case, dist.new_group(backend=register_backend())), expected)

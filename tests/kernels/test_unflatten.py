@@ -129,7 +129,7 @@ def test_fp64_is_rounded_to_fp32_on_the_way_to_16_bits(target, device):
         assert_same_bits(gradient, wire.float().to(target), "the gradient")
 
 
-def test_absmax_is_that_of_stored_gradient(device):
+def test_absmax_covers_the_stored_gradient(device):
     wire = torch.tensor([1 + 2.0**-9, -1.0], device=device)  # bf16 keeps 1.0
     absmax = torch.zeros(1, device=device)
     unflatten(wire, [torch.empty(2, dtype=torch.bfloat16, device=device)], absmax=absmax)

@@ -75,7 +75,7 @@ def run_steps(
         changes: attributes of the state that are set before a step, by step.
         load: what the state loads first.
         remember: whether to return the state's memory too.
-        ddp_options: for the constructor of the wrapper.
+        ddp_options: arguments of the wrapper's constructor.
     """
     values = noise(**values) if isinstance(values, dict) else values
     mine = [ranks[dist.get_rank()] for ranks in values]

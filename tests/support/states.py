@@ -68,7 +68,7 @@ class Training:
         kind: a name in `STATES`.
         model: a name of the zoo, or a module with batches.
         load: a checkpoint that the state loads before it is registered.
-        options: for the constructor of the wrapper.
+        options: arguments of the wrapper's constructor.
     """
 
     def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, **options):

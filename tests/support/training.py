@@ -194,7 +194,7 @@ def wrapped(wrapper="gradwire", model="mlp", *, hook=None, group=None, seed=0, b
         wrapper: "pytorch" or "gradwire".
         model: a name of the zoo, or a module.
         hook: a name of `HOOKS`, or a pair of state and hook.
-        options: for the constructor of the wrapper.
+        options: arguments of the wrapper's constructor.
     """
     module = build(model, seed) if isinstance(model, str) else model
     ddp = WRAPPERS[wrapper](module, process_group=group, bucket_cap_mb=bucket_cap_mb, **options)
@@ -249,7 +249,7 @@ def train(
         hook: a name of `HOOKS`, or a pair of state and hook.
         accumulate: micro-batches a step, all but the last under ``no_sync``.
         prepare: called with the module before it is wrapped.
-        options: for the constructor of the wrapper.
+        options: arguments of the wrapper's constructor.
     """
     module = build(model) if isinstance(model, str) else model
     if prepare is not None:
