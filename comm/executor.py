@@ -176,7 +176,7 @@ class WorkerExecutor(Executor):
     done. It keeps the executor alive until that is closed or abandoned.
 
     Args:
-        transport: its group carries the first collective of every task.
+        transport: transport whose group carries the first collective of every task.
         later: carries every other collective.
         device: device of the gradients.
         check: called every `POLL_SECONDS` while tasks wait for other ranks; raises RuntimeError to fail them.

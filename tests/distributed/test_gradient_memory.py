@@ -1,4 +1,4 @@
-"""Before the end of a backward nothing is written that anybody but the reducer can reach.
+"""Before the end of a backward, the reducer writes only memory that nothing else can reach.
 
 Autograd may give a parameter a gradient whose memory it goes on reading: ``h + p.view(...)`` makes h and p share one.
 Layers here wait in the backward until every launched bucket is done, so a result that is written too early is written

@@ -198,7 +198,7 @@ def evaluating_between_steps(ddp, batch, _):
         ddp.eval()
         ddp(*batch())
     ddp.train()
-    ddp(*batch())  # a loss that nobody differentiates
+    ddp(*batch())  # a loss without a backward
     ddp(*batch()).backward()
 
 

@@ -98,7 +98,7 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @on_ranks(3, limit=60)
 def test_loss_that_raises_on_one_rank_of_a_model_with_buffers_raises_on_all(hook, failing):
-    # One waits in a forward for buffers, the others in a backward for gradients: nobody would come.
+    # One waits in a forward for buffers, the others in a backward for gradients: a deadlock.
     torch.manual_seed(0)
     ddp, generator = wrapped(model=Normalized(), group=dist.new_group(), hook=hook), own_batches()
 

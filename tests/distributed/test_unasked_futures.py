@@ -1,4 +1,4 @@
-"""On a GPU a bucket's future completes although nobody asks for it: C++ never calls the methods of Python's futures.
+"""On a GPU a bucket's future completes without being asked: C++ never calls the methods of Python's futures.
 
 Each case hung the host without a timeout, on the double of a GPU as on a GPU.
 """

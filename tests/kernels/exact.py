@@ -30,7 +30,7 @@ def assert_same_bits(actual, expected, what):
 
 
 class Guarded:
-    """A 1-D window of elements between guards that nobody may write to.
+    """A 1-D window of elements between guards that must stay unchanged.
 
     Attributes:
         window: the elements, ``offset`` elements off the alignment of a fresh allocation.
