@@ -40,8 +40,10 @@ class Parameter:
     exponent: int = 0
 
     def new(self) -> nn.Parameter:
-        """The parameter, filled with zeros."""
-        if self.layout == "transposed":
+        """The parameter, filled with zeros. PyTorch's DDP refuses odd strides of dimensions of size 1."""
+        if 1 in self.shape:
+            data = torch.zeros(self.shape, dtype=self.dtype)
+        elif self.layout == "transposed":
             data = torch.zeros(self.shape[::-1], dtype=self.dtype).permute(tuple(reversed(range(len(self.shape)))))
         elif self.layout == "strided":
             data = torch.zeros(*self.shape, 2, dtype=self.dtype)[..., 0]
