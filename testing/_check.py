@@ -94,7 +94,7 @@ def check_laws(
         hook: ``hook(state, bucket)`` for `torch.nn.parallel.DistributedDataParallel.register_comm_hook`; None checks
             the DDPs without a hook.
         skip: names of laws not to check.
-        world_sizes: numbers of ranks. A checkpoint of each world resumes on the next one.
+        world_sizes: numbers of ranks, at least 2. A checkpoint of each world resumes on the next one.
         max_examples: random cases per group of laws and world size. There are three groups: training on both DDPs, a
             gradient that is not finite, and a checkpoint.
         time_limit: seconds after which a case is a hang.
@@ -195,7 +195,7 @@ class _Check:
         results = self._run(_laws.train, case, wrapper=case.wrapper, steps=self._start + case.steps, start=0)
         largest = max(gradient.max().item() for gradient in results[0].gradients[-1].values())
         constant = 10.0 ** case.parameters[0].exponent
-        if not abs(largest - constant) <= 0.02 * constant:  # the formats of quantization round to 1 %
+        if not abs(largest - constant) <= 0.1 * constant:  # one rank more or fewer makes a larger difference
             self._judge(case, [("mean", f"all gradients are {constant}; the largest applied one is {largest:.4g}")])
 
     def training(self, case: Case) -> None:
