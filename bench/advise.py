@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from gradwire.bench import launch
 from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, limit_to, places_of
+from gradwire.bench.network import limit_to, measure_on_links
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
@@ -49,12 +48,7 @@ _WARM_UP = 5
 def measure(
     models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
 ) -> Measured:
-    settings = {"rates": [rate.name for rate in rates], "hooks": list(hooks), "rounds": rounds, "hosts": hosts}
-    records: list[Record] = []
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
-        for model in models:
-            records += launch.run(__name__, settings | {"model": model, "threads": 1}, places)
-    return Measured(settings | {"models": list(models), "threads": 1}, records)
+    return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds})
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -79,9 +73,9 @@ def _records(
 ) -> list[Record]:
     predicted = {each.hook: round(1e3 * each.step_seconds, 4) for each in advice.predictions}
     records = []
-    for hook, of_steps in times.items():
+    for hook, step_times in times.items():
         case = {"model": model, "rate": rate, "hook": hook}
-        records += records_of("advise", case, MEASURED, hosts, {STEP_MS: percentiles_ms(of_steps)})
+        records += records_of("advise", case, MEASURED, hosts, {STEP_MS: percentiles_ms(step_times)})
         records += records_of("advise", case, PREDICTED, hosts, {STEP_MS: predicted[hook]})
     case = {"model": model, "rate": rate, "hook": advice.recommended}
     speed_up = round(median(times[PLAIN]) / median(times[advice.recommended]), 4)
@@ -143,7 +137,7 @@ def _found(group: Group, metric: str) -> Record:
 def _errors(group: Group) -> list[float]:
     """Magnitudes of the errors of all predictions, in percent."""
     steps = [record for record in group if record.metric == STEP_MS]
-    return [abs(_percent(of_hook)) for _, of_hook in groups_of(steps, "hook")]
+    return [abs(_percent(hook_steps)) for _, hook_steps in groups_of(steps, "hook")]
 
 
 def _best(group: Group) -> str:
@@ -152,16 +146,16 @@ def _best(group: Group) -> str:
     return f"{seconds[PLAIN] / min(seconds.values()):.2f}x"
 
 
-def _of_rate(group: Sequence[Record], rate: str) -> list[Record]:
+def _at_rate(group: Sequence[Record], rate: str) -> list[Record]:
     return [record for record in group if record["rate"] == rate]
 
 
 def _measured(rate: str) -> Any:
-    return lambda group: format_number(median_of(_of_rate(group, rate), STEP_MS, MEASURED) or 0)
+    return lambda group: format_number(median_of(_at_rate(group, rate), STEP_MS, MEASURED) or 0)
 
 
 def _error(rate: str) -> Any:
-    return lambda group: f"{_percent(_of_rate(group, rate)):+.0f}"
+    return lambda group: f"{_percent(_at_rate(group, rate)):+.0f}"
 
 
 def _percent(group: Sequence[Record]) -> float:

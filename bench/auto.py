@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from gradwire.bench import launch
 from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, limit_to, places_of
+from gradwire.bench.network import limit_to, measure_on_links
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
-from gradwire.bench.tables import Group, Table, count, format_rate, median_of, pivot, value
+from gradwire.bench.tables import Group, Table, count, format_rate, pivot, speed_up, value
 from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
 from gradwire.planner.hook_registry import HOOKS
 
@@ -31,12 +30,7 @@ WARM_UP = 5
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
-    settings = {"rates": [rate.name for rate in rates], "rounds": rounds, "hosts": hosts, "threads": 1}
-    records: list[Record] = []
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
-        for model in models:
-            records += launch.run(__name__, settings | {"model": model}, places)
-    return Measured(settings | {"models": list(models)}, records)
+    return measure_on_links(__name__, models, rates, hosts, {"rounds": rounds})
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -79,8 +73,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "interleaved steps",
     ]
     times = [(each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
+    choices = [("choice", _choice), ("speed-up", speed_up(STEP_MS, NO_HOOK, AUTO))]
     return [
-        pivot("Automatic choice", records, names, [("choice", _choice), ("speed-up", _speed_up)], choice_notes),
+        pivot("Automatic choice", records, names, choices, choice_notes),
         pivot(f"Automatic choice: {STEP_MS}", records, names, times, time_notes),
     ]
 
@@ -91,8 +86,3 @@ def _choice(group: Group) -> str:
         return parts[0][1]
     total = sum(parameters for parameters, _ in parts)
     return ", ".join(f"{name} {parameters / total:.0%}" for parameters, name in sorted(parts, reverse=True))
-
-
-def _speed_up(group: Group) -> str:
-    plain, chosen = median_of(group, STEP_MS, NO_HOOK), median_of(group, STEP_MS, AUTO)
-    return "" if plain is None or chosen is None else f"{plain / chosen:.2f}x"

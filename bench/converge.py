@@ -20,9 +20,8 @@ from rich.progress import Progress
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradwire import DistributedDataParallel
 from gradwire.bench import launch, namespaces
-from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere
+from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere, wrap
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, records_of, unique
@@ -55,7 +54,7 @@ WARM_UP = 10  # steps until the learning rate has its full size
 class Training:
     """A model in training with one hook, and its measurements so far.
 
-    It has the weights of ``seed`` and its own process group: hooks of one process group would share their wire memory.
+    It has the weights of ``seed``.
     """
 
     def __init__(self, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> None:
@@ -65,17 +64,13 @@ class Training:
         self.steps: list[int] = []  # at which the model was evaluated
         self.scores: list[float] = []
         torch.manual_seed(seed)
-        group, entry = dist.new_group(), TRAINED_HOOKS[hook]
+        entry = TRAINED_HOOKS[hook]
         if implementation == GRADWIRE:
-            self.model: nn.Module = DistributedDataParallel(task.make_model(), process_group=group)
-            registration = entry.make(group, PLAIN_STEPS)
+            self.model, _ = wrap(task.make_model(), entry.make, start=PLAIN_STEPS)
         else:
             assert entry.pytorch is not None
             cap = ONE_BUCKET_MB if entry.pytorch.one_bucket else None
-            self.model = TorchDDP(task.make_model(), process_group=group, bucket_cap_mb=cap)
-            registration = entry.pytorch.make(group, PLAIN_STEPS)
-        if registration is not None:
-            self.model.register_comm_hook(*registration)
+            self.model, _ = wrap(task.make_model(), entry.pytorch.make, TorchDDP, PLAIN_STEPS, bucket_cap_mb=cap)
         self.optimizer = task.make_optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
 

@@ -37,7 +37,7 @@ from gradwire.bench.record import (
 )
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, median_of, pivot, relative, value
 from gradwire.comm.connections import connections_of
-from gradwire.planner.hook_registry import HOOKS, label
+from gradwire.planner.hook_registry import HOOKS, display_name
 
 GLOBAL_BATCH = 64  # over all ranks; less where they do not divide it
 SPLIT_SEED = 0
@@ -171,7 +171,9 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     trainings = [Training(hook, settings["seed"], len(batches), device) for hook in hooks]
     limit_to(settings["rate"])
     with make_progress() as progress:
-        tasks = [progress.add_task(label_of(hook), total=len(batches), loss=math.nan, seconds=0.0) for hook in hooks]
+        tasks = [
+            progress.add_task(display_name(hook), total=len(batches), loss=math.nan, seconds=0.0) for hook in hooks
+        ]
         for _ in range(len(batches) * len(trainings)):
             turn = next_turn([training.seconds for training in trainings], len(batches), device)
             training = trainings[turn]
@@ -248,13 +250,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
         (TRAINING_S, value(TRAINING_S)),
         ("speed-up", _speed_up(median_of(none, TRAINING_S))),
     ]
-    names = {"hook": lambda record: label_of(record["hook"])}
+    names = {"hook": lambda record: display_name(record["hook"])}
     return [pivot(title(records), records, names, columns, _notes(records))]
-
-
-def label_of(hook: str) -> str:
-    """The name of a hook in the progress and the table."""
-    return label(hook).removesuffix(" *")
 
 
 def _speed_up(baseline: float | None) -> Cell:

@@ -74,7 +74,7 @@ def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int
     settings = {"model": MODEL, "steps": steps, "threads": threads, "first_compressed_step": FIRST_COMPRESSED}
     # New processes for each hook: PyTorch's DDP does not free all of a model that had one.
     runs = [(size, settings | {"hook": hook}) for size in ranks for hook in hooks]
-    records = [record for size, of_hook in runs for record in launch.run(__name__, of_hook, size, device)]
+    records = [record for size, hook_settings in runs for record in launch.run(__name__, hook_settings, size, device)]
     for hook in track(unique(("noop", *hooks)), description=f"{'memory':<24}"):
         for name in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH):
             records += launch.run(__name__, settings | {"memory_of": [hook, name]}, 1, device)

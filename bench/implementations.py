@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
-from gradwire.hooks._bucket import CommHook, GradBucket
+from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize
-from gradwire.planner.hook_registry import HOOKS, Registration
+from gradwire.planner.hook_registry import HOOKS, Make, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -71,33 +71,31 @@ class Implementation:
         self.calls: DriverCalls | None = None  # driver calls of one more step, on a GPU
         self.device = device
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
-        wrap = DistributedDataParallel if name == GRADWIRE else TorchDDP
-        # A group for each: hooks of one group share their wire memory and would resize it for one another every step.
-        group = dist.new_group()
-        model = make_model() if model is None else model
-        self.ddp = wrap(model.to(device), process_group=group, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None)
-        self.state = self._register(registration_of(hook, name, group))
+        cap = ONE_BUCKET_MB if one_bucket else None
+        ddp = DistributedDataParallel if name == GRADWIRE else TorchDDP
+        module = make_model() if model is None else model
+        self.ddp, self.state = wrap(module.to(device), self._make, ddp, bucket_cap_mb=cap)
 
     @property
     def label(self) -> str:
         return f"{self.hook}, {self.name}{', one bucket' if self.one_bucket else ''}"
 
-    def _register(self, registration: Registration | None) -> Any:
-        if registration is None:
-            return None
-        state, hook = registration
-        self.ddp.register_comm_hook(state, hook if self.name == GRADWIRE else self._plainly_named(hook))
-        return state
+    def _make(self, group: dist.ProcessGroup, start: int) -> Registration | None:
+        """The hook of the implementation; on PyTorch's DDP it records buckets, and has another name.
 
-    def _plainly_named(self, hook: CommHook) -> CommHook:
-        """``hook``, recording buckets, under another name: without NCCL, PyTorch's DDP refuses bf16 hooks by name."""
+        Without NCCL, PyTorch's DDP refuses bf16 hooks by name.
+        """
+        registration = maker_of(self.hook, self.name)(group, start)
+        if registration is None or self.name == GRADWIRE:
+            return registration
+        state, hook = registration
 
         def plain_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if self._buckets is not None:
                 self._buckets.append(bucket.parameters())
             return hook(state, bucket)
 
-        return plain_hook
+        return state, plain_hook
 
     def step(self, batch: Tensor) -> float:
         """Seconds of a forward and a backward, until every gradient is final."""
@@ -147,8 +145,8 @@ class Implementation:
     def _wire(self) -> torch.dtype | None:
         """The wire dtype, if the hook only casts."""
         entry = HOOKS[self.hook]
-        of_pytorch = entry.pytorch.wire if entry.pytorch is not None and self.name == PYTORCH else None
-        return of_pytorch or entry.wire
+        pytorch_wire = entry.pytorch.wire if entry.pytorch is not None and self.name == PYTORCH else None
+        return pytorch_wire or entry.wire
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]
@@ -193,14 +191,33 @@ def needs_one_bucket(hook: str, device: torch.device) -> bool:
     return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
 
 
-def registration_of(hook: str, name: str, group: dist.ProcessGroup) -> Registration | None:
-    """The state and the hook to register for an implementation; None to register none."""
+def maker_of(hook: str, name: str) -> Make:
+    """The function that makes the state and the hook of an implementation."""
     entry = HOOKS[hook]
     if name != PYTORCH:
-        return entry.make(group, FIRST_COMPRESSED)
+        return entry.make
     if entry.pytorch is None:
         raise ValueError(f"PyTorch has no hook like {hook}.")
-    return entry.pytorch.make(group, FIRST_COMPRESSED)
+    return entry.pytorch.make
+
+
+def wrap(
+    module: nn.Module,
+    make: Make,
+    ddp: type[TorchDDP] = DistributedDataParallel,
+    start: int = FIRST_COMPRESSED,
+    **options: Any,
+) -> tuple[TorchDDP, Any]:
+    """A module in a DDP with a hook that compresses from step ``start`` on, and the hook's state.
+
+    It has a process group of its own: hooks of one group share their wire memory, and would resize it for one another.
+    """
+    group = dist.new_group()
+    wrapped = ddp(module, process_group=group, **options)
+    state, hook = make(group, start) or (None, None)
+    if hook is not None:
+        wrapped.register_comm_hook(state, hook)
+    return wrapped, state
 
 
 def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype) -> str | None:

@@ -50,9 +50,9 @@ def time_cases(cases: Sequence[KernelCase], rounds: int, device: torch.device) -
     timings: dict[str, list[Timing]] = {name: [] for name in cases[0].implementations}
     for turn in range(WARM_UP + rounds):
         for name in in_turn(list(timings), turn):
-            of_round = [timed(case.implementations[name], device) for case in cases]
+            round_timings = [timed(case.implementations[name], device) for case in cases]
             if turn >= WARM_UP:
-                timings[name].append(_mean(of_round))
+                timings[name].append(_mean(round_timings))
     return timings
 
 

@@ -45,7 +45,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(COMPARED))
         for model, size, name in itertools.product(models, sizes_mib, COMPARED):
             shapes = rotation(buckets(SHAPES[model], size << 20), size)
-            cases = [CASES[name](of_bucket, device) for of_bucket in shapes]
+            cases = [CASES[name](bucket_shapes, device) for bucket_shapes in shapes]
             progress.update(todo, description=f"{model}: {cases[0].kernel}")
             records += run(cases, model, mean_mib(shapes), rounds, device)
             progress.advance(todo)
@@ -58,7 +58,7 @@ def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, d
     if COMPILED in cases[0].implementations:
         torch._dynamo.reset()  # it stops compiling a function after a number of shapes
     timings = time_cases(cases, rounds, device)
-    seconds = {name: [timing.seconds for timing in of_rounds] for name, of_rounds in timings.items()}
+    seconds = {name: [timing.seconds for timing in round_timings] for name, round_timings in timings.items()}
     nbytes = mean(case.nbytes for case in cases)
     records = []
     for name, times in seconds.items():

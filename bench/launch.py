@@ -67,7 +67,7 @@ def run(
     """Run the function ``main`` of a module in one process per rank; returns the records of rank 0.
 
     Args:
-        module: its name.
+        module: name of the module.
         settings: handed to the worker. ``threads`` in it sets the number of CPU threads of each rank, ``timeout_s``
             the timeout of its collectives (default: 5 minutes).
         places: where each rank runs, or the number of ranks on this machine.
@@ -132,13 +132,18 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, place in enumerate(places):
-                of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                rank_environment = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if place.interface is not None and (place.enter or "GLOO_SOCKET_IFNAME" not in environment):
-                    of_rank["GLOO_SOCKET_IFNAME"] = place.interface
+                    rank_environment["GLOO_SOCKET_IFNAME"] = place.interface
                 command, start = [sys.executable, "-m", module, *arguments], place.enter
                 processes.append(
                     subprocess.Popen(
-                        command, env=of_rank, stdin=read_end, stderr=log, start_new_session=True, preexec_fn=start
+                        command,
+                        env=rank_environment,
+                        stdin=read_end,
+                        stderr=log,
+                        start_new_session=True,
+                        preexec_fn=start,
                     )
                 )
             while None in (codes := [process.poll() for process in processes]) and not any(codes):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradwire import DistributedDataParallel
-from gradwire.bench.implementations import FIRST_COMPRESSED, make_batch, make_model
+from gradwire.bench.implementations import make_batch, make_model, wrap
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Build, Job
@@ -138,15 +137,9 @@ class Training:
     """A job's model in gradwire's DDP, with a hook; ``make`` returns its registration."""
 
     def __init__(self, job: Job, make: Make) -> None:
-        self.state: Any = None
         self.seconds: list[float] = []
         self._loss = job.loss
-        group = dist.new_group()  # hooks of one group share their wire memory
-        self._ddp = DistributedDataParallel(job.model, process_group=group)
-        registration = make(group, FIRST_COMPRESSED)
-        if registration is not None:
-            self.state, hook = registration
-            self._ddp.register_comm_hook(self.state, hook)
+        self._ddp, self.state = wrap(job.model, make)
 
     def step(self) -> float:
         """Seconds of a forward and a backward, until every gradient is final; all ranks begin together."""

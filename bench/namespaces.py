@@ -55,7 +55,7 @@ class Host(NamedTuple):
 class Rate(NamedTuple):
     """The rate limit of an interface."""
 
-    name: str  # as given: 100mbit, 1gbit, 2.5gbit, unlimited
+    name: str  # the user's text: 100mbit, 1gbit, 2.5gbit, unlimited
     mbit: float | None  # megabits per second; None for no limit
 
     @classmethod

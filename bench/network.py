@@ -94,6 +94,16 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
             yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
 
 
+def measure_on_links(
+    module: str, models: Sequence[str], rates: Sequence[Rate], hosts: int, settings: dict[str, Any]
+) -> Measured:
+    """Run ``main`` of a module for each model, with a rank on each host; it sets the rates of the link."""
+    settings = settings | {"rates": [rate.name for rate in rates], "hosts": hosts, "threads": 1}
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+        records = [r for model in models for r in launch.run(module, settings | {"model": model}, places)]
+    return Measured(settings | {"models": list(models)}, records)
+
+
 def limit_to(name: str) -> None:
     """Limit this host's interface to the rate of that name; loopback stays as it is."""
     if name != LOOPBACK.name:

@@ -232,7 +232,7 @@ def draw_demo(records: Records, path: Path) -> None:
         assert sent is not None and loss is not None
         megabytes = [nbytes / 1e6 for nbytes in sent.series[window - 1 :]]
         payload = f"{format_bytes(median_of(group, SENT_PER_STEP) or 0)} per step"
-        text = f"{demo.label_of(group[0]['hook'])}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
+        text = f"{display_name(group[0]['hook'])}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
         axes.plot(megabytes, running_mean(loss.series, window), label=text, color=color)
     axes.set_yscale("log")
     totals = [sent.series[-1] for sent, _ in curves if sent is not None]

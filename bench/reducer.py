@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
-from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, registration_of
+from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, maker_of, wrap
 from gradwire.bench.models import MODELS, turns
 from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
@@ -59,11 +59,7 @@ class ReducedModel:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(MODELS[model].input_shape, generator=generator).to(device)
         if implementation != NO_REDUCER:
-            ddp = WRAPPERS[implementation](self.model)
-            registration = registration_of(hook, implementation, ddp.process_group)
-            if registration is not None:
-                ddp.register_comm_hook(*registration)
-            self.model = ddp
+            self.model, _ = wrap(self.model, maker_of(hook, implementation), WRAPPERS[implementation])
 
     def step(self) -> float:
         """Run a forward, and time the backward until every gradient is final."""

@@ -71,14 +71,14 @@ class TwoShot:
     def mean(self, gradients: Sequence[Tensor]) -> Tensor:
         """The mean that every rank computes in one step."""
         n, layout, section = len(gradients), self._layout, self._section
-        of_first_shot, of_second_shot = slice(section.table.numel), slice(section.table.numel, None)
+        first_shot, second_shot = slice(section.table.numel), slice(section.table.numel, None)
         messages = torch.zeros(n, *layout.message_shape, dtype=torch.uint8)
         for rank, gradient in enumerate(gradients):
-            errors, pending = self._errors[rank, of_first_shot], self._pending[rank, of_first_shot]
+            errors, pending = self._errors[rank, first_shot], self._pending[rank, first_shot]
             kernels.quantize([gradient], section, messages[rank], scale=1 / n, errors=errors, pending=pending)
         gathered = torch.zeros(layout.message_shape, dtype=torch.uint8)
         for rank in range(n):
-            errors, pending = self._errors[rank, of_second_shot], self._pending[rank, of_second_shot]
+            errors, pending = self._errors[rank, second_shot], self._pending[rank, second_shot]
             received, result = messages[:, :, rank].transpose(0, 1).contiguous(), gathered[:, rank].clone()
             kernels.reduce_quantized(received, section, result, rank=rank, errors=errors, pending=pending)
             gathered[:, rank] = result

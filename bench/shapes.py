@@ -81,14 +81,14 @@ SHAPES: dict[str, Callable[[], Iterator[Shape]]] = {
 ROTATION_MIB = 100  # size of the buckets in rotation, so that no cache holds them
 
 
-def rotation(of_model: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
+def rotation(model_buckets: list[list[Shape]], size_mib: int) -> list[list[Shape]]:
     """The buckets of a model that kernel benchmarks cycle through, each full at ``size_mib``."""
-    return of_model[: -(-ROTATION_MIB // size_mib)]
+    return model_buckets[: -(-ROTATION_MIB // size_mib)]
 
 
-def mean_mib(of_model: Sequence[Sequence[Shape]]) -> int:
+def mean_mib(model_buckets: Sequence[Sequence[Shape]]) -> int:
     """The mean size of buckets in fp32, in whole MiB."""
-    return round(4 * sum(prod(shape) for bucket in of_model for shape in bucket) / len(of_model) / (1 << 20))
+    return round(4 * sum(prod(shape) for bucket in model_buckets for shape in bucket) / len(model_buckets) / (1 << 20))
 
 
 def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:

@@ -147,8 +147,8 @@ class Executor:
         """Queue ``task``; its future gets the result or the exception. Futures complete in order.
 
         Args:
-            task: makes the algorithm's coroutine, for a workspace.
-            name: of its profiler ranges; see `Driver`.
+            task: function from a workspace to the algorithm's coroutine.
+            name: name of its profiler ranges; see `Driver`.
         """
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class Executor:
 
 
 class WorkerExecutor(Executor):
-    """Runs tasks in one worker thread, over two process groups that nobody else uses.
+    """Runs tasks in one worker thread, over two process groups of its own.
 
     The first collective of each task is issued in task order on one group. Later collectives are issued for the oldest
     task only, on the other group. So on each group all ranks issue collectives in the same order, which only the order
@@ -212,7 +212,7 @@ class WorkerExecutor(Executor):
             raise RuntimeError(CLOSED)
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
-            task = _refuse  # and so fail on all ranks
+            task = _refuse  # fails on all ranks
         submitted = WorkerTask(task, name)
         self._latest = weakref.ref(submitted)
         self._events.put(submitted)
@@ -395,7 +395,7 @@ async def _refuse(_: Workspace) -> None:
 
 
 def _with_traceback_as_text(error: Exception) -> Exception:
-    """The same error with its traceback as a note.
+    """The error, with its traceback as a note.
 
     Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
     """

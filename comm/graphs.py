@@ -125,5 +125,5 @@ class _Recording:
     """One variant of an owner's steps."""
 
     def __init__(self) -> None:
-        self.eager_steps = 0  # of the warm-up, so far
+        self.eager_steps = 0  # number of warm-up steps so far
         self.stretches: list[Stretch] = []  # empty before the capture

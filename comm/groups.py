@@ -90,7 +90,7 @@ def _target(descriptor: int) -> str:
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
     """Make a gloo group with the ranks and the timeout of ``group``. A collective call of these ranks only.
 
-    ``dist.new_group`` does not serve: it names a group by the number of groups that the process has made, which may
+    ``dist.new_group`` cannot be used: it names a group by the number of groups that the process has made, which may
     differ between the ranks. The ranks find each other in ``store`` under a key that was never used before. ``check``
     is called while waiting for them and raises to end the wait.
 

@@ -1,6 +1,6 @@
-"""A model of the executors: when the exchange of each bucket ends, from the durations of its parts.
+"""A model of the executors: the end time of each bucket's exchange, from the durations of its parts.
 
-A bucket passes through the parts of its algorithm in bucket order, as in `gradwire.comm.worker_executor`:
+A bucket passes through the parts of its algorithm in bucket order, as in `gradwire.comm.executor.WorkerExecutor`:
 
     computation, first message       up to ``in_flight`` buckets at a time
     ... further computations and messages, of the oldest bucket only
@@ -21,21 +21,21 @@ class BucketTimes(NamedTuple):
     """Durations of the exchange of one bucket."""
 
     compute: Sequence[float]  # before the first message, between messages, and after the last one
-    busy: Sequence[float]  # for which each message keeps the link busy; one less than ``compute``
-    latency: Sequence[float]  # until each message arrives, after it has left the link
+    busy: Sequence[float]  # time for which each message keeps the link busy; one less than ``compute``
+    latency: Sequence[float]  # time until each message arrives, after it has left the link
 
 
 def exchange_ends(ready: Sequence[float], buckets: Sequence[BucketTimes], in_flight: int | None = None) -> list[float]:
-    """When the exchange of each bucket ends, if nothing but the order of the parts delays it; see also `busy_until`.
+    """The end time of each bucket's exchange, if only the order of the parts delays it; see also `busy_until`.
 
     Args:
-        ready: when each bucket is launched, not decreasing.
-        buckets: durations.
+        ready: launch time of each bucket, not decreasing.
+        buckets: durations of each bucket.
         in_flight: number of buckets in flight; None for all.
     """
     ends: list[float] = []
     started = finished = 0.0
-    free = [0.0, 0.0]  # when the link of first messages is free, and that of later ones
+    free = [0.0, 0.0]  # times at which the links of first and of later messages are free
     for b, (at, bucket) in enumerate(zip(ready, buckets, strict=True)):
         slot = ends[b - in_flight] if in_flight is not None and b >= in_flight else 0.0
         started = now = max(at, started, slot) + bucket.compute[0]

@@ -40,8 +40,8 @@ class StreamExecutor(Executor):
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._latest: StreamTask | None = None  # the latest task, unless it was enqueued to its end
-        self._n_submitted = 0  # since all tasks were enqueued to their ends
-        self._backward = NO_BACKWARD  # at whose end `finish` will be called
+        self._n_submitted = 0  # tasks since all were enqueued to their ends
+        self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
         self._error: Exception | None = None
 
     @property
@@ -141,7 +141,7 @@ class StreamTask:
 
     Attributes:
         driver: runs its coroutine.
-        future: its result.
+        future: future of the result.
         collective_done: recorded after the collective that it awaits; None before the first one.
         is_done: whether the future was completed.
     """

@@ -1,8 +1,7 @@
 """Collectives that algorithms await, and the transports that issue them.
 
-An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no
-process group, so the same function runs on a GPU's side stream, in a CPU's worker thread, and in a
-notebook:
+An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no process group, so the
+same function runs on a GPU's side stream, in a CPU's worker thread, and in a notebook:
 
     run_algorithm(powersgd_all_reduce(bucket, ..., transport=LocalTransport(), ...), transport)
 """
@@ -41,7 +40,7 @@ class Collective(ABC):
     payload_bytes: int
 
     def __await__(self) -> Generator[Collective, None, None]:
-        return iter((self,))  # type: ignore[return-value]
+        return iter((self,))  # type: ignore[return-value]  # cheaper than a generator, which is called twice
 
     @abstractmethod
     def run(self, group: dist.ProcessGroup) -> None:
@@ -105,7 +104,7 @@ class AllReduce(Collective):
     each waits for the one before it.
 
     Args:
-        tensors: modified in place. A sparse one counts with its values and indices.
+        tensors: the tensors. Modified in place. Values and indices of a sparse tensor count.
         op: the reduction.
         latest_sparse: the future of the transport's latest sparse all-reduce, if any.
     """
@@ -386,7 +385,7 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
             let_go_of_locals(error)
             values.append(None)
         finally:
-            del future  # as above
+            del future  # it holds the error, too
     return values
 
 

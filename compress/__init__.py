@@ -6,8 +6,12 @@ and runs in one process too: see `powersgd_all_reduce`.
 
 from gradwire.compress.cast import Gradients, cast_all_reduce, sparse_all_reduce
 from gradwire.compress.policy import LowRankPolicy, WirePolicy
-from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
-from gradwire.compress.powersgd_bucket import LowRankBucket, flat_low_rank_bucket
+from gradwire.compress.powersgd import (
+    LowRankBucket,
+    alternating_all_reduce,
+    flat_low_rank_bucket,
+    powersgd_all_reduce,
+)
 from gradwire.compress.quantization import Quantization, QuantizedBucket, quantized_all_reduce
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
 

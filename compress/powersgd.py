@@ -7,8 +7,8 @@ For each matrix M of n x m, with Q (m x r) from the step before:
     Q = all-reduce(M' P)
     G = P Q',             E = M - G
 
-Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent
-together with P.
+Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent together with P. In
+memory, factors are transposed, P as r x n and Q as r x m: each column is contiguous.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -16,14 +16,38 @@ NeurIPS 2019, algorithms 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress.powersgd_bucket import LowRankBucket
-from gradwire.kernels import backproject, draw, orthogonalize, project, reconstruct
+from gradwire.compress._validation import check_error_shape
+from gradwire.compress.policy import MatrixShape
+from gradwire.kernels import (
+    ALIGN_NUMEL,
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    Renewal,
+    SegmentTable,
+    Uncompressed,
+    backproject,
+    can_capture,
+    can_keep,
+    compute_dtype,
+    draw,
+    is_capturing,
+    orthogonalize,
+    project,
+    random_key,
+    reconstruct,
+)
 
 
 async def powersgd_all_reduce(
@@ -71,14 +95,20 @@ async def powersgd_all_reduce(
     table, scale = bucket.table, 1 / transport.world_size
     step = bucket.start_step(source, target, iteration, workspace, sends=(table.p, table.q), basis=table.p)
     m, (p_wire, q_wire), p = step.matrices, step.wires, step.basis
+    # Warm start (section 3): gradients of successive steps are similar, so Q is already close to their right singular
+    # vectors, and one power iteration per step suffices.
     if not warm_start:
         draw(table.q, table.keys, bucket.counter_at(iteration), bucket.q)
 
+    # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     project(m, bucket.q, p_wire, scale=scale)
     await transport.all_reduce(*step.messages)
+    # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P' a projection: the
+    # result P Q' = P P' M is the best approximation of M in the column space of P.
     orthogonalize(p_wire, table.p, p, bucket.finite)
     backproject(m, p, q_wire, scale=scale)
     await transport.all_reduce(q_wire)
+    # Each rank keeps E = M - P Q' of its own M (algorithm 2), and all keep Q with columns of unit length.
     reconstruct(m, p, q_wire, bucket.finite)
 
 
@@ -110,6 +140,8 @@ async def alternating_all_reduce(
     """
     table, scale = bucket.table, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
+    # The factor that is not sent must have orthonormal columns: only then is the other one a least-squares fit of M. It
+    # is orthogonalized where it is used, from factors that are equal on all ranks.
     if iteration % 2 == 0:
         step = bucket.start_step(source, target, iteration, workspace, sends=(table.p,), basis=table.q)
         m, (p,), q = step.matrices, step.wires, step.basis
@@ -123,3 +155,285 @@ async def alternating_all_reduce(
         backproject(m, p, q, scale=scale)
         await transport.all_reduce(*step.messages)
     reconstruct(m, p, q, bucket.finite)
+
+
+# Memory of a state or of buckets: "errors", "q" and "p", each by parameter name.
+#
+# errors: E, the residual of this rank, in the shape and strides of the gradient, in fp32, or fp64 for fp64 gradients.
+# q: unit columns of Q, [matrices, r, m]; equal on all ranks. p: unit columns of P, [matrices, r, n], likewise; only
+# `alternating_all_reduce` needs it. Nothing is lost: over all ranks and steps, gradients = results + remaining error.
+Memory = Mapping[str, Mapping[str, Tensor]]
+
+
+def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The error memory of a parameter, as a copy if it has another layout or dtype; zeros if there is none yet.
+
+    Raises:
+        ValueError: the error has another shape than ``layout``, a real tensor like the gradient.
+    """
+    if error is not None:
+        check_error_shape(name, error, layout)
+        if (error.dtype, error.device, error.stride()) == (dtype, layout.device, layout.stride()):
+            return error
+    like = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
+    return like.zero_() if error is None else like.copy_(error)
+
+
+class LowRankStep(NamedTuple):
+    """The tensors of one bucket in one step: all but ``matrices`` are in the workspace, valid until its next use.
+
+    Each buffer of factors holds one side, P or Q, of all matrices of the bucket.
+    """
+
+    # Gradients, results and errors of the compressed parameters, zero-copy. Kernels that work on them also move the
+    # other gradients, and renew the factors of the last all-reduce for the next step.
+    matrices: Operands
+    messages: list[Tensor]  # the first of ``wires`` and the other gradients, in one tensor if their dtypes agree
+    wires: list[Tensor]  # the factors of each all-reduce
+    basis: Tensor  # factors with orthonormal columns, in the dtype of the arithmetic
+
+
+class LowRankBucket:
+    """One bucket: matrices that are compressed, other gradients that are not, and the memory of the matrices.
+
+    It serves every step until its parameters, their dtype or the options change; the next bucket of these parameters
+    starts from its ``memory``. An algorithm calls `start_step`, then works on the tensors of the `LowRankStep`.
+
+    Args:
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
+        shapes: matrices of each gradient (`LowRankPolicy.matrix_shapes`); None sends it uncompressed. Not all None.
+        names: parameter names, keys of ``memory`` and of the random columns; by default "0", "1", ...
+        memory: memory of earlier buckets. Not modified.
+        error_feedback: whether to add the residual of compression to the next gradient.
+        factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16
+            gradients: an element of P sums over a row of M and may exceed the range of fp16.
+        seed: seed of the random columns, equal on all ranks.
+        iteration: number of the current step, for the random columns of new factors.
+        alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
+        precision: precision of the products M Q and M' P, "tf32" or "fp32"; see `MatrixTable`.
+
+    Attributes:
+        layout: position of each gradient in a flat buffer of the bucket.
+        table: sizes of the matrices, and positions of their factors in packed buffers.
+        memory: memory of the compressed parameters.
+        q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
+        p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
+        counter: int64 [1], in device memory: number of the next step, for the random columns.
+        finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Tensor],
+        shapes: Sequence[MatrixShape | None],
+        *,
+        names: Sequence[str] | None = None,
+        memory: Memory | None = None,
+        error_feedback: bool = True,
+        factor_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        iteration: int = 0,
+        alternating: bool = False,
+        precision: str = "tf32",
+    ) -> None:
+        dtype, device = layouts[0].dtype, layouts[0].device
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        earlier = memory if memory is not None else {}
+        self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
+        self._others = [i for i, shape in enumerate(shapes) if shape is None]
+        self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
+        self._others_numel = self._others_table.numel if self._others_table is not None else 0
+        self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
+        self.layout = SegmentTable(layouts)
+        matrices = [
+            Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
+            for i, shape in self._compressed
+            for k in range(shape.matrices)
+        ]
+        self.table = MatrixTable(matrices, dtype, device, precision)
+        self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
+        self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
+
+        compressed = {names[i]: layouts[i] for i, _ in self._compressed}
+        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}, "q": {}, "p": {}}
+        self._errors: list[Tensor] | None = None
+        if error_feedback:
+            errors = earlier.get("errors", {})
+            for name, layout in compressed.items():
+                self.memory["errors"][name] = error_like(errors.get(name), layout, self.table.compute, name)
+            self._errors = self._matrices(list(self.memory["errors"].values()))
+        self.q, self.memory["q"] = self._packed(self.table.q, compressed, earlier.get("q", {}))
+        self.p: Tensor | None = None
+        if alternating:
+            self.p, self.memory["p"] = self._packed(self.table.p, compressed, earlier.get("p", {}))
+
+    def sent_numel(self, iteration: int) -> int:
+        """Payload of a step in real elements."""
+        p, q = sum(self.table.p.sizes), sum(self.table.q.sizes)
+        factors = p + q if self.p is None else (p, q)[iteration % 2]
+        return factors + self._others_numel
+
+    def start_step(
+        self,
+        source: Sequence[Tensor],
+        target: Sequence[Tensor],
+        iteration: int,
+        workspace: Workspace,
+        *,
+        sends: Sequence[FactorLayout],
+        basis: FactorLayout,
+    ) -> LowRankStep:
+        """Lay out the tensors of a step.
+
+        Args:
+            source, target, iteration, workspace: as in `powersgd_all_reduce`.
+            sends: layout of the factors of each all-reduce, ``table.p`` or ``table.q``: one or two.
+            basis: layout of the factors to orthogonalize.
+        """
+        is_in_place = _is_in_place(source, target)
+        gradients = self._matrices([source[i] for i, _ in self._compressed])
+        results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
+        # A step that reads M twice may leave it in the target.
+        keep = len(sends) == 2 and self._errors is not None and can_keep(self.table)
+
+        dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
+        sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
+        if on_wire == dtype:  # one tensor holds both parts
+            message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
+            first, others = message.split([sent, self._others_numel])
+            messages = [message]
+        else:
+            first, others, basis_buffer, *later = workspace.wires((sent, on_wire), (self._others_numel, dtype), *sizes)
+            messages = [first, others] if self._others else [first]
+        uncompressed = None
+        if self._others_table is not None:
+            others_source = [source[i] for i in self._others]
+            others_target = others_source if is_in_place else [target[i] for i in self._others]
+            uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
+        # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
+        advance_to = None if is_capturing(self.counter.device) else iteration + 1
+        kept = self.q if sends[-1] is self.table.q else self.p
+        assert kept is not None, "P is kept only by a bucket made with alternating=True"
+        renewal = Renewal(sends[-1], kept, self.counter, advance_to)
+        matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
+        return LowRankStep(matrices, messages, [first, *later], basis_buffer)
+
+    def counter_at(self, iteration: int) -> Tensor:
+        """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
+        return self.counter if is_capturing(self.counter.device) else self.counter.fill_(iteration)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph of a step can serve later steps, after a `refresh`."""
+        return can_capture(self.table)
+
+    def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
+        """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.
+
+        Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
+        """
+        self.counter.fill_(iteration)
+        targets = self._addresses(target)
+        errors = [error.data_ptr() for error in self._errors] if self._errors is not None else targets
+        self.table.on_device_addresses([*self._addresses(source), *targets, *errors])
+        if self._others_table is not None:
+            self._others_table.packed([source[i] for i in self._others])
+            if not _is_in_place(source, target):
+                self._others_table.for_results.packed([target[i] for i in self._others])
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The addresses of `_matrices`."""
+        nbytes = self.table.dtype.itemsize
+        return [
+            tensors[i].data_ptr() + k * rows * columns * nbytes
+            for i, (count, rows, columns, _) in self._compressed
+            for k in range(count)
+        ]
+
+    def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The matrices of the compressed parameters as views in memory order, n x m each."""
+        matrices = []
+        for (_, (count, rows, columns, _)), tensor in zip(self._compressed, tensors, strict=True):
+            start = tensor.storage_offset()
+            for k in range(count):
+                matrices.append(tensor.as_strided((rows, columns), (columns, 1), start + k * rows * columns))
+        return matrices
+
+    def _packed(
+        self, factors: FactorLayout, names: Iterable[str], earlier: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One buffer with P or Q of all matrices, and the view of each parameter.
+
+        A view holds the ``earlier`` factors if they have its shape, and random columns otherwise, as when r has
+        changed.
+        """
+        buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
+        draw(factors, self.table.keys, self.counter, buffer)
+        views, first = {}, 0
+        for (_, shape), name in zip(self._compressed, names, strict=True):
+            length = factors.lengths[first]
+            distance = -(-factors.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
+            size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
+            view = views[name] = buffer.as_strided(size, stride, factors.offsets[first])
+            if name in earlier and earlier[name].shape == view.shape:
+                view.copy_(earlier[name])
+            first += shape.matrices
+        return buffer, views
+
+
+def _is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
+    return source is target or all(map(is_, source, target))
+
+
+def flat_low_rank_bucket(
+    layouts: Sequence[Tensor],
+    rank: int,
+    *,
+    names: Sequence[str],
+    memory: Memory,
+    error_feedback: bool = True,
+    **options: Any,
+) -> LowRankBucket | None:
+    """A `LowRankBucket` of the flat bucket as one nearly square matrix; the remaining elements are not compressed.
+
+    Errors belong to parameters and are views of one flat tensor. Factors belong to the bucket, and are named after its
+    first and last parameter.
+
+    Args:
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients.
+        rank: r, clamped to min(n, m).
+        names: parameter names.
+        memory: memory of earlier buckets, by name. Not modified.
+        error_feedback: whether to add the residual of compression to the next gradient.
+        options: further options of `LowRankBucket`.
+
+    Returns:
+        The bucket, with two gradients: the matrix and the remainder. None if the matrix would not shrink.
+    """
+    table = SegmentTable(layouts)
+    columns = max(1, math.isqrt(max(table.numel - 1, 0)) + 1)  # the square root, rounded up
+    rows = table.numel // columns
+    rank = min(rank, rows, columns)
+    if (rows + columns) * rank >= rows * columns:
+        return None
+    flat = torch.empty(table.numel, dtype=table.dtype, device=table.device)
+    parts = flat.split([rows * columns, table.numel - rows * columns])
+    name = f"{names[0]} ... {names[-1]}, {len(names)} parameters"
+    earlier, errors = dict(memory), {}
+    if error_feedback:
+        error = torch.zeros_like(flat, dtype=compute_dtype(table.dtype))
+        earlier["errors"] = {name: error[: rows * columns]}
+        for parameter, view in zip(names, table.views(error), strict=True):
+            if (known := memory.get("errors", {}).get(parameter)) is not None:
+                view.copy_(error_like(known, view, error.dtype, parameter))
+            errors[parameter] = view
+    bucket = LowRankBucket(
+        parts,
+        [MatrixShape(1, rows, columns, rank), None],
+        names=[name, "remainder"],
+        memory=earlier,
+        error_feedback=error_feedback,
+        **options,
+    )
+    bucket.memory["errors"] = errors
+    return bucket

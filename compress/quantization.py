@@ -91,40 +91,40 @@ async def quantized_all_reduce(
     step = bucket.start_step(source, target, iteration, workspace)
     # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
     # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
-    for part in step.parts:
+    for each in step.sections:
         quantize(
-            part.source,
-            part.section,
+            each.source,
+            each.section,
             step.message,
             scale=1 / transport.world_size,
-            errors=part.errors,
-            pending=part.pending,
+            errors=each.errors,
+            pending=each.pending,
             rounding=step.first_rounding,
         )
     await transport.all_to_all(step.received, step.message)
     # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
     # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
-    for part in step.parts:
+    for each in step.sections:
         reduce_quantized(
             step.received,
-            part.section,
+            each.section,
             step.result,
             rank=transport.rank,
-            errors=part.shard_errors,
-            pending=part.shard_pending,
+            errors=each.shard_errors,
+            pending=each.shard_pending,
             rounding=step.second_rounding,
         )
     await transport.all_gather(step.message, step.result)
     # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
-    for part in step.parts:
-        dequantize(step.message, part.section, part.target)
+    for each in step.sections:
+        dequantize(step.message, each.section, each.target)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if step.pending is not None:
         assert bucket.errors is not None
         commit_errors(step.message, step.pending, bucket.errors)
 
 
-class Part(NamedTuple):
+class SectionTensors(NamedTuple):
     """One section of a message, with its gradients and errors in one step; no errors without error feedback."""
 
     section: Section  # the wire format, and the places of the blocks
@@ -136,10 +136,10 @@ class Part(NamedTuple):
     shard_pending: Tensor | None  # the next E2, if the bucket is finite on all ranks
 
 
-class Step(NamedTuple):
+class QuantizedStep(NamedTuple):
     """The tensors of one bucket in one step: buffers in the workspace, valid until its next use."""
 
-    parts: list[Part]  # one for each wire format
+    sections: list[SectionTensors]  # one for each wire format
     message: Tensor  # codes of all gradients, uint8 [pieces, n, cell bytes]; in the second shot, the gathered results
     received: Tensor  # this rank's cells of all ranks' messages, uint8 [pieces, n, cell bytes]
     result: Tensor  # codes of their sums, uint8 [pieces, cell bytes]
@@ -250,12 +250,12 @@ class QuantizedBucket:
 
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, workspace: Workspace
-    ) -> Step:
+    ) -> QuantizedStep:
         """Set ``counter``, and lay out the tensors of a step.
 
         Args:
             source: the gradients, real.
-            target: where the mean goes; may be ``source``.
+            target: the tensors that receive the mean; may be ``source``.
             iteration: the number of the step. Ignored while a CUDA graph is captured: every replay would set the same
                 number.
             workspace: provides the buffers.
@@ -274,8 +274,8 @@ class QuantizedBucket:
         n = len(layout.sections)
         errors = self.errors.split(self._sizes) if self.errors is not None else [None] * 2 * n
         after = pending.split(self._sizes) if pending is not None else [None] * 2 * n
-        parts = [
-            Part(
+        sections_in_step = [
+            SectionTensors(
                 section,
                 list(map(source.__getitem__, members)),
                 list(map(target.__getitem__, members)),
@@ -286,8 +286,8 @@ class QuantizedBucket:
             )
             for k, (section, members) in enumerate(zip(layout.sections, self._members.values(), strict=True))
         ]
-        return Step(
-            parts,
+        return QuantizedStep(
+            sections_in_step,
             message.view(layout.message_shape),
             received.view(layout.message_shape),
             result,

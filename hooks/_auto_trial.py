@@ -24,7 +24,7 @@ CASTS: dict[str, CommHook] = {PLAIN: allreduce_hook, "bf16": bf16_compress_hook,
 LOW_RANK = "powersgd-r"
 
 
-class Exchange(NamedTuple):
+class Candidate(NamedTuple):
     """A hook and its state."""
 
     state: CastState | QuantizationState | PowerSGDState
@@ -38,21 +38,21 @@ class Exchange(NamedTuple):
         return self.hook(self.state, bucket)
 
 
-def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int) -> Exchange:
+def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int) -> Candidate:
     """The exchange of a candidate's name, which compresses from step ``start`` on.
 
     Raises:
         ValueError: there is no candidate of that name.
     """
     if name in CASTS:
-        return Exchange(CastState(process_group), CASTS[name])
+        return Candidate(CastState(process_group), CASTS[name])
     if name in WIRE_FORMATS:
-        return Exchange(QuantizationState(process_group, name, start_iter=start), quantization_hook)
+        return Candidate(QuantizationState(process_group, name, start_iter=start), quantization_hook)
     rank = name.removeprefix(LOW_RANK)
     if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
         state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
         state._has_compressed = True  # no warning if it cannot: the measurement shows that it gains nothing
-        return Exchange(state, powerSGD_hook)
+        return Candidate(state, powerSGD_hook)
     raise ValueError(
         f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
         "rank N, such as powersgd-r4."
@@ -90,35 +90,19 @@ def _flat_copy(bucket: GradBucket) -> Tensor:
 
 
 class Trial:
-    """The measurement of one candidate in one step, bucket by bucket, each on its own.
+    """The measurement of one candidate in one step, bucket by bucket, on copies of the gradients."""
 
-    Args:
-        candidate: its name.
-        exchange: runs on copies of the gradients. Candidates keep theirs from step to step.
-
-    Attributes:
-        buckets: the parameter names of each bucket.
-    """
-
-    def __init__(self, candidate: str, exchange: Exchange) -> None:
-        self.candidate = candidate
-        self.buckets: list[tuple[str, ...]] = []
+    def __init__(self, candidate: str, exchange: Candidate) -> None:
+        self.candidate = candidate  # name of the candidate
+        self.buckets: list[tuple[str, ...]] = []  # parameter names of each bucket
         self.exchange = exchange
         self._stopwatch = Stopwatch()
         self._marks: list[Mark] = []  # begin and end of each bucket
 
     def run(
-        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Exchange, recorder: Stopwatch | None
+        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Candidate, recorder: Stopwatch | None
     ) -> Future[Tensor]:
-        """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``; wait for both.
-
-        Args:
-            bucket: the gradients.
-            names: parameter names of the bucket.
-            iteration: number of the step.
-            plain: the exchange that gives the result of the step.
-            recorder: measurements of the whole run; None without any.
-        """
+        """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``."""
         self.buckets.append(names)
         device = bucket_device(bucket)
         self._marks.append(Mark(device))
@@ -142,20 +126,14 @@ TOLERANCE = 1.02
 
 
 class Cost(NamedTuple):
-    """Time of the exchange of one bucket on its own (ms).
-
-    Attributes:
-        encode: computation up to the last collective.
-        wire: collectives.
-        decode: computation after the last collective.
-    """
+    """Milliseconds of the exchange of one bucket on its own: before, in and after the collectives."""
 
     encode: float
     wire: float
     decode: float
 
 
-Costs = Sequence[Mapping[str, Cost]]  # of each bucket, by exchange, the most precise one first
+Costs = Sequence[Mapping[str, Cost]]  # for each bucket, by exchange, the most precise one first
 
 
 def slowest_times(

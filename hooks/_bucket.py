@@ -215,7 +215,7 @@ def described(value: object) -> str:
 
 
 def check_process_group(value: object, argument: str = "process_group") -> None:
-    """Raise TypeError unless ``value`` is a process group, or None for the default one."""
+    """Raise TypeError unless ``value`` is a process group or None."""
     if value is not None and not isinstance(value, dist.ProcessGroup):
         raise TypeError(
             f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "

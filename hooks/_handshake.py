@@ -135,7 +135,7 @@ class HookSettings(Observed):
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
             ValueError: the DistributedDataParallel has other ranks.
         """
-        group = getattr(bucket, "process_group", None)  # of gradwire's DDP; None if no reducer has launched the bucket
+        group = getattr(bucket, "process_group", None)  # a bucket of gradwire's DDP; None if no reducer has launched it
         if group is None:
             group = process_group or default_group()
         elif process_group is not None and process_group is not group:
@@ -184,9 +184,11 @@ class _Agreement:
     """The agreement of all ranks of a process group on the settings of a hook."""
 
     def __init__(self, generation: int) -> None:
-        self.generation = generation  # of the connections: a handshake that ended here may have failed elsewhere
+        self.generation = (
+            generation  # generation of the connections: a handshake that ended here may have failed elsewhere
+        )
         self.settings: dict[str, object] | None = None  # None before the first handshake, and if another one is due
-        self.parameters = WeakIdKeyDictionary()  # of all models that the agreement is about
+        self.parameters = WeakIdKeyDictionary()  # parameters of the models whose handshake is over
 
 
 def digest(value: object) -> str:
@@ -246,7 +248,7 @@ def _parameters_in_pytorchs_ddp(
     """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
 
     Raises:
-        ValueError: the DDP averages over other ranks than ``group``, which nobody has chosen.
+        ValueError: the DDP averages over other ranks than ``group``, and the group was not passed explicitly.
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]

@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -77,7 +78,7 @@ class ParameterNames:
     for options by name or checkpoints.
 
     Args:
-        state: registered with the hook.
+        state: the state that is registered with the hook.
     """
 
     def __init__(self, state: object) -> None:
@@ -169,7 +170,8 @@ class ParameterNames:
         for parameter in unnamed:
             self._names[parameter] = f"{NUMBERED}{self._unnamed}"
             self._unnamed += 1
-        return tuple(map(self._names.__getitem__, parameters))
+            names[names.index(None)] = self._names[parameter]
+        return tuple(cast("list[str]", names))
 
     def _unknown(self, needed_by: str) -> RuntimeError:
         return RuntimeError(

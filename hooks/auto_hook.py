@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.comm import executor_for
 from gradwire.compress._validation import check_entries, check_whole_number, wrong
-from gradwire.hooks._auto_trial import PLAIN, Exchange, Trial, choose, make_exchange, predicted_ms, slowest_times
+from gradwire.hooks._auto_trial import PLAIN, Candidate, Trial, choose, make_exchange, predicted_ms, slowest_times
 from gradwire.hooks._bucket import GradBucket, bucket_device
 from gradwire.hooks._checkpoint import check_count, option_values
 from gradwire.hooks._handshake import digest
@@ -110,12 +110,12 @@ class AutoState(HookState):
         min_gain: float = 1.05,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[str, Candidate] = {}
         self._trials: list[Trial] = []
         options = AutoOptions(candidates=tuple(candidates), repeats=repeats, min_gain=min_gain, plan=plan or {})
         super().__init__("auto_hook", process_group, options)
         self._applied_plan = dict(options.plan)
-        self._latest: dict[str, Exchange] = {}  # the exchange of each parameter's bucket in its latest step, by name
+        self._latest: dict[str, Candidate] = {}  # the exchange of each parameter's bucket in its latest step, by name
         self._first_trial = FIRST_STEPS  # the step of the first measurement
         self._checks_plan = True  # whether the plan must be compared with the model
         self._is_first_bucket = False
@@ -168,7 +168,7 @@ class AutoState(HookState):
         """This rank's error memory, for `metrics`."""
         return [error for exchange in self._exchanges.values() for error in exchange.state.residuals()]
 
-    def exchange(self, name: str) -> Exchange:
+    def exchange(self, name: str) -> Candidate:
         """The exchange of a candidate, created at its first use."""
         if name not in self._exchanges:
             self._exchanges[name] = self._make(name)
@@ -259,10 +259,10 @@ class AutoState(HookState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]
-        exchanges = {name: Exchange(each, self._make(name).hook) for name, each in state["states"].items()}
+        exchanges = {name: Candidate(each, self._make(name).hook) for name, each in state["states"].items()}
         self._restart(state["iter"], self.plan, exchanges)
 
-    def _make(self, name: str) -> Exchange:
+    def _make(self, name: str) -> Candidate:
         exchange = make_exchange(name, self.process_group, FIRST_STEPS)
         if self._names.module is not None and isinstance(exchange.state, HookState):
             exchange.state.bind(self._names.module)
@@ -279,7 +279,7 @@ class AutoState(HookState):
         found = sorted(self._exchanges.items())
         return [(name, each.state) for name, each in found if isinstance(each.state, HookState)]
 
-    def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Exchange]) -> None:
+    def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Candidate]) -> None:
         self.plan = plan  # validates it
         self._exchanges, self._latest = dict(exchanges), {}
         self._measure_again()
@@ -347,7 +347,7 @@ class AutoState(HookState):
         logger.info("Chosen: %s", ", ".join(f"{name} for {len(names)} parameters" for name, names in members))
         self._measure_again()
 
-    def _chosen(self, names: Sequence[str]) -> Exchange:
+    def _chosen(self, names: Sequence[str]) -> Candidate:
         """The exchange of a bucket: the most precise one that was chosen for any of its parameters."""
         chosen = {self.plan.get(name, PLAIN) for name in names}
         order = (*self.candidates, *sorted(chosen - set(self.candidates)))

@@ -109,7 +109,7 @@ def _cast_hook(
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
     group, recorder = settings.agree(bucket, process_group), settings._recorder
-    # All ranks measure, or none: they have agreed.
+    # All ranks measure, or none: the handshake compared it.
     if dtype is None and recorder is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)
     return reduce_bucket(group, bucket, algorithm, hook, recorder=recorder)

@@ -20,9 +20,7 @@ from gradwire.comm import Steps, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, needs_state, reduce_bucket, zero_copy
 from gradwire.hooks._checkpoint import (
-    ERRORS,
     MAX_COUNT,
-    BucketMemory,
     Checkpointed,
     Memory,
     check_count,
@@ -30,7 +28,7 @@ from gradwire.hooks._checkpoint import (
 )
 from gradwire.hooks._parameter_names import is_number, plain_name
 
-__all__ = ["ERRORS", "BucketMemory", "HookState", "Memory", "Step", "hook_for"]
+__all__ = ["HookState", "Memory", "Step", "hook_for"]
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Options = TypeVar("Options", bound=type)
@@ -40,32 +38,26 @@ class Step(NamedTuple):
     """A bucket in one step, as an algorithm gets it.
 
     Attributes:
-        source: the gradients, one per parameter or in one flat buffer.
-        target: the tensors that receive the mean; may be ``source``.
-        memory: the result of `HookState.prepare`.
+        gradients: one real tensor per parameter; a complex gradient is a tensor of pairs.
+        results: the tensors that receive the mean, like ``gradients``; may be the same memory.
         names: parameter names.
+        memory: the result of `HookState.prepare`.
         iteration: number of the step.
         transport: the collectives. Await them: every rank must issue the same ones in the same order.
         workspace: provides wire buffers.
+        source, target: the gradients and results again, for `Gradients.flatten` and `Gradients.unflatten`, which take a
+            flat buffer as it is.
     """
 
-    source: Gradients
-    target: Gradients
-    memory: Any
+    gradients: list[Tensor]
+    results: list[Tensor]
     names: tuple[str, ...]
+    memory: Any
     iteration: int
     transport: Transport
     workspace: Workspace
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """One real tensor per parameter; a complex gradient is a tensor of pairs."""
-        return self.source.each()
-
-    @property
-    def results(self) -> list[Tensor]:
-        """The tensors that receive the mean, like `gradients`; may be the same memory."""
-        return self.target.each()
+    source: Gradients
+    target: Gradients
 
 
 Algorithm = Callable[[Step], Steps[None]]
@@ -245,7 +237,9 @@ class HookState(Checkpointed):
         def steps(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
             if memory is None:
                 return cast_all_reduce(source, target, source.table.dtype, transport, workspace)
-            return algorithm(Step(source, target, memory, names, iteration, transport, workspace))
+            gradients = source.each()
+            results = gradients if target.tensors is source.tensors else target.each()
+            return algorithm(Step(gradients, results, names, memory, iteration, transport, workspace, source, target))
 
         self.maybe_increase_iter(bucket)
         layout = memory.layout if memory is not None else None

@@ -27,10 +27,10 @@ from gradwire.compress import (
 )
 from gradwire.compress._validation import check_elements, check_flag, check_number, check_whole_number, wrong
 from gradwire.compress.policy import check_factors, check_size_of_factors
-from gradwire.compress.powersgd_bucket import error_like
+from gradwire.compress.powersgd import error_like
 from gradwire.hooks._bucket import GradBucket, ddp_hook, needs_state
-from gradwire.hooks._checkpoint import MAX_COUNT, check_count
-from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for, with_option_attributes
+from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -226,7 +226,7 @@ class PowerSGDState(HookState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._has_compressed = False  # whether a compressed step is over
+        self._has_compressed = False  # whether a compressed step has ended
 
     @property
     def _is_batched(self) -> bool:

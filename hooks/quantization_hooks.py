@@ -30,8 +30,9 @@ from gradwire.hooks._bucket import (
     reduce_bucket,
     zero_copy,
 )
+from gradwire.hooks._checkpoint import ERRORS
 from gradwire.hooks._handshake import HookSettings
-from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]

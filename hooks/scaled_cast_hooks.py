@@ -111,7 +111,7 @@ class ScaledCastState(HookState):
         super().begin_step()
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
-        """What the algorithm knows of a bucket; its scale is made on the stream or thread where it is used."""
+        """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
         closes_step, self._is_left_open = self._is_left_open, False
         return _Bucket(bucket.is_last(), closes_step)
 

@@ -216,7 +216,7 @@ class Stopwatch:
     """Measures the time and payload of each bucket of a hook."""
 
     def __init__(self) -> None:
-        self.timelines: list[Timeline] = []  # of the buckets, in order
+        self.timelines: list[Timeline] = []  # one per bucket, in order
 
     def settings(self) -> dict[str, object]:
         """Options that must be equal on all ranks, as plain values."""
@@ -258,8 +258,8 @@ class Telemetry(Stopwatch):
         self._report = report
         self._latest_index: int | None = None  # index of the latest bucket
         self._n_steps = 0  # steps that have begun
-        self._agreed_at = 0  # steps before the ranks compared their settings: all count comparisons from there
-        self._sample: Sample | None = None  # of the current step
+        self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
+        self._sample: Sample | None = None  # the current step's
         self._pending: deque[Sample] = deque()
 
     def settings(self) -> dict[str, object]:

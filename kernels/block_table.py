@@ -162,7 +162,7 @@ class Section:
     blocks_per_cell: int
     scales_at: int
     payload_at: int
-    checked: dict[str, object] = field(default_factory=dict)  # layouts of the arguments that fitted last, by function
+    checked: set[object] = field(default_factory=set)  # layouts of arguments that were found to fit
 
     def cell_blocks(self, cell: int) -> tuple[int, int]:
         """The first block of a cell, and one past its last. They are equal if the cell is empty."""
@@ -190,7 +190,7 @@ class Section:
 
     @cached_property
     def run_cells(self) -> list[tuple[Run, list[tuple[int, int, int, int]]]]:
-        """Each run of the table, and the cells of its blocks: cell, first slot, first block, one past the last."""
+        """The runs of the table with the cells of their blocks: cell, first slot, first block, one past the last."""
         found, room = [], self.blocks_per_cell
         for run in self.table.runs:
             cells = []
@@ -217,6 +217,8 @@ class MessageLayout:
         sections: one for each group.
         cell_bytes: the size of a cell, a multiple of 16.
         n_cells: pieces * world_size.
+        message_shape: shape of a message, in uint8: sent and received in the first shot, gathered in the second.
+        result_shape: shape of one rank's reduced cells, which it sends in the second shot, in uint8.
 
     Raises:
         ValueError: there are no groups, the world size or the number of pieces is not positive, or devices differ.
@@ -236,20 +238,12 @@ class MessageLayout:
         at = HEADER_BYTES
         for wire, table in groups:
             blocks = -(-table.n_blocks // self.n_cells)
-            payload_at = at + _aligned(blocks * wire.scale_bytes)
+            payload_at = _aligned(at + blocks * wire.scale_bytes)
             self.sections.append(Section(table, wire, blocks, at, payload_at))
-            at = payload_at + _aligned(blocks * wire.payload_bytes(table.block_size))
+            at = _aligned(payload_at + blocks * wire.payload_bytes(table.block_size))
         self.cell_bytes = at
-
-    @property
-    def message_shape(self) -> tuple[int, int, int]:
-        """The shape of a message, in uint8: what is sent and received in the first shot, and gathered in the second."""
-        return self.pieces, self.world_size, self.cell_bytes
-
-    @property
-    def result_shape(self) -> tuple[int, int]:
-        """The shape of what one rank reduces and sends in the second shot, in uint8."""
-        return self.pieces, self.cell_bytes
+        self.message_shape = (pieces, world_size, at)
+        self.result_shape = (pieces, at)
 
     def shard_numel(self, section: Section) -> int:
         """Elements of one rank's cells: the size of the error memory of the second shot."""

@@ -64,15 +64,7 @@ def unflatten_reference(
 
 
 def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float, counters: Tensor | None) -> None:
-    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through.
-
-    Args:
-        x: elements in the dtype of the arithmetic.
-        out: result, [shape of ``x``], in a wire dtype. Overwritten.
-        scale: a number, or a one-element tensor.
-        limit: the magnitude at which a finite element saturates.
-        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
-    """
+    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through; arguments as in `flatten`."""
     scaled = x * torch.as_tensor(scale, dtype=x.dtype, device=x.device)
     is_finite = x.isfinite()
     clamped = torch.where(is_finite, scaled.clamp(-limit, limit), scaled)

@@ -243,12 +243,11 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    if operands.table.can_use_triton():
+    if operands.use_triton:
         project_triton(operands, q, p, scale)
-        return
-    _clear_gaps(operands.table.p, p)
-    (project_cpu if p.device.type == "cpu" else project_reference)(operands, q, p, scale)
-    _pack(operands, operands.table.p, scale)
+    else:
+        _prepare_wire(operands, operands.table.p, p, scale)
+        (project_cpu if p.device.type == "cpu" else project_reference)(operands, q, p, scale)
 
 
 def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
@@ -265,22 +264,19 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    if operands.table.can_use_triton():
+    if operands.use_triton:
         backproject_triton(operands, p, q, scale)
-        return
-    _clear_gaps(operands.table.q, q)
-    (backproject_cpu if q.device.type == "cpu" else backproject_reference)(operands, p, q, scale)
-    _pack(operands, operands.table.q, scale)
+    else:
+        _prepare_wire(operands, operands.table.q, q, scale)
+        (backproject_cpu if q.device.type == "cpu" else backproject_reference)(operands, p, q, scale)
 
 
-def _clear_gaps(layout: FactorLayout, factors: Tensor) -> None:
+def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, scale: float) -> None:
+    """Write all that is sent with factors: zeros between them, and the uncompressed gradients."""
+    others = operands.uncompressed
     if layout.has_gaps:
         factors.zero_()
-
-
-def _pack(operands: Operands, computed: FactorLayout, scale: float) -> None:
-    others = operands.uncompressed
-    if others is not None and others.sent_with is computed:
+    if others is not None and others.sent_with is layout:
         flatten(others.source, others.wire, table=others.table, scale=scale)
 
 
@@ -302,7 +298,7 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
     """
     table, renewal, others = operands.table, operands.renewal, operands.uncompressed
     operands.check(p, q)
-    if table.can_use_triton():
+    if operands.use_triton:
         reconstruct_triton(operands, p, q, finite)
         if renewal is not None:
             return  # its launch has read the uncompressed gradients, too

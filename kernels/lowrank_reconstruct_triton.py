@@ -44,43 +44,6 @@ def _rows(layout: FactorLayout, keys: Sequence[int]) -> list[tuple[int, int, int
     ]
 
 
-@jit
-def _norms_row(
-    wire_ptr,  # packed factors, of any dtype
-    rows_ptr,  # [5, rows] int64: `_rows`
-    norms_ptr,  # [2, rows] fp32
-    finite_ptr,  # [matrices] int32
-    n_rows,
-    row,
-    BLOCK: tl.constexpr,
-):
-    """Largest magnitude of a row, and its norm divided by that. Clears the flag if the row is not finite."""
-    factor, length, offset, _, _ = load_fields(rows_ptr, n_rows, row, 0, 5)
-    wire_ptr += offset
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    n_bad = tl.zeros((BLOCK,), dtype=tl.int32)
-    start = 0
-    while start < length:
-        offs = start + tl.arange(0, BLOCK)
-        x = tl.abs(tl.load(wire_ptr + offs, mask=offs < length, other=0).to(tl.float32))  # [BLOCK]
-        largest = tl.maximum(largest, x)
-        n_bad += tl.where(x < float("inf"), 0, 1)
-        start += BLOCK
-    top = tl.max(largest, axis=0)
-    divisor = tl.where(top > 0, top, 1.0)  # without it, squares would overflow or underflow
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    start = 0
-    while start < length:
-        offs = start + tl.arange(0, BLOCK)
-        x = tl.load(wire_ptr + offs, mask=offs < length, other=0).to(tl.float32) / divisor
-        squares += x * x
-        start += BLOCK
-    tl.store(norms_ptr + row, top)
-    tl.store(norms_ptr + (n_rows + row), tl.sqrt(tl.sum(squares, axis=0)))
-    if tl.sum(n_bad, axis=0) > 0:
-        tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # order does not matter: no fence
-
-
 @kernel
 def _norms_kernel(
     wire_ptr,  # packed factors, of any dtype
@@ -98,12 +61,35 @@ def _norms_kernel(
     BLOCK: tl.constexpr,
     UNPACK: tl.constexpr,
 ):
-    """The norm of a row, or a chunk of a gradient that is not compressed."""
+    """The largest magnitude of a row and its norm divided by that, or a chunk of a gradient that is not compressed."""
     program = tl.program_id(0).to(tl.int64)
     if step_ptr is not None and program == 0:
         tl.store(step_ptr, tl.load(step_ptr) + 1 if advance_to < 0 else advance_to)
     if program < n_rows:
-        _norms_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, n_rows, program, BLOCK)
+        factor, length, offset, _, _ = load_fields(rows_ptr, n_rows, program, 0, 5)
+        row_ptr = wire_ptr + offset
+        largest = tl.zeros((BLOCK,), dtype=tl.float32)
+        n_bad = tl.zeros((BLOCK,), dtype=tl.int32)
+        start = 0
+        while start < length:
+            offs = start + tl.arange(0, BLOCK)
+            x = tl.abs(tl.load(row_ptr + offs, mask=offs < length, other=0).to(tl.float32))  # [BLOCK]
+            largest = tl.maximum(largest, x)
+            n_bad += tl.where(x < float("inf"), 0, 1)
+            start += BLOCK
+        top = tl.max(largest, axis=0)
+        divisor = tl.where(top > 0, top, 1.0)  # without it, squares would overflow or underflow
+        squares = tl.zeros((BLOCK,), dtype=tl.float32)
+        start = 0
+        while start < length:
+            offs = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + offs, mask=offs < length, other=0).to(tl.float32) / divisor
+            squares += x * x
+            start += BLOCK
+        tl.store(norms_ptr + program, top)
+        tl.store(norms_ptr + (n_rows + program), tl.sqrt(tl.sum(squares, axis=0)))
+        if tl.sum(n_bad, axis=0) > 0:
+            tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # order does not matter: no fence
     if segments_ptr is not None and program >= n_rows:
         unflatten_chunk(
             segments_ptr, packed_ptr, None, n_segments, n_unpacks, program - n_rows, 1.0,

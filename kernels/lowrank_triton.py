@@ -239,7 +239,7 @@ def _multiply_kernel(
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_ERROR: tl.constexpr,
-    PRECISION: tl.constexpr,  # of `tl.dot`; None: no `tl.dot`
+    PRECISION: tl.constexpr,  # input precision of `tl.dot`; None: no `tl.dot`
     RANK: tl.constexpr,
     DOT_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -321,39 +321,9 @@ def _multiply_kernel(
                 tl.store(column_ptrs[:, None] + offs_along[None, :], totals[part], mask=mask)
 
 
-@jit
-def _sum_chunk(
-    partial_ptr,  # as `_multiply_kernel` leaves it
-    chunks_ptr,  # [5, programs] int64: `chunks`
-    out_ptr,  # packed factors in a wire dtype
-    n_programs,
-    program,
-    scale,  # fp32
-    CHUNK: tl.constexpr,
-    STRIPS: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """A chunk of a factor: its partial sums, added in a fixed order, times ``scale``, cast to the wire dtype."""
-    start, size, n_strips, partial_start, offset = load_fields(chunks_ptr, n_programs, program, 0, 5)
-    offs = start + tl.arange(0, CHUNK)
-    mask = offs < size
-    offs_s = tl.arange(0, STRIPS)
-    partial_ptrs = partial_ptr + partial_start + (offs_s.to(tl.int64)[:, None] * size + offs[None, :])
-    total = tl.zeros((STRIPS, CHUNK), dtype=tl.float32)
-    first = 0
-    while first < n_strips:
-        total += tl.load(partial_ptrs, mask=(first + offs_s < n_strips)[:, None] & mask[None, :], other=0)
-        partial_ptrs += STRIPS * size
-        first += STRIPS
-    result = tl.sum(total, axis=0) * scale  # [CHUNK]
-    # Zeros up to the next factor: the whole wire is sent.
-    mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
-    tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @kernel
 def _sum_partials_kernel(
-    partial_ptr,  # as `_multiply_kernel` leaves it
+    partial_ptr,  # output of `_multiply_kernel`
     chunks_ptr,  # [5, sums] int64: `chunks`
     out_ptr,  # packed factors in a wire dtype
     segments_ptr,  # int64: `SegmentTable.packed` of the gradients to pack; None: there are none
@@ -373,7 +343,21 @@ def _sum_partials_kernel(
     program = tl.program_id(0).to(tl.int64)
     multiplier = tl.full((), scale, tl.float32)
     if program < n_sums:
-        _sum_chunk(partial_ptr, chunks_ptr, out_ptr, n_sums, program, multiplier, CHUNK, STRIPS, ALIGN)
+        start, size, n_strips, partial_start, offset = load_fields(chunks_ptr, n_sums, program, 0, 5)
+        offs = start + tl.arange(0, CHUNK)
+        mask = offs < size
+        offs_s = tl.arange(0, STRIPS)
+        partial_ptrs = partial_ptr + partial_start + (offs_s.to(tl.int64)[:, None] * size + offs[None, :])
+        total = tl.zeros((STRIPS, CHUNK), dtype=tl.float32)
+        first = 0
+        while first < n_strips:  # in a fixed order
+            total += tl.load(partial_ptrs, mask=(first + offs_s < n_strips)[:, None] & mask[None, :], other=0)
+            partial_ptrs += STRIPS * size
+            first += STRIPS
+        result = tl.sum(total, axis=0) * multiplier  # [CHUNK]
+        # Zeros up to the next factor: the whole wire is sent.
+        mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
+        tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
     if segments_ptr is not None and program >= n_sums:
         flatten_chunk(
             segments_ptr, packed_ptr, None, n_segments, n_packs, program - n_sums, multiplier, limit,

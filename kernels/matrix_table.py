@@ -31,8 +31,8 @@ ROW_GAP_NUMEL = 16
 MAX_RANK = 64
 # The Triton kernels address the elements of a tile of up to 32 rows by 32-bit offsets.
 MAX_COLUMNS = 1 << 26
-# Buffers whose views a `FactorLayout` keeps: P or Q on the wire, orthogonalized, and from step to step.
-CACHED_BUFFERS = 3
+# Lookups after which a `FactorLayout` lets go of the views of buffers that were not among them.
+CACHED_LOOKUPS = 32
 
 # Up to this rank, padded, products are formed element by element in fp32 registers; above, by `tl.dot`.
 ELEMENTWISE_RANK = 8
@@ -101,6 +101,8 @@ class FactorLayout:
         self.has_gaps = padded != self.sizes
         self.on_device = ProgramTables()
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._earlier_views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._lookups = 0
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -118,13 +120,15 @@ class FactorLayout:
         ]
 
     def cached_views(self, buffer: Tensor) -> list[Tensor]:
-        """`views` of a buffer that is used in every step."""
+        """`views` of a buffer that steps use again and again; kept until they no longer do."""
         key = (buffer.data_ptr(), buffer.dtype)
-        if key not in self._views:
-            if len(self._views) == CACHED_BUFFERS:
-                self._views.clear()
-            self._views[key] = self.views(buffer)
-        return self._views[key]
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = self._earlier_views.get(key) or self.views(buffer)
+        self._lookups += 1
+        if self._lookups % CACHED_LOOKUPS == 0:
+            self._earlier_views, self._views = self._views, {}
+        return views
 
     def check(self, buffer: Tensor, name: str) -> None:
         """Raise ValueError unless ``buffer`` is a flat buffer of this layout."""
@@ -340,6 +344,11 @@ class Operands:
     keep: bool
     uncompressed: Uncompressed | None = None
     renewal: Renewal | None = None
+
+    @cached_property
+    def use_triton(self) -> bool:
+        """`MatrixTable.can_use_triton`, asked once."""
+        return self.table.can_use_triton()
 
     @cached_property
     def addresses(self) -> list[int]:

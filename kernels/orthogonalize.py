@@ -45,14 +45,6 @@ def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
     return numel * (wire.itemsize + out.itemsize)
 
 
-def _by_size(layout: FactorLayout) -> list[list[int]]:
-    """The indices of the factors of each size."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, size in enumerate(zip(layout.ranks, layout.lengths, strict=True)):
-        groups.setdefault(size, []).append(i)
-    return list(groups.values())
-
-
 def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """`orthogonalize` in plain PyTorch: Gram-Schmidt in fp64.
 
@@ -60,8 +52,9 @@ def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, fin
     depend on its neighbors.
     """
     sources, targets = layout.views(wire), layout.views(out)
-    for members in _by_size(layout):
-        length = layout.lengths[members[0]]
+    sizes = list(zip(layout.ranks, layout.lengths, strict=True))
+    for size in dict.fromkeys(sizes):
+        members, (_, length) = [i for i, each in enumerate(sizes) if each == size], size
         rows = torch.stack([pad(sources[i], (0, -length % ALIGN_NUMEL)) for i in members]).double()
         is_finite = rows.isfinite().all(2).all(1)
         basis = torch.where(is_finite[:, None, None], gram_schmidt(rows, tolerance(out.dtype)), torch.nan)

@@ -173,7 +173,7 @@ def _sum_grams(
 def _gram_kernel(
     wire_ptr,  # packed factors, of any dtype
     layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
-    tiles_ptr,  # [4, programs] int64: `_tiles`
+    tiles_ptr,  # [4, programs] int64: `tiles_of`
     grams_ptr,  # [programs, RANK * RANK + RANK] fp32
     n_factors,
     n_programs,
@@ -236,7 +236,7 @@ def _inverse_cholesky(
 def _factorize_kernel(
     grams_ptr,  # [tiles, RANK * RANK + RANK] fp32: the Gram matrix of each tile
     layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
-    members_ptr,  # [3, members] int64: `_members`
+    members_ptr,  # [3, members] int64: `members_of`
     transforms_ptr,  # [members, RANK * RANK + RANK] fp32, as `_store_gram`: L^-1, and the divisors of the rows before
     finite_ptr,  # [factors] int32
     n_factors,
@@ -269,7 +269,7 @@ def _apply_kernel(
     in_ptr,  # packed factors, of any dtype
     transforms_ptr,  # [members, RANK * RANK + RANK] fp32: of `_factorize_kernel`
     layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
-    tiles_ptr,  # [4, programs] int64: `_tiles`
+    tiles_ptr,  # [4, programs] int64: `tiles_of`
     out_ptr,  # packed factors, fp32; may be `in_ptr`
     next_grams_ptr,  # [programs, RANK * RANK + RANK] fp32, of `out_ptr`; None in the second round
     n_factors,

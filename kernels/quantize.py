@@ -56,6 +56,7 @@ from gradwire.kernels.segment_table import memory_order
 from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode_with_errors
 
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
+MAX_CHECKED = 32  # sets of arguments whose layouts a section remembers: a few for each workspace
 
 
 def quantize_bytes(
@@ -84,15 +85,17 @@ def commit_errors_bytes(numel: int, errors: torch.dtype) -> int:
     return 2 * numel * errors.itemsize
 
 
-def _check_once(check: Callable[..., None], section: Section, *arguments: Any) -> None:
-    """``check(section, *arguments)``, unless the last call had the same arguments, or tensors of the same layout."""
-    layouts = [
-        (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else each
-        for each in arguments
-    ]
-    if section.checked.get(check.__name__) != layouts:
-        check(section, *arguments)
-        section.checked[check.__name__] = layouts
+def _check_once(
+    check: Callable[..., None], section: Section, tensors: Sequence[Tensor | None], *others: object
+) -> None:
+    """``check(section, *tensors, *others)``, unless an earlier call had tensors of the same layouts and addresses."""
+    layouts = [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    key = (check, *layouts, *others)
+    if key not in section.checked:
+        check(section, *tensors, *others)
+        if len(section.checked) >= MAX_CHECKED:
+            section.checked.clear()
+        section.checked.add(key)
 
 
 def _check_buffer(tensor: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
@@ -286,14 +289,15 @@ def quantize(
         scale: multiplies the gradients before anything else; 1 / n for a mean over n ranks.
         errors: the error memory, flat, `BlockTable.numel` elements of fp32 or bf16, 0 where blocks lack elements;
             None: no error feedback.
-        pending: like ``errors``: overwritten by the error of this step, which `commit_errors` makes permanent.
+        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
 
     Raises:
         ValueError: an argument does not fit the section.
     """
     section.table.segments.check_tensors(tensors)
-    _check_once(_check_quantize, section, message, errors, pending, rounding and rounding.step)
+    step = None if rounding is None else rounding.step
+    _check_once(_check_quantize, section, (message, errors, pending, step))
     if section.table.n_blocks > 0:
         run = choose(message.device, quantize_triton, quantize_cpu, quantize_reference)
         run(tensors, section, message, scale, errors, pending, rounding)
@@ -321,13 +325,14 @@ def reduce_quantized(
         rank: this rank, from 0 to n - 1.
         errors: this rank's error memory of the second shot, flat, `MessageLayout.shard_numel` elements of fp32 or
             bf16; None: no error feedback.
-        pending: like ``errors``: overwritten by the error of this step. It is 0 where cells have no blocks.
+        pending: error of this step, like ``errors``. Overwritten, with 0 where cells have no blocks.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
 
     Raises:
         ValueError: an argument does not fit the section.
     """
-    _check_once(_check_reduce, section, received, result, errors, pending, rounding and rounding.step, rank)
+    step = None if rounding is None else rounding.step
+    _check_once(_check_reduce, section, (received, result, errors, pending, step), rank)
     if section.blocks_per_cell > 0:
         run = choose(received.device, reduce_quantized_triton, reduce_quantized_cpu, reduce_quantized_reference)
         run(received, section, result, rank, errors, pending, rounding)
@@ -347,7 +352,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
         ValueError: an argument does not fit the section.
     """
     section.table.segments.check_tensors(tensors)
-    _check_once(_check_message, section, gathered, "gathered")
+    _check_once(_check_message, section, (gathered,), "gathered")
     if section.table.n_blocks > 0:
         choose(gathered.device, dequantize_triton, dequantize_cpu, dequantize_reference)(gathered, section, tensors)
 

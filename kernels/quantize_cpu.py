@@ -40,7 +40,7 @@ class Scratch(threading.local):
     """Buffers of one thread, kept between calls: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, device="cpu")
         self._buffers: dict[tuple[int, int, int], Buffers] = {}
 
     def of(self, section: Section) -> Buffers:
@@ -65,25 +65,14 @@ SCRATCH = Scratch()
 def _encode(
     section: Section,
     scratch: Buffers,
-    values: Tensor,
+    values: Tensor,  # [n, block_size] fp32
     first_block: int,
-    scales: Tensor | None,
-    payload: Tensor,
-    pending: Tensor | None,
+    scales: Tensor | None,  # [n] bf16
+    payload: Tensor,  # [n, bytes] uint8
+    pending: Tensor | None,  # [n, block_size]
     rounding: Rounding | None,
 ) -> bool:
-    """Encode consecutive blocks. Returns whether all elements are finite.
-
-    Args:
-        section: the layout and the format.
-        scratch: buffers for at least as many blocks.
-        values: [n, block_size], fp32.
-        first_block: number of the first block.
-        scales: [n], bf16. Overwritten.
-        payload: [n, bytes], uint8. Overwritten.
-        pending: [n, block_size]. Overwritten by the errors.
-        rounding: the random numbers.
-    """
+    """Encode consecutive blocks, and write what encoding lost to ``pending``. Whether all elements are finite."""
     wire, table, last_block = section.format, section.table, first_block + values.shape[0]
     is_stochastic = rounding is not None and rounding.stochastic
     if not is_stochastic and (pending is None or pending.dtype == torch.float32):
@@ -336,23 +325,16 @@ def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]
             slots = slice(slot, slot + last - first)
             scale, out = None if scales is None else scales[cell, slots], values[first - run.start : last - run.start]
             _decode(section.format, scratch, scale, payload[cell, slots], out)
-        if table.dtype.itemsize == 2:
-            _saturate(values, table.dtype, section.format)
+        if table.dtype.itemsize == 2 and section.format.dtype != table.dtype:  # the format may exceed the range
+            limit = torch.finfo(table.dtype).max
+            if section.format.is_scaled:
+                values.clamp_(-limit, limit)  # NaN passes, and there is no inf
+            else:
+                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
         if piece is not None:
             piece.copy_(values.view(-1)[: piece.numel()])
         elif not run.is_piece:
             torch._foreach_copy_(table.segments.real(tensors[run.first : run.last]), views[i])
-
-
-def _saturate(values: Tensor, dtype: torch.dtype, wire: WireFormat) -> None:
-    """Limit finite values to the range of ``dtype``, of 16 bits, where the format may exceed it."""
-    limit = torch.finfo(dtype).max
-    if wire.dtype == dtype:
-        return
-    if wire.is_scaled:
-        values.clamp_(-limit, limit)  # NaN passes, and there is no inf
-    else:
-        values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
 
 
 def commit_errors_cpu(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:

@@ -42,7 +42,7 @@ def _locate(blocks, message, blocks_per_cell, cell_units, scales_unit, payload_u
 
     Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
     """
-    cells = blocks // blocks_per_cell  # in 32 bits: a division of 64 bits takes a hundred instructions
+    cells = blocks // blocks_per_cell  # 32 bits: a 64-bit division takes a hundred instructions
     slots = blocks - cells * blocks_per_cell
     starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
     return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
@@ -359,7 +359,7 @@ def quantize_triton(
             errors_ptr=errors,
             message_ptr=message,
             pending_ptr=pending,
-            n_segments=len(table),
+            n_segments=len(table.lengths),
             n_chunks=table.n_chunks,
             scale=scale,
             SOURCE=triton_dtype(table.dtype),
@@ -395,7 +395,7 @@ def reduce_quantized_triton(
             errors_ptr=errors,
             result_ptr=result,
             pending_ptr=pending,
-            n_segments=len(table),
+            n_segments=len(table.lengths),
             n_blocks=table.n_blocks,
             chunks_per_cell=chunks_per_cell,
             rank=rank,
@@ -416,7 +416,7 @@ def dequantize_triton(gathered: Tensor, section: Section, tensors: Sequence[Tens
         _dequantize_kernel[(table.n_chunks,)](
             table_ptr=table.segments.packed(tensors),
             gathered_ptr=gathered,
-            n_segments=len(table),
+            n_segments=len(table.lengths),
             n_chunks=table.n_chunks,
             TARGET=triton_dtype(table.dtype),
             FORMAT=section.format,

@@ -85,7 +85,7 @@ def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 class Run(NamedTuple):
-    """What the CPU paths handle at once: several whole tensors, or a piece of a large one."""
+    """The elements that a CPU path handles at once: several whole tensors, or a piece of a large one."""
 
     first: int  # index of the first tensor
     last: int  # one past the index of the last tensor
@@ -185,7 +185,7 @@ class SegmentTable:
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
         self._scratch: Tensor | None = None
-        self._scratch_views: list[list[Tensor]] = []  # of each run; empty for a piece
+        self._scratch_views: list[list[Tensor]] = []  # views of each run; empty for a piece
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -135,17 +135,11 @@ class Rounding:
 
 
 class Blocks(NamedTuple):
-    """Contents of consecutive blocks: int64, one element per block.
+    """Contents of consecutive blocks: int64, one element per block."""
 
-    Attributes:
-        counts: the number of elements.
-        keys: the key of the tensor.
-        starts: the index, in the tensor's memory order, of the first element.
-    """
-
-    counts: Tensor
-    keys: Tensor
-    starts: Tensor
+    counts: Tensor  # number of elements
+    keys: Tensor  # key of the tensor
+    starts: Tensor  # index of the first element in the tensor's memory order
 
 
 def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
@@ -155,13 +149,7 @@ def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
 
 
 def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
-    """The scales of blocks: fp32 numbers that are exact in bf16, [n, 1]; NaN where an element is not finite.
-
-    Args:
-        blocks: [n, block_size], fp32. Missing elements are 0.
-        counts: [n], int64: the number of elements of each block that are not missing.
-        wire: a format with scales.
-    """
+    """The scales of blocks, as in `encode`: fp32 numbers that are exact in bf16, [n, 1]; NaN for non-finite blocks."""
     if wire.bits == 1:
         block_size = blocks.shape[1]
         mean = blocks.abs() * (1 / block_size)
@@ -172,7 +160,7 @@ def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
         largest, quotient = mean, mean * share
     else:
         largest = blocks.abs().amax(1, keepdim=True)
-        quotient = largest / torch.full_like(largest, wire.levels)  # by a tensor: CUDA multiplies by 1 / number
+        quotient = largest / torch.full_like(largest, wire.levels)  # a tensor: CUDA would multiply by 1 / number
     return torch.where(largest.isfinite(), round_scale(largest, quotient, wire), torch.nan)
 
 

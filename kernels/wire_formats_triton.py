@@ -256,7 +256,7 @@ def store_blocks(
 
 @jit
 def load_errors(
-    address,  # of [N * BLOCK], 16-byte aligned
+    address,  # address of [N * BLOCK], 16-byte aligned
     mask,  # [N]
     ERROR: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -272,7 +272,7 @@ def load_errors(
 
 @jit
 def store_errors(
-    address,  # of [N * BLOCK], 16-byte aligned
+    address,  # address of [N * BLOCK], 16-byte aligned
     error,  # [N, BLOCK] fp32
     counts,  # [N] int32
     mask,  # [N]

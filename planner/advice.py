@@ -15,7 +15,7 @@ DO_NOT_COMPRESS = "Do not compress"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    hook: str  # its name
+    hook: str  # name of the hook
     step_seconds: float  # forward, backward and gradient exchange
     speed_up: float  # over a step without a hook
     speed_up_over_bf16: float  # over a step with the bf16 hook

@@ -20,7 +20,7 @@ from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_g
 from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook
-from gradwire.hooks.telemetry import Mark
+from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
@@ -213,7 +213,7 @@ class HookProbe:
         marks = [reduce(bucket) for bucket in self._buckets]
         synchronize(self._device)
         for samples, bucket_marks in zip(self._samples, marks, strict=True):
-            samples.append([_seconds(*pair) for pair in zip(bucket_marks[::2], bucket_marks[1::2], strict=True)])
+            samples.append([1e-3 * duration for duration in durations(bucket_marks)])
 
     def _reduce(self, bucket: DenseBucket) -> list[Mark]:
         """Run the hook on a bucket; returns start and end of its launch, of each computation, and of its finish."""

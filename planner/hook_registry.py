@@ -24,7 +24,7 @@ Make = Callable[[dist.ProcessGroup, int], Registration | None]
 class PyTorchHook:
     """PyTorch's hook for the same purpose."""
 
-    make: Make  # as in `HookEntry`
+    make: Make  # see `HookEntry`
     is_same: bool = True  # whether PyTorch has the same hook with the same options; False for a similar hook
     wire: torch.dtype | None = None  # the wire dtype if the hook only casts and gradwire's does not
     # whether it needs the whole model in one bucket on gloo: callbacks chain its collectives, in an order that

@@ -53,7 +53,7 @@ class HookCost:
 
     name: str  # a name in the registry
     buckets: tuple[BucketCost, ...]  # in the order of launch
-    memory_bytes: int  # its states and wire buffers, or, without a hook, DDP's flat buffers
+    memory_bytes: int  # the hook's states and wire buffers, or, without a hook, DDP's flat buffers
 
     @property
     def payload_bytes(self) -> int:

@@ -55,7 +55,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
                 )
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
-                parameter._idx = index  # type: ignore[attr-defined]  # as PyTorch's, for `_fire_reducer_autograd_hook`
+                parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's attribute, for `_fire_reducer_autograd_hook`
         self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
         self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
@@ -179,7 +179,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
     # Mixed precision.
 
     def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
-        self.reducer._autograd_hooks.record(idx)  # of the copy of a parameter
+        self.reducer._autograd_hooks.record(idx)  # the index of a parameter's copy
 
     def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""

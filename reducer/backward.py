@@ -48,7 +48,7 @@ class Exchange:
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
         self.has_streams = connections.has_streams(device)
-        self._thread = 0  # that called the latest forward
+        self._thread = 0  # the thread that called the latest forward
         self.update_process_group(process_group)
         self.restart()
 
@@ -192,7 +192,7 @@ class AutogradHooks:
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self.recorded: list[int] = []
         self._deferred = bytearray(len(parameters))
-        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer must be freed.
+        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
         method = weakref.WeakMethod(notify)
         self._hooks = [_make_hook(index, self.recorded, self._deferred, method) for index in range(len(self.nodes))]
         self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
@@ -242,7 +242,7 @@ def _make_hook(
     record = recorded.append
 
     def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
-        record(index)  # first, so that a thread that stops deferring it meanwhile finds it
+        record(index)  # first: a thread that stops deferring it meanwhile must find it
         if deferred[index]:
             deferred[index] = 0
         elif (method := notify()) is not None:

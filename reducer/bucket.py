@@ -16,7 +16,7 @@ from gradwire.compress import Gradients
 from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
 from gradwire.reducer import errors, torch_internals
 
-# Called with a parameter's name and the part of its reduced gradient that was sent but is not applied.
+# Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], None]
 
 _grad_of = attrgetter("grad")
@@ -117,7 +117,7 @@ class DenseBucket(BucketBase):
         self.stand_ins = []
         self._outside: Sequence[int] = ()  # with `as_view`: positions of the gradients that are not views of the buffer
         self._kept: dict[int, Tensor] = {}  # with `as_view`: copies of the gradients of `stand_ins`
-        self._scale = 1.0  # of the result that `finish` has written
+        self._scale = 1.0  # multiplier of the result that `finish` has written
         self._taken_back: Collection[int] = ()  # positions of the gradients that `finish` has handed to `take_back`
         self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
         self.zero_copy = False
@@ -153,7 +153,7 @@ class DenseBucket(BucketBase):
         return self._flat if self._is_in_buffer() else Gradients(self._grads, self._table)
 
     def target(self) -> Gradients:
-        """Where the result goes: the gradients themselves, or the buffer that they will be views of."""
+        """The destination of the result: the gradients themselves, or the buffer that they will be views of."""
         return self._flat if self.as_view else Gradients(self._grads, self._table)
 
     def empty_buffer(self) -> Tensor:

@@ -130,7 +130,7 @@ class DDPReducer(Reducer):
         """Raise RuntimeError if the last backward left buckets incomplete."""
         if self._backward.phase is not Phase.REDUCING:
             return
-        for index in self._autograd_hooks.recorded:  # in buckets that never became complete
+        for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
             self._backward.ready[index] = 1
         if self._backward.missing:
             self._fail_and_raise(self._unfinished())

@@ -114,9 +114,9 @@ def _count_registrations() -> None:
 class ModelWatch:
     """Compares the trainable parameters of a model with the ones that its reducer averages.
 
-    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Only
-    after such a registration in this process, and every `LOOK_EVERY` forwards, are the names looked at: the watch costs
-    less than 1 us in other forwards, and 0.03 us for each frozen parameter.
+    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Names
+    are compared after such a registration in this process, and every `LOOK_EVERY` forwards. Other forwards cost less
+    than 1 us, and 0.03 us for each frozen parameter.
     """
 
     def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
@@ -187,7 +187,7 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
         ValueError: the inner wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without the import of FSDP
+        if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without importing FSDP
             where = f"its submodule {name} is" if name else "it is"
             raise ValueError(errors.SHARDED.format(where=where))
     wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, TorchDDP)]

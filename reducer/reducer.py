@@ -94,7 +94,7 @@ class Reducer:
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
         self.forward_is_running = False
         self._forget_forward()
-        self._divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left
+        self._divisor = 1  # divisor of sums: the world size; in `join`, the number of ranks with inputs left
         self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._used = UsedParameters(len(self.parameters), exchange.device)
@@ -155,7 +155,7 @@ class Reducer:
         results = take_values(self._backward.futures) if take_back is not None else []
         for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
             if result is not None and take_back is not None and isinstance(bucket, DenseBucket):
-                with suppress(Exception), torch.no_grad():  # nobody will apply it: back to the hook's error memory
+                with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
                     bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._used.abandon(keep_local=self.static_graph)
@@ -325,7 +325,7 @@ class Reducer:
         self.times.record("backward_comm_time_end")
         if self._live_ranks is not None or self._post_backward_futures:
             self._forget_forward()
-        if self._may_leave_out and not self.static_graph:  # whose first backward has found the used parameters
+        if self._may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:

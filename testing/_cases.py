@@ -25,8 +25,8 @@ class Parameter:
     """A parameter, and how its gradients are drawn.
 
     Attributes:
-        shape: of the parameter.
-        dtype: of the parameter.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter.
         layout: "contiguous", "transposed" or "strided" (with gaps).
         values: "normal", "zeros", "sparse" (mostly zero, in blocks), "outliers" (a few elements are much larger) or
             "constant" (equal on all ranks).
@@ -40,15 +40,16 @@ class Parameter:
     exponent: int = 0
 
     def new(self) -> nn.Parameter:
-        """The parameter, filled with zeros. PyTorch's DDP refuses odd strides of dimensions of size 1."""
-        if 1 in self.shape:
-            data = torch.zeros(self.shape, dtype=self.dtype)
-        elif self.layout == "transposed":
+        """The parameter, filled with zeros.
+
+        With fewer than two dimensions to transpose, or one element, it is contiguous: PyTorch's DDP cannot broadcast a
+        lone parameter whose strides differ from those of its flat view in dimensions of size 1 only.
+        """
+        data = torch.zeros(self.shape, dtype=self.dtype)
+        if self.layout == "transposed" and sum(size > 1 for size in self.shape) > 1:
             data = torch.zeros(self.shape[::-1], dtype=self.dtype).permute(tuple(reversed(range(len(self.shape)))))
-        elif self.layout == "strided":
+        elif self.layout == "strided" and data.numel() > 1:
             data = torch.zeros(*self.shape, 2, dtype=self.dtype)[..., 0]
-        else:
-            data = torch.zeros(self.shape, dtype=self.dtype)
         return nn.Parameter(data)
 
     def gradient(self, generator: torch.Generator) -> Tensor:
@@ -80,13 +81,13 @@ class Case:
     """A model, its buckets and its training loop.
 
     Attributes:
-        parameters: of the model, named weights.0, weights.1, ...
+        parameters: parameters of the model, named weights.0, weights.1, ...
         bucket_cap_mb: size of a bucket; the smallest gives every parameter a bucket of its own.
         gradient_as_bucket_view: option of both DDPs.
         set_to_none: how gradients are cleared.
         micro_batches: backward passes per step, all but the last under ``no_sync``.
         steps: compressed steps.
-        seed: of the gradients, and of the order in which they become ready.
+        seed: seed of the gradients and of the order in which they become ready.
         wrapper: the DDP, in laws that need one only.
         poison: an element that is not finite, in a step after the others.
     """
@@ -153,10 +154,10 @@ class Training:
     Args:
         case: the model and its gradients.
         wrapper: key of `WRAPPERS`.
-        rank: of this process.
-        state: of the hook.
+        rank: rank of this process.
+        state: state of the hook.
         hook: None for DDP's own all-reduce.
-        options: of the wrapper, in addition to those of the case.
+        options: options of the wrapper, in addition to those of the case.
     """
 
     def __init__(

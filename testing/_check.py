@@ -33,7 +33,7 @@ LAWS: Mapping[str, str] = {
 }
 """The laws that `check_laws` checks: names for its argument ``skip``, and what they say."""
 CONSTANT = Case(tuple(Parameter(shape, values="constant", exponent=-1) for shape in ((16, 6), (5,))))
-RUNS_TO_SHRINK = 40  # to make a case smaller that violates a law
+RUNS_TO_SHRINK = 40  # runs for finding a smaller failing case
 
 
 class LawViolation(AssertionError):
@@ -54,7 +54,7 @@ class LawViolation(AssertionError):
 
 
 class _Stop(BaseException):
-    """Ends the search for a smaller case; no `Exception`, so that hypothesis does not go on."""
+    """Ends the search for a smaller case. Not an `Exception`, because hypothesis would continue."""
 
 
 def check_laws(
@@ -69,8 +69,8 @@ def check_laws(
     """Check the laws of a communication hook on random models, on gloo, in the ranks of worlds of its own.
 
     Models have parameters of any shape (empty, 0-d, prime-sized, one-dimensional to four-dimensional), layout and dtype
-    (fp32, bf16, fp16, fp64), in one bucket or several. hypothesis draws them, and makes a case smaller that violates a
-    law. The cases are the same in every run. The laws are in `LAWS`. They ask of a hook:
+    (fp32, bf16, fp16, fp64), in one bucket or several. hypothesis draws them and shrinks a failing case. The cases are
+    the same in every run. `LAWS` lists the laws. They require of a hook:
 
     - **The mean.** The result approximates the mean over the ranks, with the same bits on all of them: it is computed
       from data that is equal on all ranks, such as what a collective returned, never from a rank's own gradients.
@@ -88,7 +88,7 @@ def check_laws(
       continue with the same bits. On another number of ranks, with other buckets and on the other DDP, nothing is lost.
 
     Args:
-        make_state: makes a new state with options that are equal on all ranks, such as
+        make_state: creates a new state with options that are equal on all ranks, such as
             ``functools.partial(TopKState, density=0.25)``; ``types.NoneType`` for a hook without a state. Ranks import
             it, so it must be at the top level of a module, like ``hook``.
         hook: ``hook(state, bucket)`` for `torch.nn.parallel.DistributedDataParallel.register_comm_hook`; None checks

@@ -1,4 +1,4 @@
-"""The laws: what runs on the ranks, and what is compared afterwards."""
+"""The laws: training on the ranks, and the comparisons afterwards."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from gradwire.testing._bits import differences
 from gradwire.testing._cases import GRADWIRE, PYTORCH, WRAPPERS, Case, Training
 
 Gradients = list[dict[str, Tensor]]  # by step, then by parameter name
-Violation = tuple[str, str]  # a law, and what differed
+Violation = tuple[str, str]  # a law, and the difference
 RESUMED_STEPS = 2
 
 
@@ -21,11 +21,11 @@ RESUMED_STEPS = 2
 
 
 class Trained(NamedTuple):
-    """What a training leaves.
+    """The results of a training run.
 
     Attributes:
         gradients: reduced gradients of every step.
-        plain: of the same steps, before the state's first compressed one, with `allreduce_hook`.
+        plain: reduced gradients of the steps before the first compressed one, with `allreduce_hook`.
         errors: error memory in a checkpoint.
     """
 
@@ -40,8 +40,8 @@ def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
     has_text = type(state).__repr__ is not object.__repr__  # type: ignore[comparison-overlap]
     text = repr(state) if has_text else type(state).__name__
     name = getattr(state, "start_option", "start_iter")
-    start = getattr(getattr(state, "options", None), name, None) or getattr(state, "start_iter", 0)
-    return text, start, hasattr(state, "state_dict")
+    start: Any = getattr(getattr(state, "options", None), name, None) or getattr(state, "start_iter", 0)
+    return text, int(start), hasattr(state, "state_dict")
 
 
 def train(case: Case, wrapper: str, steps: int, start: int, make_state: Callable[[], Any], hook: Any) -> Trained:
@@ -123,7 +123,7 @@ def errors_of(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def without_errors(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What else is in a checkpoint."""
+    """The other entries of a checkpoint."""
     rest = {key: value for key, value in saved.items() if key != "errors"}
     return {key: without_errors(value) if isinstance(value, Mapping) else value for key, value in rest.items()}
 
@@ -137,7 +137,7 @@ def labeled(gradients: Gradients, first: int = 0) -> dict[str, Tensor]:
 
 
 def rank_differences(results: Sequence[Any]) -> str | None:
-    """Where a rank's results differ from those of rank 0."""
+    """The difference between the results of rank 0 and of the first rank that differs; None if all are equal."""
     for rank, result in enumerate(results):
         if lines := differences(result, results[0]):
             return f"rank {rank} differs from rank 0: " + "; ".join(lines[:5])
@@ -209,7 +209,7 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
 
 
 def strange_errors(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:
-    """What is wrong with the error memory in the checkpoints of several runs, by rank."""
+    """A wrong key in the error memory of several runs, or a difference between ranks; None if there is none."""
     names = [name for errors in results[0].values() for name in errors]
     if strange := set(names) - set(case.names):
         return f"the error memory has keys {sorted(map(repr, strange))}; expected parameter names, such as 'weights.0'"

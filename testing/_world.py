@@ -38,11 +38,11 @@ ENVIRONMENT = {"GRADWIRE_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
 # Seconds. They end what hangs, and are many times what anything takes: a busy machine breaks no law.
 START_LIMIT = 240.0
 CASE_LIMIT = 240.0
-LAST_RESORT = 600.0  # when the calling process has gone, nobody else ends a rank that hangs
+LAST_RESORT = 600.0  # ends a hanging rank after the calling process has gone
 GRACE = 3.0  # once a rank has failed, the others are probably waiting for it in a collective
 
 Answer = tuple[Any, ...]
-EXITED: Answer = ("exited",)  # in place of the answer of a process that has ended without one
+EXITED: Answer = ("exited",)  # the answer of a process that has ended without one
 
 
 class CaseFailed(Exception):
@@ -66,7 +66,7 @@ class World:
 
     Args:
         size: number of ranks.
-        folder: for logs; None for a temporary one.
+        folder: folder of the logs; None for a temporary one.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None) -> None:
@@ -80,7 +80,7 @@ class World:
         """Call ``function(**arguments)`` on every rank; returns one result per rank.
 
         Args:
-            function: at the top level of a module that the ranks can import.
+            function: a function at the top level of a module that the ranks can import.
             limit: seconds after which the ranks are killed and their stacks reported.
             arguments: passed on; must be picklable.
 
@@ -156,7 +156,7 @@ class Member:
         theirs.close()
 
     def output(self) -> str:
-        """What the process has written."""
+        """The output of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class Member:
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes: a server, begun at the first call, that has the imports done."""
+    """The fork server that starts processes, with all imports done; started at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     # This process may have switched Triton's interpreter on: far too slow for training.
@@ -188,7 +188,7 @@ def collect(members: Sequence[Member], limit: float, grace: float | None = None)
 
     Args:
         members: the processes.
-        limit: in seconds.
+        limit: time limit in seconds.
         grace: the limit once a member has failed.
     """
     answers: list[Answer | None] = [None] * len(members)

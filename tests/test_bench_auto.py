@@ -3,6 +3,7 @@
 import pytest
 
 from gradwire.bench import auto
+from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import STEP_MS, Measured, records_of
 
 
@@ -30,7 +31,7 @@ def test_tables_show_choice_and_speed_up_and_step_times(facts):
 
 @pytest.mark.slow
 def test_bench_times_choice_and_candidates_on_loopback():
-    outcome = auto.measure(["tiny-layers"], [auto.LOOPBACK], rounds=1)
+    outcome = auto.measure(["tiny-layers"], [LOOPBACK], rounds=1)
     timed = {each.implementation for each in outcome.records if each.metric == STEP_MS}
     assert timed == {auto.AUTO, auto.NO_HOOK, *auto.CANDIDATES}
     assert sum(each.p50 for each in outcome.records if each.metric == auto.PARAMETERS) > 0

@@ -46,7 +46,7 @@ def test_unchanged_code_is_not_slower():
     assert [change.what for change in compare(runs[:3], slowed) if change.verdict == "slower"] == ["row 7"]
 
 
-def test_changes_are_of_common_ratios_and_slowest_first():
+def test_changes_list_common_ratios_slowest_first():
     changes = compare([{"a": 1.0, "b": 1.0, "c": 1.0}], [{"a": 1.5, "b": 3.0}, {"a": 1.5, "b": 3.0, "c": 9.0}])
     assert [(change.what, change.factor) for change in changes] == [("b", 3.0), ("a", 1.5)]
 
@@ -73,7 +73,7 @@ def test_ratios_are_to_pytorch_of_same_case_ranks_and_metric():
     }
 
 
-def test_ratio_of_time_to_target_is_of_medians_over_seeds_and_missing_without_target():
+def test_time_to_target_ratio_uses_seed_medians_and_needs_a_reached_target():
     seconds = {(PYTORCH, "none"): (4.0, 9.0, 5.0), (GRADWIRE, "none"): (1.0, 2.0, 20.0)}
     seconds |= {(PYTORCH, "fp16"): (4.0, 4.0, 4.0), (GRADWIRE, "fp16"): (1.0, None, 1.0)}
     records = [

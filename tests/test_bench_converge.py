@@ -84,7 +84,7 @@ def test_plot_is_drawn_with_missed_targets(tmp_path, records):
     assert height > 500 and width > 1000
 
 
-def test_sent_bytes_are_of_steps_and_both_barriers_only(world_of_one, monkeypatch):
+def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypatch):
     """Bytes that the interface sends between steps are not counted."""
     sent = [0]
 

@@ -67,7 +67,7 @@ def test_own_cost_is_beyond_noop_on_same_ddp_with_same_buckets():
 
 
 def tables_of(*rounds, peaks):
-    records = [record for of_hook in rounds for record in of_hook]
+    records = [record for hook_records in rounds for record in hook_records]
     for (hook, name), nbytes in peaks.items():
         records += records_of("hooks", {"hook": hook}, name, 1, {MEMORY: nbytes})
     return tables(Measured({"model": implementations.MODEL, "steps": 30}, records).with_provenance({}))

@@ -44,7 +44,7 @@ def check(implementation):
     implementation.check(make_batch(implementations.WARM_UP, 0, CPU))
 
 
-def test_default_hooks_have_a_pytorch_hook_beside_them():
+def test_default_hooks_have_a_pytorch_counterpart():
     for hook in {*DEFAULT_HOOKS, *NETWORK_HOOKS}:
         assert HOOKS[hook].pytorch is not None, hook
     assert set(DEMO_HOOKS) <= set(HOOKS)

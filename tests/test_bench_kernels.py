@@ -40,7 +40,7 @@ def test_buckets_equal_those_of_ddp(mib):
     parameters = [torch.empty(shape, device="meta") for shape in SHAPES["resnet50"]()][::-1]
     theirs, _ = torch.distributed._compute_bucket_assignment_by_size(parameters, [mib << 20])
     ours = buckets(SHAPES["resnet50"], mib << 20)
-    assert [[tuple(parameters[i].shape) for i in of_bucket] for of_bucket in theirs] == ours
+    assert [[tuple(parameters[i].shape) for i in bucket_indices] for bucket_indices in theirs] == ours
 
 
 class Clock:
@@ -67,9 +67,11 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
     metrics = (TIME_MS, BANDWIDTH, VS_GRADWIRE)
     assert [find(records, metric, GRADWIRE).p50 for metric in metrics] == [2.0, 1.0, 1.0]
     assert [find(records, metric, "other").p50 for metric in metrics] == [4.0, 0.5, 2.0]
-    of_ours, of_other = [1e-3, 3e-3], [2e-3, 6e-3]
+    our_times, other_times = [1e-3, 3e-3], [2e-3, 6e-3]
     rounds = [clock.ran[i : i + 4] for i in range(0, len(clock.ran), 4)]
-    assert {tuple(ran) for ran in rounds} == {(*of_ours, *of_other), (*of_other, *of_ours)}, "each goes first at times"
+    assert {tuple(ran) for ran in rounds} == {(*our_times, *other_times), (*other_times, *our_times)}, (
+        "each goes first at times"
+    )
 
 
 def test_one_slow_round_changes_no_bandwidth(monkeypatch):
@@ -164,7 +166,7 @@ GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multip
         ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
     ],
 )
-def test_modeled_time_is_of_launches_and_of_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
+def test_modeled_time_adds_launches_to_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
     numbers = kernel_model.modeled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
     assert numbers == {
         kernel_model.LAUNCHES_US: 4.0,

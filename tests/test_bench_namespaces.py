@@ -55,7 +55,7 @@ def output_of(host, code, *arguments):
     return output
 
 
-def of_this_process() -> list[str]:
+def namespaces_of_this_process() -> list[str]:
     return [name for name in namespaces.existing() if name.startswith(f"gradwire-{os.getpid()}-")]
 
 
@@ -112,7 +112,7 @@ Inter-|   Receive                                           |  Transmit
 """
 
 
-def test_sent_bytes_are_those_the_interface_transmitted(monkeypatch, tmp_path):
+def test_sent_bytes_equal_the_interface_counter(monkeypatch, tmp_path):
     (tmp_path / "dev").write_text(PROC_NET_DEV)
     monkeypatch.setattr(namespaces, "Path", lambda path: tmp_path / Path(path).name)
     assert namespaces.sent_bytes() == 123_456
@@ -135,9 +135,9 @@ def test_hosts_reach_each_other_and_count_sent_bytes():
             server.kill()
             server.communicate()
         counted = int(output_of(third, COUNT))
-        # Headers add at most 66 bytes to a segment of 1448; beside them there are acknowledgements and ARP.
+        # Headers add at most 66 bytes to a segment of 1448; acknowledgements and ARP come on top.
         assert 1_000_000 < counted < 1_100_000
-    assert of_this_process() == []
+    assert namespaces_of_this_process() == []
 
 
 @needs_namespaces
@@ -167,9 +167,9 @@ def test_exception_leaves_no_namespace_and_handler_of_sigterm_does_not_run_in_fo
     try:
         for _ in range(10):
             with pytest.raises(KeyboardInterrupt), namespaces.hosts(2):
-                assert len(of_this_process()) == 3  # two hosts and the bridge's
+                assert len(namespaces_of_this_process()) == 3  # two hosts and the bridge's
                 raise KeyboardInterrupt
-            assert of_this_process() == []
+            assert namespaces_of_this_process() == []
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -191,7 +191,7 @@ def test_failure_at_any_point_of_setup_leaves_no_namespace(monkeypatch, failing)
     monkeypatch.setattr(namespaces, "_index", fails_once(namespaces._index))  # two for each host
     with pytest.raises(NamespaceError, match="refused"), namespaces.hosts(2):
         pytest.fail("the hosts were made")
-    assert of_this_process() == []
+    assert namespaces_of_this_process() == []
 
 
 @needs_namespaces
@@ -204,12 +204,12 @@ def test_only_namespaces_of_ended_processes_are_deleted():
         for name in (abandoned, foreign):
             namespaces.netns.create(name)
         try:
-            kept = of_this_process()
+            kept = namespaces_of_this_process()
             namespaces.delete_abandoned()
             names = namespaces.netns.listnetns()
             assert abandoned not in names
             assert foreign in names
-            assert of_this_process() == kept != []
+            assert namespaces_of_this_process() == kept != []
         finally:
             for name in (abandoned, foreign):
                 with contextlib.suppress(FileNotFoundError):

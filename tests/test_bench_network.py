@@ -25,7 +25,7 @@ from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS
 from tests.support import rehearsal
 from tests.support.rehearsal import gpu_on_cpu
-from tests.support.stopped import HANG_LIMIT, stopped
+from tests.support.stopped import HANG_LIMIT, STOPS, stopped
 
 OBSTACLE = namespaces.obstacle()
 KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
@@ -58,7 +58,7 @@ def test_exposed_time_is_beyond_noop_on_same_ddp_with_same_buckets():
     assert values(made_up(counts_bytes=False), SENT_PER_STEP) == []
 
 
-def test_sent_bytes_are_of_a_step_and_both_barriers(world_of_one, monkeypatch):
+def test_sent_bytes_include_a_step_and_both_barriers(world_of_one, monkeypatch):
     for name, value in {"LAYERS": 2, "NARROW": 32, "WIDE": 64}.items():
         monkeypatch.setattr(implementations, name, value)
     sent, limits = [0], []
@@ -83,7 +83,7 @@ def test_sent_bytes_are_of_a_step_and_both_barriers(world_of_one, monkeypatch):
 
 
 @pytest.mark.parametrize(("hosts", "mbit"), [(2, 1000.0), (4, 1500.0)])
-def test_link_rate_is_of_bytes_that_each_rank_of_a_ring_sends(world_of_one, monkeypatch, hosts, mbit):
+def test_link_rate_counts_the_bytes_of_each_ring_rank(world_of_one, monkeypatch, hosts, mbit):
     """8 MB take 64 ms, the median; of n ranks each sends 2 (n - 1) / n of them."""
     clock = iter([0.0, 0.05, 1.0, 1.064, 2.0, 2.9])
     monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -207,7 +207,7 @@ def payload(hook):
     return NARROW * WIDE * LAYERS * WIRE_FORMATS[hook].block_bytes(64) // 64
 
 
-def test_kept_bytes_at_the_interface_are_those_of_the_formula():
+def test_kept_bytes_at_the_interface_follow_the_formula():
     kept = [r for r in load(KEPT) if r.metric == SENT_PER_STEP and r.implementation == GRADWIRE]
     sent = {(r["rate"], r["hook"]): r.p50 for r in kept}
     for rate in ("1gbit", "unlimited"):
@@ -216,14 +216,7 @@ def test_kept_bytes_at_the_interface_are_those_of_the_formula():
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
-@pytest.mark.parametrize(
-    "stop",
-    [
-        pytest.param(signal.SIGINT, id="SIGINT"),
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("stop", STOPS)
 def test_stopped_command_leaves_no_process_no_namespace_and_no_file(tmp_path, stop):
     def own_namespaces(pid):
         return [name for name in namespaces.existing() if name.startswith(f"gradwire-{pid}-")]

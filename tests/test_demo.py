@@ -20,7 +20,7 @@ from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, TRAINING_S, Measured, Record, load
 from gradwire.cli import app
 from gradwire.planner.hook_registry import DEMO_HOOKS
-from tests.support.stopped import HANG_LIMIT, stopped
+from tests.support.stopped import HANG_LIMIT, STOPS, stopped
 
 DEMO = [sys.executable, "-m", "gradwire.cli", "demo", "--loopback"]
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def test_demo_measures_the_time_of_each_hook_alone(demo, records):
         assert any(line.rstrip().endswith(f"{seconds.p50:.1f} s") for line in demo[1].splitlines()), demo[1]
 
 
-def test_next_step_is_that_of_the_training_with_the_least_time(world_of_one):
+def test_training_with_the_least_time_takes_the_next_step(world_of_one):
     assert demo_bench.next_turn([[3.0], [1.0, 1.0], [4.0]], 3, CPU) == 1
     assert demo_bench.next_turn([[3.0], [1.0, 1.0, 0.5], [4.0]], 3, CPU) == 0, "the second is done"
     assert demo_bench.next_turn([[], []], 3, CPU) == 0
@@ -162,7 +162,7 @@ def test_demo_over_a_link_trains_faster_with_compression(tmp_path):
     assert "link: 20 Mb/s between hosts, which are network namespaces" in done.stdout
 
 
-def test_demo_without_root_says_why_and_what_it_would_show(tmp_path, monkeypatch):
+def test_demo_without_root_explains_loopback_and_its_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(namespaces, "obstacle", lambda: "only root can make network namespaces")
     monkeypatch.setattr(app, "measured", lambda *_: [])
     monkeypatch.setattr(app, "report", lambda *_: None)
@@ -191,14 +191,7 @@ def assert_is_png(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize(
-    "stop",
-    [
-        pytest.param(signal.SIGINT, id="SIGINT"),
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("stop", STOPS)
 def test_stopped_demo_leaves_no_process_and_no_file(tmp_path, stop):
     command = [*DEMO, "--epochs", "1000", "--hooks", "fp16", "--output", str(tmp_path / "out")]
     stopped(command, stop, tmp_path)

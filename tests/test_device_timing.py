@@ -121,7 +121,7 @@ def test_replay_is_captured_once_after_a_warm_up_on_its_stream():
     assert [timing.includes_host for timing in measured] == [False] * 3
 
 
-def test_driver_calls_are_those_of_the_work_and_not_of_the_profiler(monkeypatch):
+def test_driver_calls_exclude_those_of_the_profiler(monkeypatch):
     def call(name):
         with torch.profiler.record_function(name):
             pass

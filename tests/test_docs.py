@@ -126,7 +126,7 @@ def test_files_that_a_law_names_have_its_tests():
             assert f"def {prefix}" in (ROOT / path).read_text(), f"{path} has no {prefix}*"
 
 
-def test_conformance_counts_are_those_of_the_newest_record():
+def test_conformance_counts_equal_the_newest_record():
     newest = max((ROOT / "tests" / "conformance").glob("torch-*.csv"))
     with newest.open() as record:
         rows = list(csv.DictReader(record))
@@ -161,7 +161,7 @@ def table_rows(page, name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
 
 
-def test_readme_numbers_in_prose_are_those_of_the_tables():
+def test_readme_numbers_in_prose_equal_the_tables():
     readme = (ROOT / "README.md").read_text()
     converge, hooks = table_rows("README.md", "converge_text"), table_rows("docs/benchmarks.md", "hooks")
     int4 = next(row for row in converge if row[:2] == ["int4", "gradwire"])[-1]
@@ -177,7 +177,7 @@ def test_readme_diff_is_the_example():
     assert [line for line in program if line in after] == after
 
 
-def test_bytes_out_of_a_node_on_the_quantization_page_are_those_of_the_formula():
+def test_bytes_out_of_a_node_on_the_quantization_page_follow_the_formula():
     """(G + 1) b relative to 2 w, with b and w = 2 bytes per element."""
     page = (ROOT / "docs" / "quantization.md").read_text()
     header, _, *rows = re.search(r"(\| GPUs per node \|.*?)\n\n", page, re.DOTALL)[1].splitlines()
@@ -254,7 +254,7 @@ def test_names_in_the_glossary_exist_in_the_source():
     assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
 
 
-def test_code_on_the_trainers_page_is_that_of_the_examples():
+def test_code_on_the_trainers_page_equals_the_examples():
     """Every line of a Python block, and every command, stands in a program of examples/ that the tests run."""
     page = (ROOT / "docs" / "trainers.md").read_text()
     programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]

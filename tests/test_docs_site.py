@@ -30,6 +30,7 @@ def site_links():
         ("[a](no_such_page.md)", "[a](no_such_page.md)", "docs", "", URL),
         ("[a](../no_such_file)", "[a](../no_such_file)", "docs", "", URL),
         ("[laws](docs/laws.md)", "[laws](laws.md)", "", "", None),
+        ("![plot](docs/plots/demo.png)", "![plot](plots/demo.png)", "", "", None),
         ("[p](../examples/train_ddp.py)", "[p](examples.md#train_ddppy)", "docs", "", None),
         ("[p](../../examples/train_ddp.py)", "[p](../examples.md#train_ddppy)", "docs/api", "api", URL),
         ("[tests](../tests/conftest.py)", f"[tests]({URL}/blob/main/tests/conftest.py)", "docs", "", URL),

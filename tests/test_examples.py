@@ -40,7 +40,7 @@ def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
     assert 10 * int(sent.replace(",", "")) < int(whole.replace(",", ""))
 
 
-def test_train_int4_resumes_on_three_ranks_what_two_ranks_saved(tmp_path):
+def test_train_int4_saved_on_two_ranks_resumes_on_three(tmp_path):
     checkpoint, losses = tmp_path / "checkpoint.pt", {}
     for ranks in ("2", "3"):
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)

@@ -44,7 +44,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_is_timed_beside_pytorch(name, small):
+def test_kernel_is_timed_with_pytorch(name, small):
     ours, *others = kernel(name, 25, CPU)
     assert ours["implementation"] == GRADWIRE
     assert ours["graph_ms"]["p50"] >= 0
@@ -75,7 +75,7 @@ def test_wrong_kernel_is_not_timed(small, monkeypatch):
 @pytest.mark.usefixtures("world_of_one", "small")
 class TestHooks:
     @pytest.mark.parametrize("hook", BENCHED)
-    def test_hook_is_timed_beside_pytorchs(self, hook):
+    def test_hook_is_timed_with_pytorchs(self, hook):
         ours, theirs, *more = hook_step(hook, "any", CPU)
         assert ours["implementation"] == GRADWIRE
         assert theirs["implementation"].startswith(PYTORCH)
@@ -86,7 +86,7 @@ class TestHooks:
             assert (row["launches"], row["host_waits"]) == (0, 0)
 
     @pytest.mark.parametrize("hook", CAPTURED)
-    def test_captured_step_is_timed_beside_the_eager_one(self, hook):
+    def test_captured_step_is_timed_with_the_eager_step(self, hook):
         assert [row["implementation"] for row in captured_step(hook, "any", CPU)] == ["eager", "captured"]
 
     @pytest.mark.parametrize("hook", ("fp16", "int4", "powersgd-r4"))
@@ -129,7 +129,7 @@ class TestHooks:
         assert all(row["step_ms"]["p50"] > 0 for row in rows)
 
 
-def test_bytes_of_hooks_are_those_of_their_kernels():
+def test_hook_bytes_equal_the_bytes_of_its_kernels():
     shapes = [[(100, 200)], [(50,)]]
     assert hook_bytes("fp16", shapes) == 20_050 * (6 + 6)
     int4, bf16 = 4 / 8 + 2 / 64, 2  # an fp16 scale per 64 elements; vectors are sent in bf16

@@ -86,7 +86,7 @@ def inspect(compiled: Compiled) -> Binary:
 REGISTERS, REGISTER_UNIT, WARP = 65536, 8, 32
 RESIDENT_WARPS, RESIDENT_PROGRAMS = 64, 32
 SHARED_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
-RESERVED_BYTES = 1024  # of shared memory, by the system, for each program
+RESERVED_BYTES = 1024  # shared memory that the system reserves per program
 
 
 def resident_programs(binary: Binary, compiled: Compiled) -> int:

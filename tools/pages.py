@@ -32,7 +32,7 @@ PAGES = (
     "docs/compiled-kernels.md",
 )
 PLOTS = "docs/plots"
-Results = dict[str, list[Record]]  # by the name of their file
+Results = dict[str, list[Record]]  # by file name
 
 # By name: the results files, and the function of their records.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {

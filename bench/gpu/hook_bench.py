@@ -66,8 +66,8 @@ class HookStep:
         self.gradients: dict[str, Tensor] = {}  # by parameter name; every step replaces their values
         self._buckets: list[DenseBucket] = []
         generator = torch.Generator(device).manual_seed(0)
-        for index, of_bucket in enumerate(shapes):
-            parameters = [torch.empty(shape, device=device) for shape in of_bucket]
+        for index, bucket_shapes in enumerate(shapes):
+            parameters = [torch.empty(shape, device=device) for shape in bucket_shapes]
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
             names = [f"{index}.{i}" for i in range(len(parameters))]
@@ -116,7 +116,7 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float:
     """Bytes that the kernels of a step read and write at least, on one rank."""
-    parameters = [shape for of_bucket in shapes for shape in of_bucket]
+    parameters = [shape for bucket_shapes in shapes for shape in bucket_shapes]
     numel, fp32 = sum(map(prod, parameters)), torch.float32
     if (wire := HOOKS[hook].wire) is not None:
         return kernels.flatten_bytes(numel, fp32, wire) + kernels.unflatten_bytes(numel, wire, fp32)
@@ -179,7 +179,7 @@ def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) 
     registration = entry.make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
     if needs_one_bucket(hook, device):
-        shapes = [[shape for of_bucket in shapes for shape in of_bucket]]
+        shapes = [[shape for bucket_shapes in shapes for shape in bucket_shapes]]
     return {PYTORCH if entry.is_same else CLOSEST: _warm(HookStep(registration, shapes, device, is_flat=True))}
 
 

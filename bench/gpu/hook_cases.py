@@ -144,8 +144,7 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
         model = wrap(OurDDP, HalfNet(), device)
         register(model, *HOOKS[name]())
         for batch in batches[:STEPS_BEFORE_CAPTURE]:
-            model.zero_grad(set_to_none=True)
-            model(batch).square().mean().backward()
+            take_step(model, batch)
         return model
 
     eager = model_after_warm_up()
@@ -164,8 +163,7 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
     for step, following in enumerate(batches[STEPS_BEFORE_CAPTURE:]):
         batch.copy_(following)
         graph.replay()
-        eager.zero_grad(set_to_none=True)
-        eager(following).square().mean().backward()
+        take_step(eager, following)
         for mine, other in zip(captured.parameters(), eager.parameters(), strict=True):
             assert mine.grad is not None and other.grad is not None
             # Not to the bit: a capture may give a matrix product another workspace.

@@ -66,7 +66,7 @@ def kernel(name: str, mib: int, device: torch.device) -> list[Row]:
     """Check and time a kernel on buckets of `MODEL`."""
     shapes = rotation(buckets_of(MODEL, mib, device), mib)
     with torch.no_grad():
-        cases = [CASES[name](of_bucket, device) for of_bucket in shapes]
+        cases = [CASES[name](bucket_shapes, device) for bucket_shapes in shapes]
         check(cases[0], MODEL)
         for case in cases:
             case.implementations.pop(COMPILED, None)  # it takes tens of seconds

@@ -151,15 +151,15 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
     wire_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
     generator = torch.Generator().manual_seed(rank)
 
-    def matrices(of_dtype: torch.dtype) -> list[Tensor]:
+    def matrices(matrix_dtype: torch.dtype) -> list[Tensor]:
         made = []
         for m in table.matrices:
-            buffer = _empty((m.rows, m.columns), of_dtype, device, offset)
+            buffer = _empty((m.rows, m.columns), matrix_dtype, device, offset)
             made.append(buffer.copy_(torch.randn(m.rows, m.columns, generator=generator)))
         return made
 
-    def factor(side: kernels.FactorLayout, of_dtype: torch.dtype) -> Tensor:
-        return torch.randn(side.numel, generator=generator).to(of_dtype).to(device)
+    def factor(side: kernels.FactorLayout, matrix_dtype: torch.dtype) -> Tensor:
+        return torch.randn(side.numel, generator=generator).to(matrix_dtype).to(device)
 
     gradients, errors = matrices(dtype), matrices(compute)
     q_in, p_in = factor(table.q, compute), factor(table.p, compute) / rank

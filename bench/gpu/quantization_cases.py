@@ -59,8 +59,8 @@ def both_shots(
     present = torch.zeros(table.numel, device=device)
     for view in table.error_views(present):
         view.fill_(1)
-    of_shard = torch.zeros(layout.shard_numel(section), device=device)
-    for piece, cell in enumerate(of_shard.split(section.blocks_per_cell * table.block_size)):
+    shard_values = torch.zeros(layout.shard_numel(section), device=device)
+    for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * table.block_size)):
         begin, end = (table.block_size * block for block in section.cell_blocks(piece * WORLD_SIZE + RANK))
         cell[: end - begin] = present[begin:end]
 
@@ -84,7 +84,7 @@ def both_shots(
             memory += [pending] if pending is not None else []
         received = torch.stack([message[:, RANK] for message in messages], 1).contiguous()
         result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
-        errors, pending = errors_of(of_shard, 9)
+        errors, pending = errors_of(shard_values, 9)
         reducer(
             received,
             section,

@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
     status: str
     seconds: float  # time of the slowest rank, without the start of the processes
     text: str  # for a failure, tracebacks, stacks and output of every rank
-    measured: Sequence[dict[str, Any]] = ()  # of rank 0
+    measured: Sequence[dict[str, Any]] = ()  # measurements of rank 0
 
 
 class Crew:

@@ -41,7 +41,7 @@ def on_4_ranks():
 
 
 @pytest.mark.parametrize(("world_size", "name"), [case(*run) for run in what_pytorch_passes()])
-def test_gradwire_passes_what_pytorch_passes(request, world_size, name):
+def test_gradwire_passes_every_test_that_pytorch_passes(request, world_size, name):
     outcome = request.getfixturevalue(f"on_{world_size}_ranks").run(name)
     if name in EXPECTED_FAILURES:
         assert outcome.result != ranks.PASSED, f"passes, so take it out of expected_failures.py: {name}"

@@ -3,12 +3,12 @@
 import logging
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.support.training import SMALL, WRAPPERS, build, register
+from tests.support.ranks import on_ranks
+from tests.support.training import WRAPPERS, train_steps, wrapped
 
 HOOKS = {
     "powersgd": (lambda start: PowerSGDState(None, 1, start), powerSGD_hook),
@@ -17,55 +17,44 @@ HOOKS = {
 }
 
 
-class Messages(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def emit(self, record):
-        self.seen.append((record.name, record.levelname, record.getMessage()))
-
-
 def announced(hook, start, wrapper="gradwire", first=0):
-    """The messages about the start after the first and after the last of six steps, counted from ``first``."""
+    """The messages about the start, after the first and after the last of six steps, counted from ``first``."""
     make, function = HOOKS[hook]
-    state = make(start)
+    state, logger, seen, counts = make(start), logging.getLogger("gradwire"), [], []
     state.iter = first
-    ddp = WRAPPERS[wrapper](build("mlp"), bucket_cap_mb=SMALL)
-    register(ddp, (state, function))
-    messages, logger = Messages(), logging.getLogger("gradwire")
+    ddp, messages = wrapped(wrapper, hook=(state, function)), logging.Handler()
+    messages.emit = lambda record: seen.append((record.name, record.levelname, record.getMessage()))
     logger.addHandler(messages)
     logger.setLevel(logging.INFO)
-    after_steps = []
-    generator = torch.Generator().manual_seed(dist.get_rank())
     try:
         for _ in range(6):
-            ddp.zero_grad()
-            ddp(*ddp.module.batch(generator)).backward()
-            after_steps.append([message for message in messages.seen if "compresses from step" in message[2]])
+            train_steps(ddp)
+            counts.append(len(seen))
     finally:
         logger.removeHandler(messages)
         logger.setLevel(logging.NOTSET)
-    return after_steps[0], after_steps[-1]
+    return tuple([each for each in seen[:n] if "compresses from step" in each[2]] for n in (counts[0], counts[-1]))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_plain_first_steps_are_announced_once_on_the_first_rank(worlds, hook, wrapper):
-    first, second = worlds(2).run(announced, hook=hook, start=4, wrapper=wrapper)
+@on_ranks(2)
+def test_plain_first_steps_are_announced_once_on_the_first_rank(hook, wrapper):
     _, function = HOOKS[hook]
     text = f"{function.__name__} compresses from step 4 on, and sends gradients in full until then."
-    assert first == ([(function.__module__, "WARNING", text)],) * 2
-    assert second == ([], [])
+    expected = [(function.__module__, "WARNING", text)] if dist.get_rank() == 0 else []
+    assert announced(hook, 4, wrapper) == (expected, expected)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_two_plain_steps_are_announced_at_the_level_info(worlds, hook):
-    (_, ((_, level, text),)), _ = worlds(2).run(announced, hook=hook, start=2)
+@on_ranks(1)
+def test_two_plain_steps_are_announced_at_the_level_info(hook):
+    _, ((_, level, text),) = announced(hook, 2)
     assert level == "INFO"
     assert "compresses from step 2 on" in text
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_resumed_run_that_compresses_at_once_announces_nothing(worlds, hook):
-    assert worlds(2).run(announced, hook=hook, start=4, first=4) == [([], [])] * 2
+@on_ranks(2)
+def test_resumed_run_that_compresses_at_once_announces_nothing(hook):
+    assert announced(hook, 4, first=4) == ([], [])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradwire.reducer.backward import AutogradHooks, Phase
+from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS
 
 PAIRS = 5e-6  # MiB: a bucket for every two numbers
@@ -59,8 +60,10 @@ def launches(wrapper, orders, count, caps, mode):
 ORDERS = [[3, 0, 4, 1, 2], [1, 4, 2, 0, 3], [2, 3, 1, 4, 0]]
 
 
-def rebuild_from_own_order(mode):
-    """The buckets after four steps, and the gradients of each; every rank's come in an order of its own."""
+@pytest.mark.parametrize("mode", ["plain", "static"])
+@on_ranks(2, 3)
+def test_ranks_with_other_gradient_orders_rebuild_the_buckets_of_rank_0(mode):
+    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
     model = Chain(5)
     for i, number in enumerate(model.numbers):
         number.data.fill_(i + 1)
@@ -70,17 +73,11 @@ def rebuild_from_own_order(mode):
         ddp.zero_grad()
         ddp(torch.ones(1) + dist.get_rank(), ORDERS[dist.get_rank()]).backward()
         seen.append([number.grad.item() for number in model.numbers])
-    return ddp.reducer.has_rebuilt_buckets, [bucket.members for bucket in ddp.reducer.buckets], seen
-
-
-@pytest.mark.parametrize("mode", ["plain", "static"])
-def test_ranks_with_other_gradient_orders_rebuild_the_buckets_of_rank_0(world, mode):
-    mean = sum(range(1, world.size + 1)) / world.size
-    for rebuilt, members, seen in world.run(rebuild_from_own_order, mode=mode):
-        assert rebuilt
-        assert members == [[3, 0], [4, 1], [2]]
-        for step in seen:
-            assert step == pytest.approx([mean * 120 / (i + 1) for i in range(5)], rel=1e-6)
+    rebuilt, members = (ddp.reducer.has_rebuilt_buckets, [bucket.members for bucket in ddp.reducer.buckets])
+    assert rebuilt
+    assert members == [[3, 0], [4, 1], [2]]
+    for step in seen:
+        assert step == pytest.approx([mean * 120 / (i + 1) for i in range(5)], rel=1e-6)
 
 
 @st.composite
@@ -188,8 +185,8 @@ class Doubles(nn.Module):
         return [2 * number for number in self.numbers]
 
 
-def backward_in_two_threads():
-    """A gradient comes in a second thread while the reducer takes the first; the gradients, and the backward."""
+@on_ranks(1)
+def test_gradient_that_is_ready_is_not_expected_last():
     ddp = WRAPPERS["gradwire"](Doubles())
     reducer = ddp.reducer
     sum(ddp()).backward()
@@ -215,9 +212,5 @@ def backward_in_two_threads():
     outputs[awaited].backward()
     outputs[late].backward()
     backward = reducer._backward
-    return [number.grad.item() for number in ddp.module.numbers], backward.n_pending, backward.phase
-
-
-def test_gradient_that_is_ready_is_not_expected_last(worlds):
-    (result,) = worlds(1).run(backward_in_two_threads)
+    result = ([number.grad.item() for number in ddp.module.numbers], backward.n_pending, backward.phase)
     assert result == ([2.0] * 4, [0], Phase.DONE)

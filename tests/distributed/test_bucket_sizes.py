@@ -17,7 +17,19 @@ from gradwire.hooks import powerSGD_hook
 from gradwire.reducer.torch_internals import assign_buckets
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import flat_hook
-from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, register, train
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    HOOKS,
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    build,
+    message_of,
+    own_batches,
+    register,
+    train,
+    train_steps,
+)
 from tests.support.zoo import Probe
 
 ROOT = Path(__file__).parents[2]
@@ -97,16 +109,11 @@ def preferring(cap, steps=3, hook=flat_hook):
     ddp.register_comm_hook(
         SimpleNamespace(preferred_bucket_cap_mb=cap[dist.get_rank()]), lambda _, bucket: hook(None, bucket)
     )
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(steps):
-        ddp.zero_grad()
-        ddp(*ddp.module.batch(generator)).backward()
-        seen.append(gradients(ddp))
+    seen = train_steps(ddp, steps)
     return [bucket.members for bucket in ddp.reducer.buckets], seen
 
 
-def test_ranks_that_prefer_other_sizes_take_those_of_rank_0(worlds):
+def test_ranks_with_other_preferred_sizes_use_the_sizes_of_rank_0(worlds):
     _, reference = worlds(2).run(preferring, cap=[None, None])[0]
     caps = st.one_of(st.none(), st.just(0), st.floats(SMALLEST, 10 * SMALL))
 
@@ -122,48 +129,38 @@ def test_ranks_that_prefer_other_sizes_take_those_of_rank_0(worlds):
 
 
 @pytest.mark.parametrize("cap", ["100", -1, float("nan"), True])
-def test_preferred_size_that_is_no_number_raises_on_every_rank(worlds, cap):
-    for message in worlds(2).run(message_of_preferring, cap=cap):
-        assert f"preferred_bucket_cap_mb of the hook's state, a SimpleNamespace, is {cap!r}; expected" in message
-
-
-def message_of_preferring(cap):
-    return message_of(preferring, [cap] * dist.get_world_size())
+@on_ranks(2)
+def test_preferred_size_that_is_no_number_raises_on_every_rank(cap):
+    message = message_of(preferring, [cap] * dist.get_world_size())
+    assert f"preferred_bucket_cap_mb of the hook's state, a SimpleNamespace, is {cap!r}; expected" in message
 
 
 def train_with_changing_sizes(caps):
-    """Gradients and error memory of PowerSGD, whose preferred size changes every three steps."""
+    """Numbers of buckets, and gradients and memory of PowerSGD, whose preferred size changes every three steps."""
     state, hook = HOOKS["powersgd"](None)
     ddp = WRAPPERS["gradwire"](build("mlp"))
     ddp.register_comm_hook(state, hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen, counts = [], []
+    generator, seen, counts = own_batches(), [], []
     for cap in caps:
         with mock.patch.object(powerSGD_hook, "LOW_RANK_BUCKET_CAP_MB", cap):
-            for _ in range(3):
-                ddp.zero_grad()
-                ddp(*ddp.module.batch(generator)).backward()
-                seen.append(gradients(ddp))
+            seen += train_steps(ddp, 3, generator)
         counts.append(len(ddp.reducer.buckets))
         ddp.resynchronize()  # the next backward rebuilds the buckets
-    return counts, seen, state.state_dict()
+    return counts, (seen, state.state_dict())
 
 
-def test_law7_state_survives_other_preferred_sizes(worlds):
-    expected = worlds(2).run(train_with_changing_sizes, caps=[100] * 3)
-    actual = worlds(2).run(train_with_changing_sizes, caps=[SMALL, 100, SMALLEST])
-    assert (expected[0][0], actual[0][0]) == ([1, 1, 1], [3, 1, 8])
-    assert_same_bits([each[1:] for each in actual], [each[1:] for each in expected])
-
-
-def train_at_both_defaults(hook):
-    return [train(wrapper, "transformer", hook=hook, steps=5) for wrapper in WRAPPERS]
+@on_ranks(2)
+def test_law7_state_survives_other_preferred_sizes():
+    (once, expected), (often, actual) = map(train_with_changing_sizes, ([100] * 3, [SMALL, 100, SMALLEST]))
+    assert (once, often) == ([1, 1, 1], [3, 1, 8])
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "fp16_of_powersgd"])
-def test_law4_low_rank_hook_matches_pytorchs_ddp_at_default_sizes(world, hook):
-    for theirs, ours in world.run(train_at_both_defaults, hook=hook):
-        assert_same_bits(ours, theirs)
+@on_ranks(2, 3)
+def test_law4_low_rank_hook_matches_pytorchs_ddp_at_default_sizes(hook):
+    theirs, ours = [train(wrapper, "transformer", hook=hook, steps=5) for wrapper in WRAPPERS]
+    assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize(

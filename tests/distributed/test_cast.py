@@ -37,8 +37,8 @@ def test_cast_all_reduce_divides_by_the_divisor_before_the_cast(divisor, dtype, 
     scale = torch.tensor(1 / (divisor or N_RANKS))
     ranks = [drawn(rank) for rank in range(N_RANKS)]
     expected = [
-        torch.stack([(gradient * scale).to(dtype) for gradient in of_ranks]).sum(0, dtype=dtype).float()
-        for of_ranks in zip(*ranks, strict=True)
+        torch.stack([(gradient * scale).to(dtype) for gradient in rank_gradients]).sum(0, dtype=dtype).float()
+        for rank_gradients in zip(*ranks, strict=True)
     ]
     algorithms, results = [], []
     for rank, gradients in enumerate(ranks):

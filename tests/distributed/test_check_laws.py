@@ -181,7 +181,7 @@ def test_unknown_law_raises():
         check_laws(ToyState, toy_hook, skip=["no such law"])
 
 
-def test_what_ranks_cannot_import_raises_with_the_remedy():
+def test_objects_that_ranks_cannot_import_raise_with_the_remedy():
     with pytest.raises(TypeError, match="expected functions or classes at the top level of a module"):
         check_laws(lambda: ToyState(), toy_hook)
 

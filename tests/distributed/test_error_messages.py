@@ -2,6 +2,8 @@
 
 import os
 import warnings
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.reducer import parameters
+from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS, message_of
 
 
@@ -143,20 +146,12 @@ MESSAGES = {
 }
 
 
-def messages_of_both(level):
-    """PyTorch's message and ours in every case."""
-    torch.manual_seed(0)
-    before = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = level
-    dist.set_debug_level_from_env()
-    try:
-        return {name: [case(wrapper) for wrapper in WRAPPERS.values()] for name, case in MESSAGES.items()}
-    finally:
-        if before is None:
-            del os.environ["TORCH_DISTRIBUTED_DEBUG"]
-        else:
-            os.environ["TORCH_DISTRIBUTED_DEBUG"] = before
+@contextmanager
+def debug_level(level):
+    with mock.patch.dict(os.environ, TORCH_DISTRIBUTED_DEBUG=level):
         dist.set_debug_level_from_env()
+        yield
+    dist.set_debug_level_from_env()
 
 
 # What PyTorch's own tests look for.
@@ -175,15 +170,18 @@ PARTS = {
 
 
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
-def test_error_messages_begin_with_those_of_pytorch(worlds, level):
-    for rank, found in enumerate(worlds(2).run(messages_of_both, level=level)):
-        for name, (theirs, ours) in found.items():
-            assert theirs, name
-            assert ours.startswith(theirs), f"{name}:\n{ours}\n\ndoes not begin with\n{theirs}"
-            for part in PARTS.get(name, []):
-                assert part in ours, name
-        for name in ("unused", "unused_in_a_static_graph", "unused_though_looked_for"):
-            ours = found[name][1]
+@on_ranks(2)
+def test_error_messages_begin_with_those_of_pytorch(level):
+    torch.manual_seed(0)
+    for name, case in MESSAGES.items():
+        with debug_level(level):
+            theirs, ours = (case(wrapper) for wrapper in WRAPPERS.values())
+        assert theirs, name
+        assert ours.startswith(theirs), f"{name}:\n{ours}\n\ndoes not begin with\n{theirs}"
+        for part in PARTS.get(name, []):
+            assert part in ours, name
+        if name in ("unused", "unused_in_a_static_graph", "unused_though_looked_for"):
+            rank = dist.get_rank()
             assert f"Parameter indices which did not receive grad for rank {rank}: 3\n" in ours, name
             assert f"Parameters which did not receive grad for rank {rank}: part.weight\n" in ours, name
             advice = "set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
@@ -207,14 +205,6 @@ def nothing_unused():
         ddp(BATCH).backward()
 
 
-def warnings_of(what):
-    parameters._warn_once_that_all_are_used.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        globals()[what]()
-    return [str(warning.message) for warning in caught]
-
-
 # PyTorch's come from C++ and mostly go past the warnings of Python, so the texts stand here.
 @pytest.mark.parametrize(
     ("what", "text"),
@@ -225,6 +215,11 @@ def warnings_of(what):
         ("nothing_unused", "find_unused_parameters=True was specified in DDP constructor, but did not find any unused"),
     ],
 )
-def test_warnings_begin_with_those_of_pytorch(worlds, what, text):
-    for found in worlds(2).run(warnings_of, what=what):
-        assert [text in warning for warning in found].count(True) == 1, found
+@on_ranks(2)
+def test_warnings_begin_with_those_of_pytorch(what, text):
+    parameters._warn_once_that_all_are_used.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        globals()[what]()
+    found = [str(warning.message) for warning in caught]
+    assert [text in warning for warning in found].count(True) == 1, found

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from gradwire.comm import GroupTransport
@@ -14,6 +13,8 @@ from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import reduce_bucket
 from gradwire.reducer.model_sync import broadcast_coalesced
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import FEATURES, AfterAnother, Parts, reentrant, wrap
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     SMALL,
     SMALLEST,
@@ -23,7 +24,10 @@ from tests.support.training import (
     build,
     error_of,
     gradients,
-    register,
+    message_of,
+    own_batches,
+    train_steps,
+    wrapped,
 )
 
 DDP = gradwire.DistributedDataParallel
@@ -97,145 +101,93 @@ TEXTS = {
 }
 
 
-def train_through_a_fault(fault, at, bad_step, view):
-    """Gradients of every step, those of PyTorch's DDP, the errors of the bad step and of the forward before the ranks
-    resynchronize, and whether parameters were kept."""
-    hook = FaultyHook()
-    ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
-    register(ddp, (None, hook))
-    reference = WRAPPERS["pytorch"](build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, reference)]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen, wanted, error, refusal, unchanged = [], [], None, None, None
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("feature", ["none", *FEATURES])
+@pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
+@pytest.mark.parametrize("fault", TEXTS)
+@on_ranks(2, 3)
+def test_failing_hook_raises_and_resynchronized_training_continues(fault, at, bad_step, feature, view):
+    hook, models = FaultyHook(), []
+    for function in (hook, default_hooks.allreduce_hook):
+        torch.manual_seed(0)
+        options = {"bucket_cap_mb_list": [SMALLEST], **FEATURES.get(feature, {})}
+        models.append(wrap("gradwire", Parts(), view=view, **options))
+        models[-1].register_comm_hook(None, function)
+    ddp, reference = models
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    generator = own_batches()
     for step in range(6):
-        (batch,) = ddp.module.batch(generator)
+        use = (0, 1, 3) if feature == "static" else range(5) if feature == "none" or step == bad_step else (0, 1, 4)
+        batch = torch.randn(3, 4, generator=generator), use
         for optimizer in optimizers:
             optimizer.zero_grad()
         if step == bad_step:
             hook.fault, hook.at = fault, min(at, len(ddp.reducer.buckets) - 1)
-            before = [parameter.detach().clone() for parameter in ddp.parameters()]
-            loss = ddp(batch)
-            error = error_of(loss.backward)
-            unchanged = all(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True))
+            before, loss = [parameter.detach().clone() for parameter in ddp.parameters()], ddp(*batch)
+            assert TEXTS[fault] in message_of(loss.backward)
+            assert_same_bits([parameter.detach() for parameter in ddp.parameters()], before)
             hook.fault = None
-            refusal = error_of(ddp, batch)
+            # The forward after a failed step tells what failed, in which step, and what to do.
+            kind, text = error_of(ddp, *batch)
+            assert kind == "RuntimeError"
+            assert f"Step {bad_step + 1} failed on rank" in text
+            assert "resynchronize()" in text
             ddp.resynchronize()
             continue
-        ddp(batch).backward()
-        reference(batch).backward()
-        seen.append(gradients(ddp))
-        wanted.append(gradients(reference))
-        for optimizer in optimizers:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(*batch).backward()
             optimizer.step()
-    return seen, wanted, error, refusal, unchanged
+        assert_same_bits(gradients(ddp), gradients(reference))
+    assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
 
 
-def assert_refused(refusal, bad_step):
-    """The forward after a failed step tells what failed, in which step, and what to do."""
-    assert refusal[0] == "RuntimeError"
-    assert f"Step {bad_step + 1} failed on rank" in refusal[1]
-    assert "resynchronize()" in refusal[1]
+def assert_trains_as_pytorchs(ddp, module, *inputs, **options):
+    """A few steps give the gradients of PyTorch's class around an equal module."""
+    reference = WRAPPERS["pytorch"](module, bucket_cap_mb=SMALLEST, **options)
+    for _ in range(3):
+        for model in (ddp, reference):
+            model.zero_grad()
+            model(*inputs).backward()
+        if dist.get_world_size() == 2:  # where the mean has the same bits whether a gradient is multiplied or divided
+            assert_same_bits(gradients(ddp), gradients(reference))
+        for name, gradient in gradients(reference).items():
+            torch.testing.assert_close(gradients(ddp)[name], gradient)
+    assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
-@pytest.mark.parametrize("fault", TEXTS)
-def test_failing_hook_raises_and_resynchronized_training_continues(worlds, fault, at, bad_step, view):
-    # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
-    results = worlds(2).run(train_through_a_fault, fault=fault, at=at, bad_step=bad_step, view=view)
-    for seen, wanted, error, refusal, unchanged in results:
-        assert error is not None
-        assert TEXTS[fault] in error[1]
-        assert_refused(refusal, bad_step)
-        assert unchanged
-        assert_same_bits(seen, wanted)
-    assert_same_on_all_ranks([seen for seen, *_ in results])
-
-
-@pytest.mark.parametrize("fault", TEXTS)
-def test_failing_hook_raises_on_three_ranks(worlds, fault):
-    results = worlds(3).run(train_through_a_fault, fault=fault, at=2, bad_step=3, view=False)
-    for seen, wanted, error, refusal, unchanged in results:
-        assert error is not None
-        assert TEXTS[fault] in error[1]
-        assert_refused(refusal, 3)
-        assert unchanged
-        for step, reference in zip(seen, wanted, strict=True):
-            for name, gradient in reference.items():
-                torch.testing.assert_close(step[name], gradient)
-    assert_same_on_all_ranks([seen for seen, *_ in results])
-
-
-class Branches(nn.Module):
-    """Uses one of its layers only if asked to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.sometimes = nn.Linear(5, 5)
-        self.last = nn.Linear(5, 5)
-
-    def forward(self, x, skip=False):
-        x = self.first(x)
-        return self.last(x if skip else self.sometimes(x)).square().sum()
-
-
-def skip_a_layer(wrapper, skip_at, cap):
+def new(model):
     torch.manual_seed(0)
-    ddp = WRAPPERS[wrapper](Branches(), bucket_cap_mb=cap)
-    batch = torch.ones(2, 5) * (1 + dist.get_rank())
-    for _ in range(skip_at):
-        ddp(batch).backward()
-    ddp(batch, skip=True).backward()
-    error = error_of(ddp, batch)
-    after = []
-    if wrapper == "gradwire":
-        ddp.resynchronize()
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(batch).backward()
-            after.append(gradients(ddp))
-    return error, after
-
-
-def gradients_of_branches():
-    torch.manual_seed(0)
-    ddp = WRAPPERS["pytorch"](Branches(), bucket_cap_mb=100)
-    ddp(torch.ones(2, 5) * (1 + dist.get_rank())).backward()
-    return gradients(ddp)
+    return model()
 
 
 @pytest.mark.parametrize("cap", [SMALLEST, 100], ids=["many-buckets", "one-bucket"])
 @pytest.mark.parametrize("skip_at", [0, 1, 3])
-def test_parameter_without_gradient_raises_pytorchs_error_at_the_next_forward(world, skip_at, cap):
-    for name, text in [error for error, _ in world.run(skip_a_layer, wrapper="pytorch", skip_at=skip_at, cap=cap)]:
-        assert name == "RuntimeError"
-        assert "Expected to have finished reduction in the prior iteration" in text
-    results = world.run(skip_a_layer, wrapper="gradwire", skip_at=skip_at, cap=cap)
-    wanted = world.run(gradients_of_branches)[0]
-    for (name, text), after in results:
-        assert name == "RuntimeError"
-        for part in (
-            "Expected to have finished reduction in the prior iteration before starting a new one.",
-            "passing the keyword argument `find_unused_parameters=True`",
-            "`forward` function outputs participate in calculating loss",
-            "sometimes.weight",
-            "sometimes.bias",
-        ):
-            assert part in text
-        assert "first.weight" not in text
-        assert "last.weight" not in text
-        for step in after:
-            for parameter, gradient in step.items():
-                torch.testing.assert_close(gradient, wanted[parameter])
-    assert_same_on_all_ranks([after for _, after in results])
+@on_ranks(2, 3)
+def test_parameter_without_gradient_raises_pytorchs_error_at_the_next_forward(skip_at, cap):
+    batch = torch.ones(2, 4) * (1 + dist.get_rank())
+    for wrapper in WRAPPERS.values():
+        ddp = wrapper(new(Parts), bucket_cap_mb=cap)
+        for _ in range(skip_at):
+            ddp(batch, range(5)).backward()
+        ddp(batch, (0, 2, 3, 4)).backward()
+        kind, text = error_of(ddp, batch, range(5))
+        assert kind == "RuntimeError"
+        assert "Expected to have finished reduction in the prior iteration before starting a new one." in text
+    assert (
+        [i for i in range(5) if f"parts.{i}.weight" in text]
+        == [i for i in range(5) if f"parts.{i}.bias" in text]
+        == [1]
+    )
+    ddp.resynchronize()
+    assert_trains_as_pytorchs(ddp, new(Parts), batch, range(5))
 
 
-def backward_that_fails(where, view):
-    """The errors of a backward that fails at some point and of the next forward, and the gradients of later steps."""
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("where", ["before", "middle", "after"])
+@on_ranks(2, 3)
+def test_training_resynchronized_after_failed_backward_continues(where, view):
     ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
     batch = torch.ones(2, 11) * (1 + dist.get_rank())
-    errors, after = [], []
     ddp(batch).backward()
     handle = None
     if where == "before":
@@ -245,167 +197,88 @@ def backward_that_fails(where, view):
         loss = ddp(batch)
     else:
         loss = ddp(FailsInBackward.apply(batch.clone().requires_grad_()))
-    errors.append(error_of(loss.backward))
+    assert error_of(loss.backward) == ("Fault", "from autograd")
     if handle is not None:
         handle.remove()
-    errors.append(error_of(ddp, batch))
+    next_forward = error_of(ddp, batch)
+    if where == "middle":
+        assert "layers.4.weight" in next_forward[1]
+        assert "layers.6.weight" not in next_forward[1]
+    elif where == "after":
+        assert next_forward is None or "receive grad for rank 0: \n" not in next_forward[1]
     ddp.resynchronize()
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(batch).backward()
-        after.append(gradients(ddp))
-    return errors, after
+    assert_trains_as_pytorchs(ddp, build("mlp"), batch)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("where", ["before", "middle", "after"])
-def test_training_resynchronized_after_failed_backward_continues(world, where, view):
-    results = world.run(backward_that_fails, where=where, view=view)
-    wanted = world.run(mean_gradients)[0]
-    for (at_once, next_forward), after in results:
-        assert at_once == ("Fault", "from autograd")
-        if where == "middle":
-            assert "layers.4.weight" in next_forward[1]
-            assert "layers.6.weight" not in next_forward[1]
-        elif where == "after":
-            assert next_forward is None or "receive grad for rank 0: \n" not in next_forward[1]
-        for step in after:
-            for parameter, gradient in step.items():
-                torch.testing.assert_close(gradient, wanted[parameter])
-    assert_same_on_all_ranks([after for _, after in results])
-
-
-def static_graph_whose_first_backward_fails(view):
-    """The error, the gradients of later steps, and those of PyTorch's class, for which no backward failed."""
-    options = {"bucket_cap_mb": SMALLEST, "gradient_as_bucket_view": view, "static_graph": True}
-    ddp, reference = DDP(build("mlp"), **options), WRAPPERS["pytorch"](build("mlp"), **options)
+@on_ranks(2)
+def test_static_graph_with_failed_first_backward_counts_gradients_again(view):
+    options = {"gradient_as_bucket_view": view, "static_graph": True}
+    ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, **options)
     batch = torch.ones(2, 11) * (1 + dist.get_rank())
     handle = ddp.module.layers[4].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
-    error = error_of(ddp(batch).backward)
+    assert error_of(ddp(batch).backward) == ("Fault", "from autograd")
     handle.remove()
-    after = []
-    for _ in range(4):
-        for model in (ddp, reference):
-            model.zero_grad()
-            model(batch).backward()
-        after.append((gradients(ddp), gradients(reference)))
-    return error, after
+    assert_trains_as_pytorchs(ddp, build("mlp"), batch, **options)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_static_graph_with_failed_first_backward_counts_gradients_again(worlds, view):
-    for error, after in worlds(2).run(static_graph_whose_first_backward_fails, view=view):
-        assert error == ("Fault", "from autograd")
-        for ours, reference in after:
-            assert_same_bits(ours, reference)
-
-
-def mean_gradients():
-    ddp = WRAPPERS["pytorch"](build("mlp"))
-    ddp(torch.ones(2, 11) * (1 + dist.get_rank())).backward()
-    return gradients(ddp)
-
-
-class Reentrant(nn.Module):
-    """The same layer in several reentrant checkpoints, each of whose backwards marks it ready."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x, times):
-        x = self.first(x)
-        for _ in range(times):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x.sum()
-
-
-def marked_twice(wrapper):
-    torch.manual_seed(0)
-    ddp = WRAPPERS[wrapper](Reentrant())
-    reference = WRAPPERS["pytorch"](Reentrant())
-    reference.load_state_dict(ddp.state_dict())
+@on_ranks(2, 3)
+def test_parameter_marked_twice_raises_until_resynchronized():
+    # Each of several reentrant checkpoints with the same layer has a backward of its own, which marks it ready.
     batch = torch.ones(2, 4) * (1 + dist.get_rank())
-    error = error_of(ddp(batch, 2).backward)
-    after = []
-    if wrapper == "gradwire":
-        ddp.resynchronize()
-    for _ in range(3 if wrapper == "gradwire" else 0):
-        for model in (ddp, reference):
-            model.zero_grad()
-            model(batch, 1).backward()
-        after.append((gradients(ddp), gradients(reference)))
-    return error, after
+    for wrapper in WRAPPERS.values():
+        ddp = wrapper(new(AfterAnother))
+        kind, text = error_of(ddp(batch, (0, 1, 2, 3, 4, 2), run=reentrant).backward)
+        assert kind == "RuntimeError"
+        assert "Expected to mark a variable ready only once." in text
+    assert "with name parts.2." in text
+    ddp.resynchronize()
+    assert_trains_as_pytorchs(ddp, new(AfterAnother), batch, range(5))
 
 
-def test_parameter_marked_twice_raises_pytorchs_error(world):
-    for wrapper in WRAPPERS:
-        for error, after in world.run(marked_twice, wrapper=wrapper):
-            assert error is not None
-            assert error[0] == "RuntimeError"
-            assert "Expected to mark a variable ready only once." in error[1]
-            if wrapper == "gradwire":
-                assert "with name layer." in error[1]
-            for ours, reference in after:
-                for name, gradient in reference.items():
-                    torch.testing.assert_close(ours[name], gradient)
+def with_wrong_bucket(state, bucket: int):
+    return None
 
 
-def registrations():
-    """What each wrapper says to bad hooks."""
-
-    def wrong_bucket(state, bucket: int):
-        return None
-
-    def wrong_return(state, bucket: dist.GradBucket) -> torch.Tensor:
-        return None
-
-    def right(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks.allreduce_hook(state, bucket)
-
-    def register_twice(model):
-        model.register_comm_hook(None, right)
-        model.register_comm_hook(None, right)
-
-    def register_both_kinds(model):
-        model.register_comm_hook(None, right)
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-
-    actions = {
-        "not callable": lambda model: model.register_comm_hook(None, 1),
-        "bucket": lambda model: model.register_comm_hook(None, wrong_bucket),
-        "return": lambda model: model.register_comm_hook(None, wrong_return),
-        "right": lambda model: model.register_comm_hook(None, right),
-        "twice": register_twice,
-        "both kinds": register_both_kinds,
-    }
-    return {
-        (kind, name): error_of(action, wrapper(build("mlp")))
-        for kind, action in actions.items()
-        for name, wrapper in WRAPPERS.items()
-    }
+def with_wrong_return(state, bucket: dist.GradBucket) -> torch.Tensor:
+    return None
 
 
-def test_bad_registrations_raise_pytorchs_errors(world):
-    parts = {
-        "not callable": "Communication hook must be callable.",
-        "bucket": "bucket annotation should be dist.GradBucket.",
-        "return": "return annotation should be torch.futures.Future[torch.Tensor].",
-        "twice": "register_comm_hook or register_builtin_comm_hook can only be called once.",
-        "both kinds": "can only be called once.",
-    }
-    for outcomes in world.run(registrations):
-        assert outcomes["right", "pytorch"] is None
-        assert outcomes["right", "gradwire"] is None
-        for kind, part in parts.items():
-            theirs, ours = outcomes[kind, "pytorch"], outcomes[kind, "gradwire"]
-            assert ours[0] == theirs[0], kind
-            assert part in theirs[1], kind
-            assert part in ours[1], kind
+def annotated(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.allreduce_hook(state, bucket)
 
 
-def string_annotations():
+def register_two(model, second):
+    model.register_comm_hook(None, annotated)
+    second(model)
+
+
+BAD_REGISTRATIONS = {
+    "Communication hook must be callable.": lambda model: model.register_comm_hook(None, 1),
+    "bucket annotation should be dist.GradBucket.": lambda model: model.register_comm_hook(None, with_wrong_bucket),
+    "return annotation should be torch.futures.Future[torch.Tensor].": lambda model: model.register_comm_hook(
+        None, with_wrong_return
+    ),
+    "register_comm_hook or register_builtin_comm_hook can only be called once.": lambda model: register_two(
+        model, lambda model: model.register_comm_hook(None, annotated)
+    ),
+    "can only be called once.": lambda model: register_two(
+        model, lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD_REGISTRATIONS)
+@on_ranks(2, 3)
+def test_bad_registration_raises_pytorchs_error(text):
+    theirs, ours = (error_of(BAD_REGISTRATIONS[text], wrapper(build("mlp"))) for wrapper in WRAPPERS.values())
+    assert ours[0] == theirs[0]
+    assert text in theirs[1]
+    assert text in ours[1]
+
+
+@on_ranks(2, 3)
+def test_hooks_with_string_annotations_are_accepted():
     namespace = {"torch": torch, "dist": dist, "ours": default_hooks}
     exec(
         "from __future__ import annotations\n"
@@ -413,46 +286,33 @@ def string_annotations():
         "    return ours.allreduce_hook(state, bucket)\n",
         namespace,
     )
-    models = {name: wrapper(build("mlp")) for name, wrapper in WRAPPERS.items()}
-    return {name: error_of(model.register_comm_hook, None, namespace["hook"]) for name, model in models.items()}
+    theirs, ours = (
+        error_of(each(build("mlp")).register_comm_hook, None, namespace["hook"]) for each in WRAPPERS.values()
+    )
+    assert ours is None
+    assert theirs[0] == "ValueError"
 
 
-def test_hooks_with_string_annotations_are_accepted(world):
-    for outcomes in world.run(string_annotations):
-        assert outcomes["gradwire"] is None
-        assert outcomes["pytorch"][0] == "ValueError"
+@on_ranks(1)
+def test_hook_of_another_number_of_arguments_raises():
+    hooks = {"takes (bucket)": lambda bucket: None, "takes (state, bucket, more)": lambda state, bucket, more: None}
+    for words, hook in hooks.items():
+        kind, text = error_of(DDP(build("mlp")).register_comm_hook, None, hook)
+        assert kind == "ValueError"
+        assert words in text
 
 
-def hook_with_other_arguments():
-    def one(bucket):
-        return None
-
-    def three(state, bucket, more):
-        return None
-
-    return [error_of(DDP(build("mlp")).register_comm_hook, None, hook) for hook in (one, three)]
-
-
-def test_hook_of_another_number_of_arguments_raises(world):
-    for one, three in world.run(hook_with_other_arguments):
-        assert one[0] == three[0] == "ValueError"
-        assert "takes (bucket)" in one[1]
-        assert "takes (state, bucket, more)" in three[1]
-
-
-def failed_registration_is_forgotten():
+@on_ranks(2, 3)
+def test_failed_registration_leaves_no_trace():
     ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
     errors = [error_of(ddp.register_comm_hook, None, 1)]
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     errors.append(error_of(ddp.register_comm_hook, None, default_hooks.allreduce_hook))
-    return errors, [hook.__name__ for hook, _ in ddp._comm_hooks], ddp._get_ddp_logging_data()["comm_hook"]
-
-
-def test_failed_registration_leaves_no_trace(world):
-    for errors, hooks, logged in world.run(failed_registration_is_forgotten):
-        assert None not in errors
-        assert hooks == ["fp16_compress_hook"]
-        assert logged == "fp16_compress_hook"
+    hooks = [hook.__name__ for hook, _ in ddp._comm_hooks]
+    logged = ddp._get_ddp_logging_data()["comm_hook"]
+    assert None not in errors
+    assert hooks == ["fp16_compress_hook"]
+    assert logged == "fp16_compress_hook"
 
 
 def unsupported():
@@ -467,7 +327,8 @@ def test_python_reducer_raises_not_implemented_error(world):
         assert "Leave" in text, "the remedy"
 
 
-def as_pytorch_refuses():
+@on_ranks(2, 3)
+def test_constructor_refuses_the_same_arguments_as_pytorch():
     frozen = build("mlp").requires_grad_(False)
     lazy = nn.Sequential(nn.LazyLinear(3))
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -479,30 +340,27 @@ def as_pytorch_refuses():
         "mesh and group": lambda ddp: ddp(build("mlp"), device_mesh=mesh, process_group=group),
         "sync batch norm": lambda ddp: ddp(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
     }
-    return {name: tuple(error_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()}
+    outcomes = {
+        name: tuple(error_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()
+    }
+    for name, (theirs, ours) in outcomes.items():
+        assert theirs is not None, name
+        assert ours == theirs, name
 
 
-def test_constructor_refuses_what_pytorch_refuses(world):
-    for outcomes in world.run(as_pytorch_refuses):
-        for name, (theirs, ours) in outcomes.items():
-            assert theirs is not None, name
-            assert ours == theirs, name
-
-
-def different_models():
+@on_ranks(2, 3)
+def test_models_that_differ_between_ranks_are_refused_as_by_pytorch():
     module = nn.Linear(3, 3, bias=dist.get_rank() > 0)
-    return [error_of(wrapper, module) for wrapper in WRAPPERS.values()]
+    theirs, ours = [error_of(wrapper, module) for wrapper in WRAPPERS.values()]
+    assert ours[0] == theirs[0] == "RuntimeError"
+    assert theirs[1].startswith("DDP expects same model across all ranks")
+    # Where three ranks count differently, either may name any other.
+    assert ours[1].startswith(theirs[1].split(", while")[0])
 
 
-def test_models_that_differ_between_ranks_are_refused_as_by_pytorch(world):
-    for theirs, ours in world.run(different_models):
-        assert ours[0] == theirs[0] == "RuntimeError"
-        assert theirs[1].startswith("DDP expects same model across all ranks")
-        # Where three ranks count differently, either may name any other.
-        assert ours[1].startswith(theirs[1].split(", while")[0])
-
-
-def models_of_other_layouts():
+@on_ranks(2, 3)
+def test_parameters_of_another_layout_are_refused_on_every_rank_at_once():
+    # PyTorch's class raises on the rank that differs and leaves rank 0 waiting; it does not compare dtypes.
     is_last = dist.get_rank() == dist.get_world_size() - 1
     weights = {
         "shape": torch.zeros(3, 4 + is_last),
@@ -515,12 +373,7 @@ def models_of_other_layouts():
         module.first = nn.Parameter(torch.zeros(2))
         module.weight = nn.Parameter(weight)
         errors[what] = error_of(DDP, module)
-    return errors
-
-
-def test_parameters_of_another_layout_are_refused_on_every_rank_at_once(world):
-    # PyTorch's class raises on the rank that differs and leaves rank 0 waiting; it does not compare dtypes.
-    results = world.run(models_of_other_layouts)
+    results = from_all_ranks(errors)
     for errors in results:
         assert errors == results[0]
         for what, (kind, message) in errors.items():
@@ -529,7 +382,15 @@ def test_parameters_of_another_layout_are_refused_on_every_rank_at_once(world):
             assert "appears not to match sizes/strides of the same param in process 0" in message
 
 
-def synced_states():
+def as_bytes(module):
+    return {
+        name: (str(tensor.dtype), tensor.stride(), tensor.reshape(-1).view(torch.uint8).tolist())
+        for name, tensor in module.state_dict().items()
+    }
+
+
+@on_ranks(2, 3)
+def test_construction_gives_every_rank_the_state_of_rank_0():
     torch.manual_seed(dist.get_rank())
     module = nn.Module()
     dtypes = (torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float16)
@@ -543,27 +404,16 @@ def synced_states():
     module.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     own = as_bytes(module)
     DDP(module)
-    return own, as_bytes(module)
-
-
-def as_bytes(module):
-    return {
-        name: (str(tensor.dtype), tensor.stride(), tensor.reshape(-1).view(torch.uint8).tolist())
-        for name, tensor in module.state_dict().items()
-    }
-
-
-def test_construction_gives_every_rank_the_state_of_rank_0(world):
-    results = world.run(synced_states)
+    results = from_all_ranks((own, as_bytes(module)))
     wanted = results[0][0]
     for _, state in results:
         assert state == wanted
     assert results[1][0]["conv.weight"] != wanted["conv.weight"]
 
 
-def coalesced_messages():
-    messages = []
-    transport = GroupTransport(dist.group.WORLD)
+@on_ranks(2, 3)
+def test_broadcast_sends_a_message_once_it_reaches_its_limit():
+    messages, transport = [], GroupTransport(dist.group.WORLD)
 
     def noted(tensor, source):
         messages.append(tensor.nbytes)
@@ -572,49 +422,33 @@ def coalesced_messages():
     tensors = [torch.full((100,), dist.get_rank() + i) for i in range(7)]  # of 800 bytes
     with mock.patch.object(transport, "broadcast", noted):
         broadcast_coalesced(tensors, transport, 2000)
-    return messages, [tensor.unique().tolist() for tensor in tensors]
-
-
-def test_broadcast_sends_a_message_once_it_reaches_its_limit(world):
-    for messages, values in world.run(coalesced_messages):
-        assert messages == [2400, 2400, 800]
-        assert values == [[i] for i in range(7)]
-
-
-def ask_for_wide_gradients():
-    ddp = DDP(nn.Linear(3, 2).bfloat16())
-    for parameter in ddp.parameters():
-        parameter.grad_dtype = torch.float32
-    return error_of(lambda: ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward())
+    assert messages == [2400, 2400, 800]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[i] for i in range(7)]
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
-def test_gradients_of_another_dtype_than_their_parameters_are_refused(world):
-    for kind, text in world.run(ask_for_wide_gradients):
-        assert kind == "ValueError"
-        assert "is torch.float32" in text and "it was torch.bfloat16" in text
-
-
-def cast_after_wrapping(hook, back):
-    """The errors of two forwards of a model that was cast after it was wrapped; of one after `resynchronize`."""
-    ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
-    if hook is not None:
-        register(ddp, hook)
-    batch = ddp.module.batch(torch.Generator().manual_seed(dist.get_rank()))
-    error_before = error_of(lambda: ddp(*batch).backward())
-    ddp.double()
-    if back:
-        ddp.float()
-    errors = [error_of(ddp, *batch) for _ in range(2)]
-    ddp.resynchronize()
-    return error_before, *errors, error_of(ddp, *batch)
+@on_ranks(2, 3)
+def test_gradients_of_another_dtype_than_their_parameters_are_refused():
+    ddp = DDP(nn.Linear(3, 2).bfloat16())
+    for parameter in ddp.parameters():
+        parameter.grad_dtype = torch.float32
+    kind, text = error_of(lambda: ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward())
+    assert kind == "ValueError"
+    assert "is torch.float32" in text and "it was torch.bfloat16" in text
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["cast", "cast-back"])
 @pytest.mark.parametrize("hook", [None, "int4"])
-def test_model_cast_after_wrapping_raises_on_every_rank(world, hook, back):
-    for before, first, second, resynchronized in world.run(cast_after_wrapping, hook=hook, back=back):
-        assert before is None
-        assert first[0] == resynchronized[0] == "RuntimeError"
-        assert "was cast to another dtype or moved to another device after the model was wrapped" in first[1]
-        assert "resynchronize()" in second[1]
+@on_ranks(2, 3)
+def test_model_cast_after_wrapping_raises_on_every_rank(hook, back):
+    ddp = wrapped(hook=hook)
+    train_steps(ddp)
+    ddp.double()
+    if back:
+        ddp.float()
+    (kind, text), second = (error_of(train_steps, ddp) for _ in range(2))
+    assert kind == "RuntimeError"
+    assert "was cast to another dtype or moved to another device after the model was wrapped" in text
+    assert "resynchronize()" in second[1]
+    ddp.resynchronize()
+    assert error_of(train_steps, ddp)[0] == "RuntimeError"

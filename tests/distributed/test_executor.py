@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradwire.comm import connections
 from gradwire.comm.connections import Connections, executor_for
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
-from tests.support.bits import assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of
 
 CPU = torch.device("cpu")
@@ -37,20 +37,16 @@ def sums_of(worker, value, begun=lambda: None):
     return worker.submit(task)
 
 
-def begin_before_any_is_done():
-    """Rank 0 begins as many tasks as may be under way; the other ranks come only then."""
+@on_ranks(2, 3)
+def test_tasks_in_flight_use_separate_workspaces():
     store, worker = signals(), executor_for(None, CPU)
     if dist.get_rank() != 0:
         store.wait(["begun"], LIMIT)
     left = iter(range(MAX_TASKS_IN_FLIGHT - 1, -1, -1))
     futures = [sums_of(worker, k, lambda: next(left) > 0 or store.set("begun", "")) for k in range(MAX_TASKS_IN_FLIGHT)]
-    return [future.wait() for future in futures]
-
-
-def test_tasks_in_flight_use_separate_workspaces(world):
-    everywhere = world.run(begin_before_any_is_done)
+    everywhere = from_all_ranks([future.wait() for future in futures])
     for results in everywhere:
-        assert [total for total, _ in results] == [k * world.size for k in range(MAX_TASKS_IN_FLIGHT)]
+        assert [total for total, _ in results] == [k * dist.get_world_size() for k in range(MAX_TASKS_IN_FLIGHT)]
     assert len({address for _, address in everywhere[0]}) == MAX_TASKS_IN_FLIGHT
 
 
@@ -60,8 +56,8 @@ def new_executor(group=None):
     return connections.connections_of(group).executor(CPU)
 
 
-def fail_while_another_waits():
-    """The second task fails while the first waits for other ranks; whether the first was done before it was told."""
+@on_ranks(2, 3)
+def test_failed_task_lets_earlier_tasks_finish_and_fails_later_ones():
     store, worker = signals(), new_executor()
 
     async def failing(_):
@@ -72,17 +68,10 @@ def fail_while_another_waits():
     if dist.get_rank() != 0:
         store.wait(["failed"], LIMIT)
     first, second, third = sums_of(worker, 1), worker.submit(failing), sums_of(worker, 2)
-    errors = []
-    for future in (second, third, sums_of(worker, 3)):
-        try:
-            future.wait()
-        except ValueError as error:
-            errors.append(str(error))
-    return first.done(), first.wait()[0], errors
-
-
-def test_failed_task_lets_earlier_tasks_finish_and_fails_later_ones(world):
-    assert world.run(fail_while_another_waits) == [(True, world.size, ["expected"] * 3)] * world.size
+    errors = [error_of(future.wait) for future in (second, third, sums_of(worker, 3))]
+    assert errors == [("ValueError", "expected")] * 3
+    assert first.done()
+    assert first.wait()[0] == dist.get_world_size()
 
 
 async def all_reduce_twice(transport, interrupt):
@@ -112,8 +101,10 @@ async def two_shots(transport, interrupt):
 EXCHANGES = {"all-reduces": all_reduce_twice, "shots": two_shots}
 
 
-def fail_on_one_rank(exchange, at):
-    """A task that raises on the last rank only, before, between or after its two collectives, among healthy ones."""
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@on_ranks(2, 3)
+def test_task_failure_on_one_rank_raises_on_all_others(exchange, at):
     worker = new_executor()
     fails = dist.get_rank() == dist.get_world_size() - 1
 
@@ -124,48 +115,30 @@ def fail_on_one_rank(exchange, at):
 
         return worker.submit(lambda _: EXCHANGES[exchange](worker.transport, interrupt))
 
-    outcomes = []
-    for future in [submit(k) for k in range(4)]:
-        try:
-            outcomes.append(future.wait())
-        except (ValueError, RuntimeError) as error:
-            outcomes.append(type(error).__name__)
-    return outcomes
+    futures = [submit(k) for k in range(4)]
+    errors = [error and error[0] for error in map(error_of, [future.wait for future in futures])]
+    # The failed task is complete on other ranks if it failed after its last collective; no sum is ever wrong.
+    kind = "ValueError" if fails else "RuntimeError"
+    assert errors == [None, None if at == 2 and not fails else kind, kind, kind]
+    for future, error in zip(futures, errors, strict=True):
+        assert error is not None or future.wait() == dist.get_world_size() ** 2
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_task_failure_on_one_rank_raises_on_all_others(world, exchange, at):
-    *others, failing = world.run(fail_on_one_rank, exchange=exchange, at=at)
-    whole = world.size**2
-    assert failing == [whole] + ["ValueError"] * 3
-    for outcomes in others:
-        assert outcomes[0] == whole
-        # The failed task itself is whole elsewhere if it failed behind its last collective; no sum is ever wrong.
-        assert outcomes[1] == (whole if at == 2 else "RuntimeError")
-        assert outcomes[2:] == ["RuntimeError"] * 2
-
-
-def lose_a_peer(exchange):
-    """The outcome of a collective whose peers close their executors without a notice."""
+@on_ranks(2, 3)
+def test_collective_raises_when_a_peer_is_lost(exchange):
+    # The peers close their executors without a notice.
     worker = new_executor()
     dist.barrier()  # a peer that closes while this rank still connects would fail the constructor instead
     if dist.get_rank() != 0:
         worker.close(60)
-        return None
-    try:
-        return worker.submit(lambda _: EXCHANGES[exchange](worker.transport, lambda stage: None)).wait()
-    except RuntimeError:
-        return "error"
+        return
+    task = worker.submit(lambda _: EXCHANGES[exchange](worker.transport, lambda stage: None))
+    assert error_of(task.wait)[0] == "RuntimeError"
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_collective_raises_when_a_peer_is_lost(world, exchange):
-    assert world.run(lose_a_peer, exchange=exchange) == ["error"] + [None] * (world.size - 1)
-
-
-def lose_a_peer_between_shots():
-    """The outcome of both shots where the peers end after the first one, and how many groups are left."""
+@on_ranks(2, 3)
+def test_peer_lost_between_shots_raises_and_closes_the_groups():
     others, worker = set(threading.enumerate()), new_executor()
     groups = [weakref.ref(worker.transport.group), weakref.ref(worker._later)]
     dist.barrier()
@@ -177,23 +150,16 @@ def lose_a_peer_between_shots():
     if dist.get_rank() != 0:
         worker.submit(first_shot).wait()
         worker.close(60)
-        return None
-    future = worker.submit(lambda _: two_shots(worker.transport, lambda stage: None))
-    try:
-        return future.wait()
-    except RuntimeError:
-        worker.close(60)
-        for thread in set(threading.enumerate()) - others:  # the worker, and the one in which the groups close
-            thread.join(60)
-    return "error", sum(group() is not None for group in groups)
+        return
+    assert error_of(worker.submit(lambda _: two_shots(worker.transport, lambda stage: None)).wait)[0] == "RuntimeError"
+    worker.close(60)
+    for thread in set(threading.enumerate()) - others:  # the worker, and the one in which the groups close
+        thread.join(60)
+    assert [group() for group in groups] == [None, None]
 
 
-def test_peer_lost_between_shots_raises_and_closes_the_groups(world):
-    assert world.run(lose_a_peer_between_shots) == [("error", 0)] + [None] * (world.size - 1)
-
-
-def drop_while_waiting():
-    """Rank 0 lets go of its executor while a task of it waits for the other ranks, which come only then."""
+@on_ranks(2, 3)
+def test_dropped_executor_completes_its_futures():
     store = signals()
     worker = Connections(dist.new_group()).executor(CPU)
     transport, value = worker.transport, torch.ones(3)
@@ -208,16 +174,14 @@ def drop_while_waiting():
     if dist.get_rank() == 0:
         del worker
         store.set("dropped", "")
-    return future.wait()
+    assert future.wait() == dist.get_world_size()
 
 
-def test_dropped_executor_completes_its_futures(world):
-    assert world.run(drop_while_waiting) == [world.size] * world.size
-
-
-def interleave(counts):
-    """Tasks of different numbers of collectives, each of which adds to what the one before gave."""
-    worker = executor_for(None, CPU)
+@pytest.mark.parametrize("counts", [(3, 1, 2), (0, 4, 0, 1, 1), (1, 2) * 10])
+@on_ranks(2, 3)
+def test_tasks_with_different_numbers_of_collectives_run_concurrently(counts):
+    # Each collective adds to what the one before gave.
+    worker, size = executor_for(None, CPU), dist.get_world_size()
 
     async def task(value, count):
         for _ in range(count):
@@ -227,43 +191,27 @@ def interleave(counts):
 
     values = [torch.tensor(float(k)) for k in range(len(counts))]
     futures = [worker.submit(lambda _, v=v, n=n: task(v, n)) for v, n in zip(values, counts, strict=True)]
-    return [future.wait() for future in futures]
-
-
-@pytest.mark.parametrize("counts", [(3, 1, 2), (0, 4, 0, 1, 1), (1, 2) * 10])
-def test_tasks_with_different_numbers_of_collectives_run_concurrently(world, counts):
-    expected = []
-    for k, count in enumerate(counts):
-        value = k
+    for k, (future, count) in enumerate(zip(futures, counts, strict=True)):
+        expected = k
         for _ in range(count):
-            value = value * world.size + 1
-        expected.append(value)
-    results = world.run(interleave, counts=counts)
-    assert_same_on_all_ranks(results)
-    assert results[0] == expected
+            expected = expected * size + 1
+        assert future.wait() == expected
 
 
-def outlive_groups():
-    """Executors of groups that come and go; how many connections are left, and what the last one computed."""
+@on_ranks(2, 3)
+def test_connections_end_with_their_process_group():
     before = len(connections._connections)
     for _ in range(3):
         group = dist.new_group()
         total, _ = sums_of(executor_for(group, CPU), 1).wait()
         dist.destroy_process_group(group)
-    return len(connections._connections) - before, total
+    assert (len(connections._connections) - before, total) == (0, dist.get_world_size())
 
 
-def test_connections_end_with_their_process_group(world):
-    assert world.run(outlive_groups) == [(0, world.size)] * world.size
-
-
-def executors_of_other_accelerators():
+@on_ranks(1)
+def test_devices_without_cuda_streams_are_refused_by_name():
     made = connections.connections_of(dist.new_group())
-    return {kind: error_of(made.executor, torch.device(kind)) for kind in ("xpu", "hpu", "mps", "meta")}
-
-
-def test_devices_without_cuda_streams_are_refused_by_name(worlds):
-    (errors,) = worlds(1).run(executors_of_other_accelerators)
+    errors = {kind: error_of(made.executor, torch.device(kind)) for kind in ("xpu", "hpu", "mps", "meta")}
     for kind, (error, message) in errors.items():
         assert error == "NotImplementedError"
         assert f"The gradients are on {kind}; gradwire runs on CUDA and ROCm GPUs" in message

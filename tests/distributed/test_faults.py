@@ -13,7 +13,18 @@ import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.hooks import _handshake
 from tests.support.bits import assert_same_on_all_ranks
-from tests.support.training import HOOKS, SMALLEST, FailsInBackward, Fault, build, error_of, message_of, register
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import (
+    HOOKS,
+    SMALLEST,
+    FailsInBackward,
+    Fault,
+    build,
+    error_of,
+    message_of,
+    own_batches,
+    register,
+)
 
 N_STEPS = 8
 
@@ -42,11 +53,11 @@ def fault(ddp, where, at):
         elif where in ("hook", "submitted"):
             run = ddp.reducer._run_comm_hook
 
-            def hook(of_bucket):
-                if of_bucket.index() != index:
-                    return run(of_bucket)
+            def hook(bucket_in_flight):
+                if bucket_in_flight.index() != index:
+                    return run(bucket_in_flight)
                 if where == "submitted":
-                    run(of_bucket)
+                    run(bucket_in_flight)
                 raise Fault
 
             stack.enter_context(mock.patch.object(ddp.reducer, "_run_comm_hook", hook))
@@ -106,7 +117,7 @@ def train_without_recovery(seeds, hook, model):
     for seed in seeds:
         group = dist.new_group()
         ddp, optimizer, _ = new_training(hook, model, group)
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        generator = own_batches()
         errors, applied = [], 0
         for faults in schedule_of(seed, dist.get_world_size()):
             where, _ = planned = faults.get(dist.get_rank(), (None, 0))
@@ -121,11 +132,18 @@ def train_without_recovery(seeds, hook, model):
     return results
 
 
+# Hooks and seeds of schedules: a few for the most different hooks, and many for each. PyTorch's hook uses the process
+# group itself, which cannot be replaced: there `resynchronize` raises as it should.
+FEW = [(hook, range(6)) for hook in ("none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd", "auto")]
+MANY = [pytest.param(hook, range(100, 160), marks=pytest.mark.slow) for hook in ("none", *HOOKS, "auto")]
+REPLACEABLE = [case for case in MANY if case.values[0] != "fp16_of_pytorch"]
+
+
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd", "auto"])
-def test_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model):
-    seeds = range(6)
-    for ranks in zip(*worlds(3).run(train_without_recovery, seeds=seeds, hook=hook, model=model), strict=True):
+@pytest.mark.parametrize(("hook", "seeds"), [*FEW, *MANY])
+def test_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model, seeds):
+    results = worlds(3).run(train_without_recovery, limit=600, seeds=seeds, hook=hook, model=model)
+    for ranks in zip(*results, strict=True):
         check_silent(ranks)
 
 
@@ -142,23 +160,13 @@ def check_silent(ranks):
         assert max(applied) <= before + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", *HOOKS, "auto"])
-def test_many_skipped_faults_never_leave_unequal_parameters_without_an_error(worlds, hook, model):
-    seeds = range(100, 160)
-    results = worlds(3).run(train_without_recovery, limit=600, seeds=seeds, hook=hook, model=model)
-    for ranks in zip(*results, strict=True):
-        check_silent(ranks)
-
-
 def train_with_recovery(seeds, hook, model):
     """For each seed this rank's errors, and its parameters and hook state at the end."""
     results = []
     group = dist.new_group()
     for seed in seeds:
         ddp, optimizer, state = new_training(hook, model, group)
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        generator = own_batches()
         schedule = schedule_of(seed, dist.get_world_size())
         step, errors = 0, []
         while step < N_STEPS:
@@ -199,30 +207,20 @@ def check_recovered(ranks):
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd", "auto"])
-def test_training_resynchronized_after_faults_continues_with_equal_ranks(worlds, hook, model):
-    for ranks in zip(*worlds(3).run(train_with_recovery, seeds=range(6), hook=hook, model=model), strict=True):
+@pytest.mark.parametrize(("hook", "seeds"), [*FEW, *REPLACEABLE])
+def test_training_resynchronized_after_faults_continues_with_equal_ranks(worlds, hook, model, seeds):
+    results = worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model)
+    for ranks in zip(*results, strict=True):
         check_recovered(ranks)
 
 
-# PyTorch's hook uses the process group itself, which cannot be replaced: there `resynchronize` raises as it should.
-REPLACEABLE = [hook for hook in HOOKS if hook != "fp16_of_pytorch"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("hook", ["none", *REPLACEABLE, "auto"])
-def test_training_resynchronized_after_many_faults_continues_with_equal_ranks(worlds, hook, model):
-    seeds = range(100, 160)
-    for ranks in zip(*worlds(3).run(train_with_recovery, limit=600, seeds=seeds, hook=hook, model=model), strict=True):
-        check_recovered(ranks)
-
-
-def train_after_a_handshake_that_failed(hook):
-    """The errors of a step whose handshake fails on rank 0 once all ranks have agreed, and the parameters later."""
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+@on_ranks(2, limit=90)
+def test_handshake_that_failed_on_one_rank_is_repeated_after_resynchronization(hook):
+    # Rank 1 has agreed with rank 0, but not the other way round: alone, rank 0 would wait for the second handshake.
     group = dist.new_group()
     ddp, optimizer, _ = new_training(hook, "mlp", group)
-    generator, compare = torch.Generator().manual_seed(dist.get_rank()), _handshake._compare
+    generator, compare = own_batches(), _handshake._compare
 
     def compare_and_fail(*arguments):
         compare(*arguments)
@@ -234,28 +232,18 @@ def train_after_a_handshake_that_failed(hook):
     for _ in range(2):
         step_of(ddp, optimizer, generator, None)
     dist.destroy_process_group(group)
-    return error[0], parameters_of(ddp)
-
-
-@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
-def test_handshake_that_failed_on_one_rank_is_repeated_after_resynchronization(worlds, hook):
-    # Rank 1 has agreed with rank 0, but not the other way round: alone, rank 0 would wait for the second handshake.
-    errors, parameters = zip(*worlds(2).run(train_after_a_handshake_that_failed, limit=90, hook=hook), strict=True)
+    errors, parameters = zip(*from_all_ranks((error[0], parameters_of(ddp))), strict=True)
     assert errors == ("Fault", "RuntimeError")
     assert_same_on_all_ranks(parameters)
 
 
-def resynchronize_under_pytorchs_hook():
-    """What `resynchronize` raises where rank 1 failed between two collectives on the process group itself."""
+@on_ranks(2)
+def test_resynchronize_raises_on_all_ranks_if_the_process_group_itself_is_stuck():
     group = dist.new_group(timeout=timedelta(seconds=20))
     ddp, optimizer, _ = new_training("fp16_of_pytorch", "mlp", group)
     planned = ("hook", 3) if dist.get_rank() == 1 else None
     error = error_of(step_of, ddp, optimizer, torch.Generator().manual_seed(0), planned)
-    return error[0], message_of(ddp.resynchronize)
-
-
-def test_resynchronize_raises_on_all_ranks_if_the_process_group_itself_is_stuck(worlds):
-    errors, messages = zip(*worlds(2).run(resynchronize_under_pytorchs_hook), strict=True)
+    errors, messages = zip(*from_all_ranks((error[0], message_of(ddp.resynchronize))), strict=True)
     assert errors == ("RuntimeError", "Fault")
     for message in messages:
         assert "The ranks have issued different numbers of collectives on the process group itself" in message

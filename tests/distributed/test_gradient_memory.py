@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.reducer import torch_internals
 from tests.support.bits import assert_same_bits, differences
+from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, register
+from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, own_batches, register
 
 WIDTH, ROWS = 4, 3
 STEPS = 3
@@ -116,7 +117,7 @@ class Layer:
     Attributes:
         use: a name of `USES`.
         tied: whether its first parameter is that of the layer before.
-        wait: whether the backward waits for all launched buckets before this layer, and behind it.
+        wait: whether the backward waits for all launched buckets before and after this layer.
         checkpointed: whether it is recomputed.
         watched: whether a hook on the parameter keeps its gradient.
     """
@@ -188,7 +189,7 @@ def batches(plan, step):
 def expected_gradients(plan):
     """For each step the mean over all ranks, in fp64, of what a rank computes without DDP, and of its magnitude."""
     size = dist.get_world_size()
-    of_ranks = []
+    rank_gradients = []
     for rank in range(size):
         module = Graph(plan)
         steps = []
@@ -199,9 +200,10 @@ def expected_gradients(plan):
             steps.append({name: p.grad.double().clone() for name, p in module.named_parameters()})
             if plan.clear == "kept":
                 break
-        of_ranks.append(steps)
+        rank_gradients.append(steps)
     return [
-        {name: torch.stack([ranks[name] for ranks in step]) for name in step[0]} for step in zip(*of_ranks, strict=True)
+        {name: torch.stack([ranks[name] for ranks in step]) for name in step[0]}
+        for step in zip(*rank_gradients, strict=True)
     ]
 
 
@@ -252,11 +254,11 @@ BOUNDS = EXACT | {"fp16": 2**-9, "bf16": 2**-6, "bf16_in_fp32": 2**-6, "scaled_f
 def errors_of(seen, expected, bound):
     lines = []
     for step, (ours, ranks) in enumerate(zip(seen, expected, strict=True)):
-        for name, of_ranks in ranks.items():
-            if of_ranks.numel() == 0:
+        for name, rank_gradients in ranks.items():
+            if rank_gradients.numel() == 0:
                 continue
-            scale = of_ranks.abs().max().item()
-            error = (ours[name].double() - of_ranks.mean(0)).abs().max().item()
+            scale = rank_gradients.abs().max().item()
+            error = (ours[name].double() - rank_gradients.mean(0)).abs().max().item()
             if error > bound * scale:
                 lines.append(f"step {step}: {name} differs from the mean by {error / scale:.2g} of its largest element")
     return lines
@@ -368,7 +370,7 @@ def train_with_replaced_gradients(wrapper, how, hook, view):
     ddp = WRAPPERS[wrapper](Replacing(how), bucket_cap_mb=SMALLEST, gradient_as_bucket_view=view)
     if hook is not None:
         register(ddp, hook)
-    generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
+    generator, seen = own_batches(), []
     for _ in range(4):
         ddp.zero_grad()
         ddp(torch.randn(3, 8, generator=generator, requires_grad=False).requires_grad_()).backward()
@@ -376,18 +378,14 @@ def train_with_replaced_gradients(wrapper, how, hook, view):
     return seen
 
 
-def replaced_gradients_of_both(how, hook):
-    """Of PyTorch's class, which refuses replaced views, and of gradwire's without and with views."""
-    kinds = [("pytorch", False), ("gradwire", False), ("gradwire", True)]
-    return [train_with_replaced_gradients(wrapper, how, hook, view) for wrapper, view in kinds]
-
-
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @pytest.mark.parametrize("how", ["replace", "drop"])
-def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(worlds, how, hook):
-    for theirs, *ours in worlds(2).run(replaced_gradients_of_both, how=how, hook=hook):
-        for seen in ours:
-            assert_same_bits(seen, theirs)
+@on_ranks(2)
+def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(how, hook):
+    kinds = [("pytorch", False), ("gradwire", False), ("gradwire", True)]
+    theirs, *ours = [train_with_replaced_gradients(wrapper, how, hook, view) for wrapper, view in kinds]
+    for seen in ours:
+        assert_same_bits(seen, theirs)
 
 
 class Ordinary(nn.Module):
@@ -408,8 +406,10 @@ class Ordinary(nn.Module):
         return self.head(self.recurrent(x)[0]).square().mean()
 
 
-def count_own_gradients(cap):
-    """For every gradient that a bucket took: whether it is its own."""
+@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
+@on_ranks(2)
+def test_gradients_of_ordinary_layers_are_not_copied(cap):
+    # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
     ddp, owned = WRAPPERS["gradwire"](Ordinary(), bucket_cap_mb=cap), []
     register(ddp, "fp16")
     owns_memory = torch_internals.owns_memory
@@ -422,11 +422,5 @@ def count_own_gradients(cap):
         for _ in range(4):
             ddp.zero_grad()
             ddp(torch.arange(20).view(2, 10) % 10).backward()
-    return owned, len(list(ddp.parameters()))
-
-
-@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
-def test_gradients_of_ordinary_layers_are_not_copied(worlds, cap):
-    # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
-    for owned, n_parameters in worlds(2).run(count_own_gradients, cap=cap):
-        assert owned == [True] * 4 * n_parameters
+    n_parameters = len(list(ddp.parameters()))
+    assert owned == [True] * 4 * n_parameters

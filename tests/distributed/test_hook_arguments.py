@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, scaled_cast_hooks
+from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
-from tests.support.training import WRAPPERS, build, plainly_named
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import WRAPPERS, build, train_steps, wrapped
 
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -23,6 +25,7 @@ HOOKS = {
     "powersgd": powerSGD_hook.powerSGD_hook,
     "batched": powerSGD_hook.batched_powerSGD_hook,
     "scaled": scaled_cast_hooks.scaled_cast_hook,
+    "quantized": quantization_hooks.quantization_hook,
     "noop": debugging_hooks.noop_hook,
     "fp16_of_powersgd": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
     "bf16_of_allreduce": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
@@ -54,52 +57,52 @@ def message_of(call):
     return "no error"
 
 
-def first_backwards(wrapper, hooks, states):
-    """What the first backward says of each hook with each state."""
-    found = {}
-    for hook in hooks:
-        for state in states:
-            ddp = WRAPPERS[wrapper](nn.Linear(3, 2))
-            function = HOOKS[hook]
-            ddp.register_comm_hook(STATES[state](), plainly_named(function) if wrapper == "pytorch" else function)
-            found[hook, state] = message_of(ddp(torch.ones(1, 3)).sum().backward)
-    return found
+# Hooks, and what the error expects. "low rank" hooks share a state.
+EXPECTED = {
+    **dict.fromkeys(["powersgd", "batched", "fp16_of_powersgd"], "PowerSGDState"),
+    "scaled": "ScaledCastState",
+    "quantized": "QuantizationState",
+    **dict.fromkeys(OF_GROUPS, "ProcessGroup"),
+}
+WRONG_STATES = {
+    "PowerSGDState": ["None", "group", "model", "scaled"],
+    "ScaledCastState": ["None", "group", "model", "powersgd"],
+    "QuantizationState": ["None", "group", "model", "powersgd"],
+    "ProcessGroup": ["model", "string", "scaled"],
+}
+SHOWN = {
+    "None": "None",
+    "group": "an object of type ProcessGroup",
+    "model": "an object of type Linear",
+    "string": "'gloo'",
+    "powersgd": "an object of type PowerSGDState",
+    "scaled": "an object of type ScaledCastState",
+}
+
+
+def message_of_first_backward(wrapper, hook, state):
+    ddp = wrapped(wrapper, nn.Linear(3, 2), hook=(STATES[state](), HOOKS[hook]))
+    return message_of(ddp(torch.ones(1, 3)).sum().backward)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_powersgd_hook_with_wrong_state_raises_and_names_both(worlds, wrapper):
-    case = {"hooks": ["powersgd", "batched", "fp16_of_powersgd"], "states": ["None", "group", "model", "scaled"]}
-    (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, **case)
-    assert len(messages) == 12
-    for message in messages.values():
-        assert re.match(
-            r"TypeError: The state of (batched_)?powerSGD_hook is (None|an object of type .+); expected a gradwire "
-            r"PowerSGDState: model\.register_comm_hook\(PowerSGDState\(",
-            message,
-        )
+@pytest.mark.parametrize(
+    ("hook", "state"), [(hook, state) for hook, expected in EXPECTED.items() for state in WRONG_STATES[expected]]
+)
+def test_hook_with_wrong_state_raises_and_names_both(world_of_one, hook, state, wrapper):
+    expected = EXPECTED[hook]
+    owner = "torch.distributed.ProcessGroup" if expected == "ProcessGroup" else f"gradwire {expected}"
+    message = message_of_first_backward(wrapper, hook, state)
+    assert re.match(rf"TypeError: The state of \w+_hook is {SHOWN[state]}; expected a {re.escape(owner)}", message), (
+        message
+    )
+    assert expected == "ProcessGroup" or f"register_comm_hook({expected}(" in message
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_scaled_cast_hook_with_wrong_state_raises_and_names_both(worlds, wrapper):
-    case = {"hooks": ["scaled"], "states": ["None", "group", "model", "powersgd"]}
-    (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, **case)
-    for message in messages.values():
-        assert re.match(r"TypeError: The state of scaled_cast_hook is .*; expected a gradwire ScaledCastState", message)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_process_group_hook_with_wrong_state_raises_and_names_it(worlds, wrapper):
-    named = {"model": "type Linear", "string": "'gloo'", "scaled": "type ScaledCastState"}
-    (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, hooks=OF_GROUPS, states=list(named))
-    for (_, state), message in messages.items():
-        assert re.match(r"TypeError: The state of \w+_hook is .*; expected a torch\.distributed\.ProcessGroup", message)
-        assert named[state] in message
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_process_group_hook_accepts_a_group_or_none(worlds, wrapper):
-    (messages,) = worlds(1).run(first_backwards, wrapper=wrapper, hooks=OF_GROUPS, states=["None", "group"])
-    assert set(messages.values()) == {"no error"}
+@pytest.mark.parametrize("hook", OF_GROUPS)
+def test_process_group_hook_accepts_a_group_or_none(world_of_one, hook, wrapper):
+    assert [message_of_first_backward(wrapper, hook, state) for state in ("None", "group")] == ["no error"] * 2
 
 
 @pytest.mark.parametrize("value", NOT_GROUPS)
@@ -126,10 +129,12 @@ def test_error_messages_quote_short_values_in_full():
 def hook_states(hook):
     if hook in ("powersgd", "batched", "fp16_of_powersgd"):
         return PowerSGDState(None)
-    return ScaledCastState() if hook == "scaled" else None
+    return {"scaled": ScaledCastState, "quantized": QuantizationState}.get(hook, lambda: None)()
 
 
-def fsdp_backwards(strategy):
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@on_ranks(2)
+def test_hooks_on_fsdp_raise_that_they_need_ddp(strategy):
     found = []
     for name, hook in HOOKS.items():
         model = FullyShardedDataParallel(
@@ -137,12 +142,7 @@ def fsdp_backwards(strategy):
         )
         model.register_comm_hook(hook_states(name), hook)
         found.append(message_of(model(torch.ones(2, 4)).sum().backward))
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
-def test_hooks_on_fsdp_raise_that_they_need_ddp(worlds, strategy):
-    for message in itertools.chain.from_iterable(worlds(2).run(fsdp_backwards, strategy=strategy)):
+    for message in itertools.chain.from_iterable(from_all_ranks(found)):
         assert re.match(
             r"TypeError: \w+_hook was called with an object of type Tensor in place of a bucket.*for "
             r"DistributedDataParallel.*FullyShardedDataParallel",
@@ -159,28 +159,25 @@ def test_hooks_reject_arguments_that_are_not_buckets(hook, bucket):
         HOOKS[hook](hook_states(hook), bucket)
 
 
-def by_keyword(hook, wrapper):
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
+@on_ranks(1)
+def test_hooks_can_be_called_by_keyword(hook, wrapper):
     ddp = WRAPPERS[wrapper](build("mlp"))
     first = {"allreduce": "process_group", "powersgd": "state"}[hook]
     state = hook_states(hook)
     ddp.register_comm_hook(state, lambda state, bucket: HOOKS[hook](bucket=bucket, **{first: state}))
-    return message_of(lambda: ddp(*ddp.module.batch(torch.Generator())).backward())
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
-def test_hooks_can_be_called_by_keyword(worlds, hook, wrapper):
-    assert worlds(1).run(by_keyword, hook=hook, wrapper=wrapper) == ["no error"]
+    assert message_of(lambda: train_steps(ddp)) == "no error"
 
 
 # --- copies
 
 
-def copies_of_a_state_with_a_group():
-    state = PowerSGDState(dist.group.WORLD)
-    return [copied.process_group for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)))]
-
-
-def test_copy_of_a_state_has_no_process_group(worlds):
+@on_ranks(1)
+def test_copy_of_a_state_has_no_process_group():
     # That of the model it is registered with; a group cannot be pickled.
-    assert worlds(1).run(copies_of_a_state_with_a_group) == [[None, None]]
+    state = PowerSGDState(dist.group.WORLD)
+    assert [copied.process_group for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)))] == [
+        None,
+        None,
+    ]

@@ -83,7 +83,6 @@ def run(how, hook, wrapper, folder):
     return [process.returncode for process in processes], lines, outputs
 
 
-STEPS = ["step 0", "step 1", "step 2"]
 CASES = [
     ("dies", "none", "gradwire"),
     ("dies", "fp16", "gradwire"),
@@ -94,25 +93,15 @@ CASES = [
 ]
 
 
-def check(how, hook, wrapper, folder):
-    codes, (survivor, failed), outputs = run(how, hook, wrapper, folder)
+@pytest.mark.parametrize("repetition", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 9))])
+@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
+def test_interpreter_of_every_rank_ends_normally_after_an_error(tmp_path, how, hook, wrapper, repetition):
+    codes, (survivor, failed), outputs = run(how, hook, wrapper, tmp_path)
     assert codes == [0, 1 if how == "dies" else 0], outputs
-    assert survivor[:3] == failed[:3] == STEPS
+    assert survivor[:3] == failed[:3] == ["step 0", "step 1", "step 2"]
     assert survivor[-1] == "end"
     if wrapper == "gradwire":
         assert "rank 1" in survivor[3].lower() and "ValueError" in survivor[3] and "of rank 1" in survivor[3]
     if how != "dies":
         assert failed[3] == "ValueError: of rank 1"
         assert survivor[4:] == failed[4:] == (["step 0", "step 1"] if how == "resynchronizes" else []) + ["end"]
-
-
-@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
-def test_interpreter_of_every_rank_ends_normally_after_an_error(tmp_path, how, hook, wrapper):
-    check(how, hook, wrapper, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("repetition", range(8))
-@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
-def test_interpreter_of_every_rank_ends_normally_after_many_errors(tmp_path, how, hook, wrapper, repetition):
-    check(how, hook, wrapper, tmp_path)

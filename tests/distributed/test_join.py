@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import UNDER_HOOKS, assert_parity, of_both, over, under_hooks, views, ways, wrap, zero_grad
+from tests.support.features import UNDER_HOOKS, assert_parity, over, views, ways, wrap, zero_grad
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of, gradients, one_thread_group
 from tests.support.zoo import Probe
 
@@ -35,10 +36,6 @@ def join_with_inputs(wrapper, hook, view, lengths, divide, clear="to-none", join
     return seen, [p.detach().clone() for p in ddp.parameters()]
 
 
-def join_with_both(**options):
-    return of_both(join_with_inputs, **options)
-
-
 divisions = pytest.mark.parametrize("divide", [True, False], ids=["by-all", "by-the-rest"])
 uneven = pytest.mark.parametrize("lengths", [(5, 3, 1), (0, 4, 4), (2, 6, 3)], ids=str)
 
@@ -48,24 +45,22 @@ uneven = pytest.mark.parametrize("lengths", [(5, 3, 1), (0, 4, 4), (2, 6, 3)], i
 @divisions
 @uneven
 @pytest.mark.parametrize("find_unused", [False, True], ids=["all-used", "find-unused"])
-def test_law4_join_matches_pytorch(worlds, find_unused, lengths, divide, view, clear):
+@on_ranks(3)
+def test_law4_join_matches_pytorch(find_unused, lengths, divide, view, clear):
     options = {"lengths": lengths, "divide": divide, "find_unused": find_unused}
-    ours = assert_parity(worlds(3).run(join_with_both, hook="none", view=view, clear=clear, **options))
-    assert_same_on_all_ranks([parameters for _, parameters in ours])
+    _, parameters = assert_parity(join_with_inputs, hook="none", view=view, clear=clear, **options)
+    assert_same_on_all_ranks(from_all_ranks(parameters))
 
 
-def joined_and_zero_fed(**options):
-    return join_with_inputs("gradwire", **options), join_with_inputs("gradwire", joins=False, **options)
-
-
-@under_hooks
+@over([*UNDER_HOOKS, ("int4", False)])
 @divisions
 @uneven
-def test_joined_rank_adds_zeros_under_a_hook(worlds, lengths, divide, hook, view):
+@on_ranks(3)
+def test_joined_rank_adds_zeros_under_a_hook(lengths, divide, hook, view):
     # PyTorch's DDP divides by the number of all ranks under a hook, whatever is asked for.
-    results = worlds(3).run(joined_and_zero_fed, lengths=lengths, divide=divide, hook=hook, view=view)
-    for (joined, _), (fed, _) in results:
-        assert_same_bits(joined, fed)
+    options = {"lengths": lengths, "divide": divide, "hook": hook, "view": view}
+    joined, fed = (join_with_inputs("gradwire", joins=joins, **options)[0] for joins in (True, False))
+    assert_same_bits(joined, fed)
 
 
 class Words(nn.Module):
@@ -86,20 +81,6 @@ def words_of(rank, step):
     return torch.randint(7, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def join_with_words(hook, view, lengths, divide, find_unused):
-    """The gradients of every step under `join`: whether they are sparse, and their values."""
-    rank = dist.get_rank()
-    group = {"process_group": one_thread_group()} if hook == "flat" else {}
-    ddp = wrap("gradwire", Words(), hook, view, find_unused_parameters=find_unused, **group)
-    seen = []
-    with ddp.join(divide_by_initial_world_size=divide):
-        for step in range(lengths[rank]):
-            ddp.zero_grad()
-            ddp(words_of(rank, step)).backward()
-            seen.append({name: (gradient.is_sparse, gradient.to_dense()) for name, gradient in gradients(ddp).items()})
-    return seen
-
-
 def mean_over_live_ranks(lengths, step, divide):
     live = [rank for rank in range(len(lengths)) if lengths[rank] > step]
     module = Words()
@@ -112,44 +93,39 @@ def mean_over_live_ranks(lengths, step, divide):
 @divisions
 @uneven
 @pytest.mark.parametrize("find_unused", [False, True], ids=["all-used", "find-unused"])
-def test_join_averages_sparse_gradients_over_ranks_with_inputs(world, find_unused, lengths, divide, hook, view):
-    lengths = lengths[: world.size]
-    options = {"lengths": lengths, "divide": divide, "find_unused": find_unused}
-    results = world.run(join_with_words, hook=hook, view=view, **options)
-    for steps, length in zip(results, lengths, strict=True):
-        assert len(steps) == length
-        for step, found in enumerate(steps):
-            assert {name for name, (is_sparse, _) in found.items() if is_sparse} == {"first.weight", "second.weight"}
-            expected = mean_over_live_ranks(lengths, step, divide)
-            assert_same_bits({name: values for name, (_, values) in found.items()}, expected)
-
-
-def join_exactly(hook, view, divide, lengths):
-    """The gradient of every step under `join`; rank r's is 3 * 2 ** r, step s's 2 ** s times that."""
+@on_ranks(2, 3)
+def test_join_averages_sparse_gradients_over_ranks_with_inputs(find_unused, lengths, divide, hook, view):
+    lengths = lengths[: dist.get_world_size()]
     rank = dist.get_rank()
-    ddp = wrap("gradwire", Probe((3, 1), (2,)), hook, view)
-    seen = []
+    group = {"process_group": one_thread_group()} if hook == "flat" else {}
+    ddp = wrap("gradwire", Words(), hook, view, find_unused_parameters=find_unused, **group)
     with ddp.join(divide_by_initial_world_size=divide):
         for step in range(lengths[rank]):
             ddp.zero_grad()
-            ddp(torch.full((3, 1), 3.0 * 2 ** (rank + step)), torch.full((2,), -3.0 * 2 ** (rank + step))).backward()
-            seen.append([weight.grad.clone() for weight in ddp.module.weights])
-    return seen
+            ddp(words_of(rank, step)).backward()
+            found = gradients(ddp)
+            assert {name for name, gradient in found.items() if gradient.is_sparse} == {"first.weight", "second.weight"}
+            expected = mean_over_live_ranks(lengths, step, divide)
+            assert_same_bits({name: gradient.to_dense() for name, gradient in found.items()}, expected)
 
 
 @ways
 @divisions
 @uneven
-def test_join_averages_over_ranks_with_inputs(world, lengths, divide, hook, view):
+@on_ranks(2, 3)
+def test_join_averages_over_ranks_with_inputs(lengths, divide, hook, view):
     # Matrices of one column are not compressed. A third of each gradient, and the sum of those, are exact in fp16 too.
-    size, lengths = world.size, lengths[: world.size]
-    results = world.run(join_exactly, hook=hook, view=view, divide=divide, lengths=lengths)
-    for steps, length in zip(results, lengths, strict=True):
-        assert len(steps) == length
-        for step, (matrix, vector) in enumerate(steps):
-            live = [rank for rank in range(size) if lengths[rank] > step]
-            mean = sum(3 * 2 ** (rank + step) for rank in live) / (size if divide else len(live))
-            assert_same_bits([matrix, vector], [torch.full((3, 1), mean), torch.full((2,), -mean)])
+    size, lengths = dist.get_world_size(), lengths[: dist.get_world_size()]
+    rank = dist.get_rank()
+    ddp = wrap("gradwire", Probe((3, 1), (2,)), hook, view)
+    with ddp.join(divide_by_initial_world_size=divide):
+        for step in range(lengths[rank]):
+            ddp.zero_grad()
+            ddp(torch.full((3, 1), 3.0 * 2 ** (rank + step)), torch.full((2,), -3.0 * 2 ** (rank + step))).backward()
+            live = [each for each in range(size) if lengths[each] > step]
+            mean = sum(3 * 2 ** (each + step) for each in live) / (size if divide else len(live))
+            seen = [weight.grad for weight in ddp.module.weights]
+            assert_same_bits(seen, [torch.full((3, 1), mean), torch.full((2,), -mean)])
 
 
 def end_early(wrapper, lengths):
@@ -169,17 +145,14 @@ def end_early(wrapper, lengths):
     return steps, error, gradients(ddp)
 
 
-def end_early_with_both(lengths):
-    return of_both(end_early, lengths=lengths)
-
-
 @uneven
-def test_law4_join_with_early_termination_error_matches_pytorch(world, lengths):
-    lengths = lengths[: world.size]
-    results = assert_parity(world.run(end_early_with_both, lengths=lengths))
-    for rank, (steps, error, _) in enumerate(results):
-        assert len(steps) == min(lengths)
-        is_first = lengths[rank] == min(lengths)
-        assert (
-            f"Rank {rank} exhausted all inputs" if is_first else "Detected at least one rank that exhausted"
-        ) in error[1]
+@on_ranks(2, 3)
+def test_law4_join_with_early_termination_error_matches_pytorch(lengths):
+    lengths = lengths[: dist.get_world_size()]
+    steps, error, _ = assert_parity(end_early, lengths=lengths)
+    assert len(steps) == min(lengths)
+    rank = dist.get_rank()
+    is_first = lengths[rank] == min(lengths)
+    assert (f"Rank {rank} exhausted all inputs" if is_first else "Detected at least one rank that exhausted") in error[
+        1
+    ]

@@ -5,7 +5,7 @@ It asks for streams, so these cases run with streams that do nothing, as PyTorch
 
 import copy
 import pickle
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -16,7 +16,8 @@ from torch import nn
 from gradwire.hooks import default_hooks
 from tests.conformance.no_stream import NoStream
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.training import SMALL, WRAPPERS, error_of, gradients
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import SMALL, WRAPPERS, error_of, gradients, own_batches
 
 DDP = WRAPPERS["gradwire"]
 MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
@@ -32,11 +33,14 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 views = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
+@contextmanager
 def no_streams():
-    """A context in which streams and events do nothing."""
-    return mock.patch.multiple(torch, Stream=NoStream, Event=NoStream), mock.patch.object(
-        torch.accelerator, "current_stream", NoStream
-    )
+    """Streams and events do nothing."""
+    with (
+        mock.patch.multiple(torch, Stream=NoStream, Event=NoStream),
+        mock.patch.object(torch.accelerator, "current_stream", NoStream),
+    ):
+        yield
 
 
 class Net(nn.Module):
@@ -85,7 +89,7 @@ def steps_of(
     torch.manual_seed(0)
     module = Net(tied)
     model = module.to(DTYPES[dtype][0]) if wrapper is None else wrap(wrapper, module, dtype, **options)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for _ in range(4):
         model.zero_grad(set_to_none=set_to_none)
@@ -108,63 +112,46 @@ def steps_of(
     return seen
 
 
-def with_both(**options):
-    stream, current = no_streams()
-    with stream, current:
-        return [steps_of(wrapper, **options) for wrapper in WRAPPERS]
-
-
 # PyTorch's class reduces memory that nothing was written to until it has rebuilt its buckets. With views it reduces the
 # first rebuilt buckets' gradients again in every later step.
 @views
 @pytest.mark.parametrize("dtype", ["fp16", "bf16-in-fp32"])
 @pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
-def test_law4_mixed_precision_matches_pytorch_in_rebuilt_buckets(world, dtype, view, static_graph):
+@on_ranks(2, 3)
+def test_law4_mixed_precision_matches_pytorch_in_rebuilt_buckets(dtype, view, static_graph):
     rebuilt = 2 if static_graph else 1
     meaningful = slice(rebuilt, rebuilt + 1 if view else None)
     options = {"dtype": dtype, "gradient_as_bucket_view": view, "static_graph": static_graph}
-    for theirs, ours in world.run(with_both, **options):
-        assert_same_bits(ours[meaningful], theirs[meaningful])
+    with no_streams():
+        theirs, ours = (steps_of(wrapper, **options) for wrapper in WRAPPERS)
+    assert_same_bits(ours[meaningful], theirs[meaningful])
 
 
-def with_ours_and_the_mean(**options):
-    """Our gradients, and what two ranks must have: summed in ``reduce_dtype``, divided there, then cast."""
-    stream, current = no_streams()
-    with stream, current:
-        ours = steps_of("gradwire", **options)
-    plain = {k: v for k, v in options.items() if k not in ("find_unused_parameters", "static_graph", "evaluate")}
-    plain.pop("gradient_as_bucket_view", None)
-    local = steps_of(None, **plain)
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    _, reduce_dtype = DTYPES[options["dtype"]]
-    return ours, [
-        {name: mean([rank[name] for rank in ranks], reduce_dtype) for name in ranks[0]}
-        for ranks in zip(*gathered, strict=True)
-    ]
-
-
-def mean(of_ranks, dtype):
+def mean(rank_gradients, dtype):
     """None counts as zeros, unless all are None."""
-    if all(gradient is None for gradient in of_ranks):
+    if all(gradient is None for gradient in rank_gradients):
         return None
-    return sum(gradient.to(dtype) for gradient in of_ranks if gradient is not None).div(len(of_ranks)).float()
+    return (
+        sum(gradient.to(dtype) for gradient in rank_gradients if gradient is not None).div(len(rank_gradients)).float()
+    )
 
 
+FIND, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
+# Options of the loop, and of the wrapper.
 LOOPS = {
-    "plain": {},
-    "to-zero": {"set_to_none": False},
-    "accumulating": {"accumulate": 3},
-    "unused": {"find_unused_parameters": True, "skip": (0, 1)},
-    "unused-on-rank-0": {"find_unused_parameters": True, "skip": (0,)},
-    "unused-on-rank-1": {"find_unused_parameters": True, "skip": (1,)},
-    "unused-on-rank-1-to-zero": {"find_unused_parameters": True, "skip": (1,), "set_to_none": False},
-    "all-used": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-    "static-unused": {"static_graph": True, "skip": (0, 1)},
-    "tied": {"tied": True},
-    "two-forwards": {"twice": True},
-    "evaluating": {"evaluate": True},
+    "plain": ({}, {}),
+    "to-zero": ({"set_to_none": False}, {}),
+    "accumulating": ({"accumulate": 3}, {}),
+    "unused": ({"skip": (0, 1)}, FIND),
+    "unused-on-rank-0": ({"skip": (0,)}, FIND),
+    "unused-on-rank-1": ({"skip": (1,)}, FIND),
+    "unused-on-rank-1-to-zero": ({"skip": (1,), "set_to_none": False}, FIND),
+    "all-used": ({}, FIND),
+    "static": ({}, STATIC),
+    "static-unused": ({"skip": (0, 1)}, STATIC),
+    "tied": ({"tied": True}, {}),
+    "two-forwards": ({"twice": True}, {}),
+    "evaluating": ({}, {"evaluate": True}),
 }
 
 
@@ -172,77 +159,81 @@ LOOPS = {
 @pytest.mark.parametrize(
     ("loop", "dtype"), [*((loop, "fp16") for loop in LOOPS), *(("plain", dtype) for dtype in DTYPES if dtype != "fp16")]
 )
-def test_gradients_are_the_mean_in_reduce_dtype_from_the_first_step_on(worlds, loop, dtype, view):
-    options = {"dtype": dtype, "gradient_as_bucket_view": view, **LOOPS[loop]}
-    for ours, wanted in worlds(2).run(with_ours_and_the_mean, **options):
-        assert_same_bits(ours, wanted)
+@on_ranks(2)
+def test_gradients_are_the_mean_in_reduce_dtype_from_the_first_step_on(loop, dtype, view):
+    # Summed in ``reduce_dtype``, divided there, then cast.
+    plain, wrapped = LOOPS[loop]
+    with no_streams():
+        ours = steps_of("gradwire", dtype, gradient_as_bucket_view=view, **plain, **wrapped)
+    local = from_all_ranks(steps_of(None, dtype, **plain))
+    _, reduce_dtype = DTYPES[dtype]
+    for step, ranks in zip(ours, zip(*local, strict=True), strict=True):
+        assert_same_bits(step, {name: mean([rank[name] for rank in ranks], reduce_dtype) for name in step})
 
 
-def trained(dtype):
-    stream, current = no_streams()
-    with stream, current:
+@dtypes
+@on_ranks(2, 3)
+def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(dtype):
+    with no_streams():
         torch.manual_seed(0)
-        ddp = wrap("gradwire", Net(), dtype)
+        ddp, generator = wrap("gradwire", Net(), dtype), own_batches()
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(4):
             optimizer.zero_grad()
             ddp(torch.randn(4, 5, generator=generator)).backward()
             optimizer.step()
-        return {name: value.clone() for name, value in ddp.state_dict().items()}
+    assert_same_on_all_ranks(from_all_ranks(ddp.state_dict()))
+    assert all(torch.isfinite(value).all() for value in ddp.state_dict().values())
 
 
-@dtypes
-def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(world, dtype):
-    results = world.run(trained, dtype=dtype)
-    assert_same_on_all_ranks(results)
-    assert all(torch.isfinite(value).all() for value in results[0].values())
+def wrap_with(precision):
+    return lambda _: DDP(Net(), mixed_precision=precision)
 
 
-def refused():
-    stream, current = no_streams()
-    with stream, current:
+@pytest.mark.parametrize(
+    ("action", "kind", "text"),
+    [
+        (
+            lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
+            "RuntimeError",
+            "can only be called once. mixed_precision has a hook of its own",
+        ),
+        (
+            lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+            "RuntimeError",
+            "register_builtin_comm_hook or register_comm_hook can only be called once.",
+        ),
+        (lambda ddp: ddp.join(), "NotImplementedError", "torch.autocast"),
+        (copy.deepcopy, "NotImplementedError", "wrap the copy"),
+        (pickle.dumps, "NotImplementedError", "wrap the copy"),
+        (
+            wrap_with(MixedPrecision(torch.int8, torch.float16)),
+            "ValueError",
+            "mixed_precision.param_dtype is torch.int8; expected a floating-point dtype",
+        ),
+        (
+            wrap_with(MixedPrecision(torch.float16)),
+            "ValueError",
+            "mixed_precision.reduce_dtype is None; expected a floating-point dtype",
+        ),
+        (wrap_with(torch.float16), "ValueError", "mixed_precision.param_dtype is None"),
+    ],
+    ids=["hook", "builtin", "join", "copy", "pickle", "param_dtype", "reduce_dtype", "config"],
+)
+def test_option_incompatible_with_mixed_precision_raises(world_of_one, action, kind, text):
+    with no_streams():
         ddp = wrap("gradwire", Net(), "bf16")
-        return {
-            "hook": error_of(ddp.register_comm_hook, None, default_hooks.fp16_compress_hook),
-            "builtin": error_of(ddp._register_builtin_comm_hook, dist.BuiltinCommHookType.ALLREDUCE),
-            "join": error_of(ddp.join),
-            "copy": error_of(copy.deepcopy, ddp),
-            "pickle": error_of(pickle.dumps, ddp),
-            "param_dtype": error_of(DDP, Net(), mixed_precision=MixedPrecision(torch.int8, torch.float16)),
-            "reduce_dtype": error_of(DDP, Net(), mixed_precision=MixedPrecision(torch.float16)),
-            "config": error_of(DDP, Net(), mixed_precision=torch.float16),
-        }
-
-
-def test_options_incompatible_with_mixed_precision_raise(worlds):
-    wanted = {
-        "hook": ("RuntimeError", "can only be called once. mixed_precision has a hook of its own"),
-        "builtin": ("RuntimeError", "register_builtin_comm_hook or register_comm_hook can only be called once."),
-        "join": ("NotImplementedError", "torch.autocast"),
-        "copy": ("NotImplementedError", "wrap the copy"),
-        "pickle": ("NotImplementedError", "wrap the copy"),
-        "param_dtype": ("ValueError", "mixed_precision.param_dtype is torch.int8; expected a floating-point dtype"),
-        "reduce_dtype": ("ValueError", "mixed_precision.reduce_dtype is None; expected a floating-point dtype"),
-        "config": ("ValueError", "mixed_precision.param_dtype is None"),
-    }
-    for errors in worlds(2).run(refused):
-        for what, (kind, text) in wanted.items():
-            assert errors[what] is not None, what
-            assert errors[what][0] == kind, errors[what]
-            assert text in errors[what][1], errors[what]
-
-
-def without_an_accelerator():
-    module = Net()
-    error = error_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
-    return error, module.scale.dtype == torch.float32 and not any(hasattr(p, "_mp_param") for p in module.parameters())
+        error = error_of(action, ddp)
+    assert error is not None
+    assert error[0] == kind
+    assert text in error[1]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_machine_without_an_accelerator_raises_before_the_module_is_changed(worlds):
-    for error, unchanged in worlds(2).run(without_an_accelerator):
-        assert error is not None
-        assert error[0] == "RuntimeError"
-        assert "mixed_precision needs an accelerator" in error[1]
-        assert unchanged
+@on_ranks(2)
+def test_machine_without_an_accelerator_raises_before_the_module_is_changed():
+    module = Net()
+    kind, text = error_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
+    assert kind == "RuntimeError"
+    assert "mixed_precision needs an accelerator" in text
+    assert module.scale.dtype == torch.float32 and not any(hasattr(p, "_mp_param") for p in module.parameters())

@@ -9,6 +9,7 @@ from torch import nn
 
 import gradwire
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import SMALL, build, error_of, train
 
 DDP = gradwire.DistributedDataParallel
@@ -40,31 +41,29 @@ STATES = {
 }
 
 
-def constructing_on_unequal_states(difference):
+@pytest.mark.parametrize("difference", STATES)
+@on_ranks(2, 3)
+def test_frozen_parameters_and_buffers_that_differ_raise_on_every_rank(difference):
+    _, first, last = STATES[difference]
     is_last = dist.get_rank() == dist.get_world_size() - 1
     module = WithState(**(STATES[difference][0] if is_last else {}))
     before = [tensor.clone() for tensor in (*module.parameters(), *module.buffers())]
     error = error_of(DDP, module)
-    return error, all(
-        torch.equal(*pair) for pair in zip(before, (*module.parameters(), *module.buffers()), strict=True)
+    results = from_all_ranks(
+        (error, all(torch.equal(*pair) for pair in zip(before, (*module.parameters(), *module.buffers()), strict=True)))
     )
-
-
-@pytest.mark.parametrize("difference", STATES)
-def test_frozen_parameters_and_buffers_that_differ_raise_on_every_rank(world, difference):
-    _, first, last = STATES[difference]
-    results = world.run(constructing_on_unequal_states, difference=difference)
     for error, unchanged in results:
         assert error is not None
         assert error[0] == "RuntimeError"
         assert error[1].startswith("DDP expects same model across all ranks")
         assert f"{first}" in error[1]
-        assert f"{last} on cpu on rank {world.size - 1}" in error[1]
+        assert f"{last} on cpu on rank {dist.get_world_size() - 1}" in error[1]
         assert unchanged
     assert len({error for error, _ in results}) == 1
 
 
-def buffers_that_nobody_sends():
+@on_ranks(2, 3)
+def test_states_that_are_never_broadcast_may_differ():
     rank = dist.get_rank()
     ddp = DDP(WithState(first=torch.ones(rank), extra=rank > 0), broadcast_buffers=False)
     ignoring = WithState(frozen=torch.ones(rank), first=torch.ones(rank))
@@ -72,11 +71,7 @@ def buffers_that_nobody_sends():
     for model in (ddp, DDP(ignoring)):
         for _ in range(2):
             model(torch.ones(3) * rank).backward()
-    return [ddp.module.weight.grad, ignoring.weight.grad]
-
-
-def test_states_that_are_never_broadcast_may_differ(world):
-    assert_same_on_all_ranks(world.run(buffers_that_nobody_sends))
+    assert_same_on_all_ranks(from_all_ranks([ddp.module.weight.grad, ignoring.weight.grad]))
 
 
 UNEQUAL_OPTIONS = {
@@ -87,41 +82,25 @@ UNEQUAL_OPTIONS = {
 }
 
 
-def constructing_with_unequal_options(option, others):
-    return error_of(DDP, build("conv"), **{option: dist.get_rank() == 0}, **others)
-
-
 @pytest.mark.parametrize("option", UNEQUAL_OPTIONS)
-def test_options_that_decide_collectives_raise_where_they_differ(world, option):
+@on_ranks(2, 3)
+def test_options_that_decide_collectives_raise_where_they_differ(option):
     others = UNEQUAL_OPTIONS[option]
-    for error in world.run(constructing_with_unequal_options, option=option, others=others):
-        assert error is not None
-        assert error[0] == "RuntimeError"
-        assert f"{option}: True on rank 0; False on rank{'s 1, 2' if world.size == 3 else ' 1'}" in error[1]
+    error = error_of(DDP, build("conv"), **{option: dist.get_rank() == 0}, **others)
+    assert error is not None
+    assert error[0] == "RuntimeError"
+    assert f"{option}: True on rank 0; False on rank{'s 1, 2' if dist.get_world_size() == 3 else ' 1'}" in error[1]
 
 
-def constructing_with_unequal_sizes():
+@on_ranks(2)
+def test_bucket_sizes_that_decide_the_first_buckets_raise_where_they_differ():
     rank = dist.get_rank()
-    return [
+    one_size, a_list = [
         error_of(DDP, build("mlp"), bucket_cap_mb=1 + rank, find_unused_parameters=True),
         error_of(DDP, build("mlp"), bucket_cap_mb_list=[1 + rank]),
     ]
-
-
-def test_bucket_sizes_that_decide_the_first_buckets_raise_where_they_differ(worlds):
-    for one_size, a_list in worlds(2).run(constructing_with_unequal_sizes):
-        assert "buckets (bytes): [1048576, 1048576] on rank 0; [2097152, 2097152] on rank 1" in one_size[1]
-        assert "buckets (bytes): [1048576] on rank 0; [2097152] on rank 1" in a_list[1]
-
-
-def constructing_with_unequal_delays(names):
-    module = build("mlp")
-    named = dict(module.named_parameters())
-    options = {}
-    if delayed := names[dist.get_rank()]:
-        options["delay_all_reduce_named_params"] = [(name, named[name]) for name in delayed]
-        options["param_to_hook_all_reduce"] = named[delayed[0]]
-    return error_of(DDP, module, **options)
+    assert "buckets (bytes): [1048576, 1048576] on rank 0; [2097152, 2097152] on rank 1" in one_size[1]
+    assert "buckets (bytes): [1048576] on rank 0; [2097152] on rank 1" in a_list[1]
 
 
 @pytest.mark.parametrize(
@@ -133,35 +112,36 @@ def constructing_with_unequal_delays(names):
     ],
     ids=["others", "none", "order"],
 )
-def test_delayed_parameters_that_differ_raise_on_every_rank(worlds, names):
-    errors = worlds(2).run(constructing_with_unequal_delays, names=names)
-    for error in errors:
-        assert error is not None
-        assert error[1].startswith("DDP expects same model across all ranks")
-        assert "layers.0.weight" in error[1]
-
-
-def harmless_differences(hook):
-    """Gradients where ranks differ in options that change no collective, and where they do not."""
-    rank = dist.get_rank()
-    unequal = train("gradwire", "mlp", hook=hook, gradient_as_bucket_view=rank == 0, bucket_cap_mb=SMALL * (1 + rank))
-    return unequal, train("gradwire", "mlp", hook=hook, bucket_cap_mb=SMALL)
+@on_ranks(2)
+def test_delayed_parameters_that_differ_raise_on_every_rank(names):
+    module = build("mlp")
+    named = dict(module.named_parameters())
+    options = {}
+    if delayed := names[dist.get_rank()]:
+        options["delay_all_reduce_named_params"] = [(name, named[name]) for name in delayed]
+        options["param_to_hook_all_reduce"] = named[delayed[0]]
+    error = error_of(DDP, module, **options)
+    assert error is not None
+    assert error[1].startswith("DDP expects same model across all ranks")
+    assert "layers.0.weight" in error[1]
 
 
 @pytest.mark.parametrize("hook", [None, "fp16", "powersgd"])
-def test_options_that_change_no_collective_may_differ(world, hook):
-    results = world.run(harmless_differences, hook=hook)
+@on_ranks(2, 3)
+def test_options_that_change_no_collective_may_differ(hook):
+    rank = dist.get_rank()
+    unequal = train("gradwire", "mlp", hook=hook, gradient_as_bucket_view=rank == 0, bucket_cap_mb=SMALL * (1 + rank))
+    results = from_all_ranks((unequal, train("gradwire", "mlp", hook=hook, bucket_cap_mb=SMALL)))
     assert_same_on_all_ranks([unequal for unequal, _ in results])
     for unequal, equal in results:
         assert_same_bits(unequal, equal)
 
 
-def unequal_without_comparison():
-    return error_of(DDP, WithState(first=torch.ones(dist.get_rank())), init_sync=False, forward_sync_buffers=False)
-
-
-def test_nothing_is_compared_without_init_sync(world):
-    assert world.run(unequal_without_comparison) == [None] * world.size
+@on_ranks(2, 3)
+def test_nothing_is_compared_without_init_sync():
+    assert (
+        error_of(DDP, WithState(first=torch.ones(dist.get_rank())), init_sync=False, forward_sync_buffers=False) is None
+    )
 
 
 BAD_ARGUMENTS = {
@@ -196,12 +176,9 @@ def test_bad_argument_is_refused_at_construction(bad):
     assert message.startswith(text)
 
 
-def gradients_by_size():
+@on_ranks(2)
+def test_bucket_size_zero_makes_a_bucket_for_every_parameter():
     sizes = [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 1}, {"bucket_cap_mb_list": (SMALL, 1)}]
-    return [train("gradwire", "mlp", hook="fp16", **options) for options in sizes]
-
-
-def test_bucket_size_zero_makes_a_bucket_for_every_parameter(worlds):
-    for by_size in worlds(2).run(gradients_by_size):
-        for record in by_size[1:]:
-            assert_same_bits(record, by_size[0])
+    by_size = [train("gradwire", "mlp", hook="fp16", **options) for options in sizes]
+    for record in by_size[1:]:
+        assert_same_bits(record, by_size[0])

@@ -14,6 +14,7 @@ from gradwire.comm import GroupTransport, executor_for
 from gradwire.hooks._bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALLEST, register
 from tests.support.zoo import Probe
 
@@ -97,13 +98,15 @@ WRAPPERS = {
 }
 
 
-def train_with_delays(wrapper, exchange):
-    """Steps whose gradients were wrong, all gradients of the last one, and the collectives of each group in order."""
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("exchange", SUMS)
+@on_ranks(2, 3)
+def test_collectives_of_buckets_keep_their_order_under_delays(exchange, wrapper):
     rank = dist.get_rank()
     module = Straggler(*SHAPES, draw=random.Random(rank))
     ddp = WRAPPERS[wrapper](module)
     register(ddp, (None, sums_and_squares(random.Random(100 + rank), SUMS[exchange])))
-    wrong, seen, issued = [], [], ([], [])
+    seen, issued = [], ([], [])
     transport = executor_for(None, torch.device("cpu")).transport
     start = transport.start
 
@@ -116,71 +119,33 @@ def train_with_delays(wrapper, exchange):
             ddp.zero_grad()
             module.is_late = step % dist.get_world_size() == rank
             ddp(*inputs(rank, step)).backward()
-            gradients = [weight.grad.clone() for weight in module.weights]
-            seen.append(gradients)
-            if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
-                wrong.append(step)
-    return wrong, seen, issued
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("exchange", SUMS)
-def test_collectives_of_buckets_keep_their_order_under_delays(world, exchange, wrapper):
-    results = world.run(train_with_delays, wrapper=wrapper, exchange=exchange)
-    assert [wrong for wrong, *_ in results] == [[]] * world.size
-    assert_same_on_all_ranks([seen for _, seen, _ in results])
-    assert_same_on_all_ranks([issued for *_, issued in results])
-    kinds = [{name for name, _ in of_group} for of_group in results[0][2]]
+            seen.append([weight.grad.clone() for weight in module.weights])
+            assert_same_bits(seen[-1], expected(step))
+    assert_same_on_all_ranks(from_all_ranks((seen, issued)))
+    kinds = [{name for name, _ in group_calls} for group_calls in issued]
     assert kinds == ([{"AllToAll"}, {"AllToAll", "AllGather"}] if exchange == "shots" else [{"AllReduce"}] * 2)
 
 
-def train_two_models():
-    """Two models whose backwards follow one another share one worker and one workspace."""
+@pytest.mark.parametrize(("second", "is_one_backward"), [("pytorch", False), ("gradwire", True)])
+@on_ranks(2, 3)
+def test_two_models_share_one_executor(second, is_one_backward):
     rank = dist.get_rank()
     models = [Straggler(*SHAPES, draw=random.Random(rank)) for _ in range(2)]
-    ddps = [WRAPPERS[name](model) for name, model in zip(("gradwire", "pytorch"), models, strict=True)]
-    for ddp in ddps:
+    ddps = [WRAPPERS[name](model) for name, model in zip(("gradwire", second), models, strict=True)]
+    for model, ddp in zip(models, ddps, strict=True):
         register(ddp, (None, sums_and_squares(random.Random(rank))))
-    wrong = []
+        model.is_late = not is_one_backward
     for step in range(6):
-        for model, ddp in zip(models, ddps, strict=True):
-            model.is_late = True
-            ddp.zero_grad()
-            ddp(*inputs(rank, step)).backward()
-        for model in models:
-            gradients = [weight.grad for weight in model.weights]
-            if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
-                wrong.append(step)
-    return wrong
-
-
-def test_two_models_share_one_executor(world):
-    assert world.run(train_two_models) == [[]] * world.size
-
-
-def one_backward_through_two_models():
-    """One loss over two models: the buckets of both are launched in one backward."""
-    rank = dist.get_rank()
-    models = [Probe(*SHAPES) for _ in range(2)]
-    ddps = [WRAPPERS["gradwire"](model) for model in models]
-    for ddp in ddps:
-        register(ddp, (None, sums_and_squares(random.Random(rank))))
-    wrong = []
-    for step in range(4):
-        loss = 0
+        losses = []
         for ddp in ddps:
             ddp.zero_grad()
-            loss = loss + ddp(*inputs(rank, step))
-        loss.backward()
+            losses.append(ddp(*inputs(rank, step)))
+            if not is_one_backward:
+                losses.pop().backward()
+        if is_one_backward:
+            sum(losses).backward()
         for model in models:
-            gradients = [weight.grad for weight in model.weights]
-            if not all(torch.equal(*pair) for pair in zip(gradients, expected(step), strict=True)):
-                wrong.append(step)
-    return wrong
-
-
-def test_two_models_in_one_backward_match_separate_backwards(world):
-    assert world.run(one_backward_through_two_models) == [[]] * world.size
+            assert_same_bits([weight.grad for weight in model.weights], expected(step))
 
 
 LONG = 200  # steps
@@ -219,8 +184,8 @@ def train_long(hook, wrapper, is_delayed):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["pytorch", "gradwire"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_training_under_delays_is_bitwise_equal_to_training_without(worlds, hook, wrapper):
-    world = worlds(3)
-    punctual, late = (world.run(train_long, hook=hook, wrapper=wrapper, is_delayed=is_delayed) for is_delayed in (0, 1))
-    assert_same_on_all_ranks(late)
-    assert_same_bits(late[0], punctual[0])
+@on_ranks(3)
+def test_training_under_delays_is_bitwise_equal_to_training_without(hook, wrapper):
+    punctual, late = (train_long(hook, wrapper, is_delayed) for is_delayed in (False, True))
+    assert_same_on_all_ranks(from_all_ranks(late))
+    assert_same_bits(late, punctual)

@@ -1,4 +1,4 @@
-"""Names of parameters behind PyTorch's DDP, which does not tell them: found without `bind`, or asked for."""
+"""Parameter names on PyTorch's DDP, which does not pass them to hooks: found without `bind`, or requested."""
 
 import copy
 import gc
@@ -16,8 +16,20 @@ from gradwire.hooks import _parameter_names
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import STATES, Training, make
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    build,
+    error_of,
+    gradients,
+    message_of,
+    own_batches,
+    register,
+    train,
+)
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 
@@ -42,8 +54,17 @@ def linear():
 
 def step(ddp, generator=None):
     ddp.zero_grad()
-    generator = generator or torch.Generator().manual_seed(dist.get_rank())
-    ddp(*_parameter_names.unwrapped(ddp.module).batch(generator)).backward()
+    ddp(*_parameter_names.unwrapped(ddp.module).batch(generator or own_batches())).backward()
+
+
+def trained(module, wrapper="pytorch", steps=4, state=None, cap=25, **options):
+    """A DDP after some steps with a state that was not bound, and the state."""
+    ddp = WRAPPERS[wrapper](module, bucket_cap_mb=cap)
+    state = PowerSGDState(None, **(EARLY | options)) if state is None else state
+    register(ddp, (state, powerSGD_hook))
+    for _ in range(steps):
+        step(ddp)
+    return ddp, state
 
 
 def names_after_a_step(state, ddp):
@@ -75,50 +96,27 @@ def nested():
     return Part(nn.Sequential(linear(), nn.Sequential(linear(), nn.LayerNorm(6))), linear())
 
 
-def checkpointed():
-    return Part(linear(), checkpoint_wrapper(nn.Sequential(linear(), linear())))
+MODELS = {
+    "tied": tied,
+    "frozen": frozen,
+    "nested": nested,
+    "checkpointed": lambda: Part(linear(), checkpoint_wrapper(nn.Sequential(linear(), linear()))),
+    "compiled": lambda: torch.compile(Part(linear(), linear()), backend="eager"),
+    "compiled part": lambda: Part(linear(), torch.compile(linear(), backend="eager")),
+}
 
 
-def compiled():
-    return torch.compile(Part(linear(), linear()), backend="eager")
-
-
-def compiled_part():
-    return Part(linear(), torch.compile(linear(), backend="eager"))
-
-
-MODELS = {model.__name__: model for model in (tied, frozen, nested, checkpointed, compiled, compiled_part)}
-
-
-def remembered_names(model, cap, hook):
-    """The names in the memory of a state behind each DDP, and those of the parameters that are compressed."""
-    found = []
-    for wrapper in WRAPPERS.values():
-        ddp = wrapper(MODELS[model](), bucket_cap_mb=cap)
-        state = PowerSGDState(None, **EARLY)
-        register(ddp, (state, hook))
-        for _ in range(4):
-            step(ddp)
-        module = ddp.module
-        expected = sorted(name for name, p in module.named_parameters() if p.requires_grad and p.dim() == 2)
-        found.append((sorted(state.tensors("errors")), sorted(state.tensors("q")), expected))
-    return found
-
-
-@pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
-@pytest.mark.parametrize("model", ["tied", "frozen", "nested"])
-def test_names_without_bind_equal_named_parameters(worlds, model, cap):
-    for found in worlds(2).run(remembered_names, model=model, cap=cap, hook=powerSGD_hook):
-        for errors, factors, expected in found:
-            assert errors == factors == expected != []
-
-
-@pytest.mark.parametrize("model", ["checkpointed", "compiled", "compiled_part"])
-def test_names_have_no_wrapper_components_on_both_ddps(worlds, model):
-    for found in worlds(1).run(remembered_names, model=model, cap=25, hook=powerSGD_hook):
-        wrapped = found[0][-1]
-        plain = sorted(re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name in wrapped)
-        assert all(errors == factors == plain for errors, factors, _ in found)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("model", "cap"),
+    [*((model, 25) for model in MODELS), *((model, SMALLEST) for model in ("tied", "frozen", "nested"))],
+)
+@on_ranks(2)
+def test_names_without_bind_omit_wrapper_components(model, wrapper, cap):
+    ddp, state = trained(MODELS[model](), wrapper, cap=cap)
+    named = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.dim() == 2]
+    plain = sorted(re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name in named)
+    assert sorted(state.tensors("errors")) == sorted(state.tensors("q")) == plain != []
 
 
 def handing_on_hook(state, bucket):
@@ -126,22 +124,14 @@ def handing_on_hook(state, bucket):
     return powerSGD_hook(state["powersgd"], bucket)
 
 
-def names_behind_a_users_hook():
-    found = []
-    for wrapper in WRAPPERS.values():
-        ddp = wrapper(nested())
-        state = PowerSGDState(None, **EARLY)
-        ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
-        for _ in range(4):
-            step(ddp)
-        found.append(sorted(state.tensors("errors")))
-    return found
-
-
-def test_names_are_found_if_a_users_hook_passes_the_state_on(worlds):
-    for theirs, ours in worlds(2).run(names_behind_a_users_hook):
-        assert theirs == ours
-        assert "layers.0.1.0.weight" in ours
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_names_are_found_if_a_users_hook_passes_the_state_on(wrapper):
+    ddp, state = WRAPPERS[wrapper](nested()), PowerSGDState(None, **EARLY)
+    ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
+    for _ in range(4):
+        step(ddp)
+    assert sorted(state.tensors("errors")) == ["layers.0.0.weight", "layers.0.1.0.weight", "layers.1.weight"]
 
 
 # --- several models
@@ -175,85 +165,49 @@ def twins():
 SEVERAL = {models.__name__: models for models in (gan, ensemble, averaged_copy, part_of_the_model, twins)}
 
 
-def names_with_several_models(models):
-    """For each of the models behind a DDP of PyTorch's, all alive at once, the names found and the right ones."""
-    modules, others = SEVERAL[models]()
-    ddps = [WRAPPERS["pytorch"](module, bucket_cap_mb=SMALLEST) for module in modules]
-    states = [register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook)) for ddp in ddps]
-    found = [(names_after_a_step(*pair), names_of(pair[1])) for pair in zip(states, ddps, strict=True)]
-    del others
-    return found
-
-
 @pytest.mark.parametrize("models", SEVERAL)
-def test_names_among_several_models_are_from_the_states_own(worlds, models):
-    for found in worlds(1).run(names_with_several_models, models=models):
-        assert all(names == expected for names, expected in found)
+@on_ranks(1)
+def test_names_among_several_models_come_from_the_states_model(models):
+    modules, others = SEVERAL[models]()
+    pairs = [trained(module, steps=0, cap=SMALLEST) for module in modules]
+    assert all(names_after_a_step(state, ddp) == names_of(ddp) for ddp, state in pairs)
+    del others
 
 
-def names_after_the_model_was_wrapped_again():
-    """The first DDP is in a cycle, and may live on."""
-    module = Part(linear(), linear())
-    state = PowerSGDState(None, **EARLY)
-    found = []
+@on_ranks(1)
+def test_names_are_found_if_a_model_is_wrapped_again():
+    module, state = Part(linear(), linear()), PowerSGDState(None, **EARLY)
     gc.disable()
-    for wrapped in (module, module):
-        ddp = WRAPPERS["pytorch"](wrapped)
-        register(ddp, (state, powerSGD_hook))
-        found.append(names_after_a_step(state, ddp))
-        del ddp
+    for _ in range(2):
+        ddp, _ = trained(module, steps=0, state=state)
+        assert names_after_a_step(state, ddp) == names_of(ddp)
+        del ddp  # it is in a cycle, and may live on
     gc.enable()
-    return found, names_of(WRAPPERS["pytorch"](module))
-
-
-def test_names_are_found_if_a_model_is_wrapped_again(worlds):
-    for found, expected in worlds(1).run(names_after_the_model_was_wrapped_again):
-        assert found == [expected, expected]
-
-
-def unregistered_beside_another_model(kind, wrapper):
-    """What a checkpoint of a state without a model says while another one trains; whose names it has then, and later.
-
-    The other model is of the same class, so its names would fit.
-    """
-    other = Training(kind, wrapper)
-    other.run(1)
-    module = build("mlp")
-    state, hook = make(kind, module)
-    message, found = message_of(state.state_dict), state._names.module
-    ddp = WRAPPERS[wrapper](module)
-    register(ddp, (state, hook))
-    state.state_dict()
-    return message, found is None, state._names.module is module
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("kind", STATES)
-def test_unregistered_state_does_not_take_names_of_another_live_model(worlds, kind, wrapper):
-    for message, has_no_model, has_its_own in worlds(2).run(
-        unregistered_beside_another_model, kind=kind, wrapper=wrapper
-    ):
-        assert ("has no model yet" in message) == (kind != "scaled_fp16")
-        assert has_no_model
-        assert has_its_own
+@on_ranks(2)
+def test_unregistered_state_does_not_take_names_of_another_live_model(kind, wrapper):
+    # The other model is of the same class, so its names would fit.
+    other, module = Training(kind, wrapper), build("mlp")
+    other.run(1)
+    state, hook = make(kind, module)
+    assert ("has no model yet" in str(message_of(state.state_dict))) == (kind != "scaled_fp16")
+    assert state._names.module is None
+    ddp = WRAPPERS[wrapper](module)
+    register(ddp, (state, hook))
+    state.state_dict()
+    assert state._names.module is module
 
 
 # --- law 4 and options by name
 
 
-def on_both(options, model="conv", **ddp_options):
-    """Records and counts of elements of both DDPs, without `bind`."""
-    found = []
-    for wrapper in WRAPPERS:
-        state = PowerSGDState(None, **(EARLY | options))
-        record = train(wrapper, model, hook=(state, powerSGD_hook), bucket_cap_mb=SMALL, steps=6, **ddp_options)
-        found.append((record, state.compression_stats()))
-    return found
-
-
 VARIANTS = {
     "plain": {},
     "cold": {"warm_start": False},
+    "no_feedback": {"use_error_feedback": False},
     "alternating": {"alternating": True},
     "ranks": {"ranks": {"*.0.*": 2, "head*": 0}},
 }
@@ -261,32 +215,23 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law4_gradients_without_bind_are_bitwise_equal_on_both_ddps(world, variant, view):
-    for theirs, ours in world.run(on_both, options=VARIANTS[variant], gradient_as_bucket_view=view):
-        assert_same_bits(ours, theirs)
+@on_ranks(2, 3)
+def test_law4_gradients_without_bind_are_bitwise_equal_on_both_ddps(variant, view):
+    options = {"bucket_cap_mb": SMALL, "steps": 6, "gradient_as_bucket_view": view}
+    hooks = [(PowerSGDState(None, **(EARLY | VARIANTS[variant])), powerSGD_hook) for _ in WRAPPERS]
+    theirs, ours = (train(wrapper, "conv", hook=hook, **options) for wrapper, hook in zip(WRAPPERS, hooks, strict=True))
+    assert_same_bits(ours, theirs)
 
 
-def test_ranks_by_name_apply_without_bind(worlds):
-    for found in worlds(2).run(on_both, options={"ranks": {"*.weight": 0}}, model="mlp"):
-        for _, (rate, before, after) in found:
-            assert (rate, before) == (1, after)
-
-
-def stacks_without_bind():
-    found = []
-    for wrapper in WRAPPERS.values():
-        state = PowerSGDState(None, **EARLY, stacks={"layers.0.weight": 2})
-        ddp = wrapper(Part(linear(), linear()))
-        register(ddp, (state, powerSGD_hook))
-        for _ in range(4):
-            step(ddp)
-        found.append({name: tuple(factor.shape) for name, factor in state.tensors("q").items()})
-    return found
-
-
-def test_stacks_by_name_apply_without_bind(worlds):
-    for theirs, ours in worlds(1).run(stacks_without_bind):
-        assert theirs == ours == {"layers.0.weight": (2, 1, 6), "layers.1.weight": (1, 1, 6)}
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(1)
+def test_ranks_and_stacks_by_name_apply_without_bind(wrapper):
+    _, state = trained(build("mlp"), wrapper, ranks={"*.weight": 0})
+    rate, before, after = state.compression_stats()
+    assert (rate, before) == (1, after)
+    _, state = trained(Part(linear(), linear()), wrapper, stacks={"layers.0.weight": 2})
+    shapes = {name: tuple(factor.shape) for name, factor in state.tensors("q").items()}
+    assert shapes == {"layers.0.weight": (2, 1, 6), "layers.1.weight": (1, 1, 6)}
 
 
 # --- law 7
@@ -295,7 +240,7 @@ def test_stacks_by_name_apply_without_bind(worlds):
 CUT, TOTAL = 6, 10
 
 
-def train_steps(ddp, optimizer, steps):
+def train_on(ddp, optimizer, steps):
     seen = []
     for i in steps:
         optimizer.zero_grad()
@@ -305,96 +250,71 @@ def train_steps(ddp, optimizer, steps):
     return seen
 
 
-def prepared(wrapper, state, hook):
+def prepared(wrapper, options):
     torch.manual_seed(0)
-    ddp = WRAPPERS[wrapper](build("mlp"), bucket_cap_mb=SMALL)
-    register(ddp, (state, hook))
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-
-
-def interrupted(path, first, second, options):
-    """Gradients of the later steps: of one run, and of one that is saved and restored, without `bind` anywhere."""
-    state = PowerSGDState(None, **(EARLY | options))
-    ddp, optimizer = prepared(first, state, powerSGD_hook)
-    train_steps(ddp, optimizer, range(CUT))
-    everything = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state}
-    dcp.save(everything, checkpoint_id=path)
-    whole = train_steps(ddp, optimizer, range(CUT, TOTAL))
-
-    state = PowerSGDState(None, **(EARLY | options))
-    ddp, optimizer = prepared(second, state, powerSGD_hook)
-    for parameter in ddp.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the optimizer's state, to be loaded into
-    restored = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state}
-    dcp.load(restored, checkpoint_id=path)
-    ddp.module.load_state_dict(restored["model"])
-    optimizer.load_state_dict(restored["optimizer"])
-    return whole, train_steps(ddp, optimizer, range(CUT, TOTAL)), sorted(state.tensors("errors"))
+    ddp, state = trained(build("mlp"), wrapper, steps=0, cap=SMALL, **options)
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), state
 
 
 @pytest.mark.parametrize("options", [{}, {"alternating": True}], ids=["both-sides", "alternating"])
 @pytest.mark.parametrize(
     ("first", "second"), [("pytorch", "pytorch"), ("pytorch", "gradwire"), ("gradwire", "pytorch")]
 )
-def test_law7_distributed_checkpoint_without_bind_resumes_like_uninterrupted_run(
-    worlds, tmp_path, first, second, options
-):
-    case = {"path": str(tmp_path), "first": first, "second": second, "options": options}
-    for whole, resumed, names in worlds(2).run(interrupted, **case):
-        assert names == ["layers.0.weight", "layers.2.weight", "layers.4.weight", "layers.6.weight"]
-        for expected, actual in zip(whole, resumed, strict=True):
-            # 400 roundings a step, each of which a column of P may enlarge tenfold, as in test_powersgd_state.py.
-            assert (actual - expected).norm() <= 400 * 10 * (TOTAL - CUT) * 2.0**-24 * expected.norm()
+@on_ranks(2)
+def test_law7_distributed_checkpoint_without_bind_resumes_like_uninterrupted_run(tmp_path, first, second, options):
+    ddp, optimizer, state = prepared(first, options)
+    train_on(ddp, optimizer, range(CUT))
+    everything = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state}
+    dcp.save(everything, checkpoint_id=str(tmp_path))
+    whole = train_on(ddp, optimizer, range(CUT, TOTAL))
 
-
-def resume_scaled(first, second):
-    """Names and exponents before and after a restart on the other DDP."""
-    state = ScaledCastState()
-    train(first, "mlp", hook=(state, scaled_cast_hook), bucket_cap_mb=SMALL)
-    loaded = ScaledCastState()
-    loaded.load_state_dict(state.state_dict())
-    train(second, "mlp", hook=(loaded, scaled_cast_hook), bucket_cap_mb=25)
-    return sorted(state.exponents()), sorted(loaded.exponents()), sorted(names_of_the_mlp())
-
-
-def names_of_the_mlp():
-    return [name for name, _ in build("mlp").named_parameters()]
+    ddp, optimizer, state = prepared(second, options)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the optimizer's state, to be loaded into
+    restored = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state}
+    dcp.load(restored, checkpoint_id=str(tmp_path))
+    ddp.module.load_state_dict(restored["model"])
+    optimizer.load_state_dict(restored["optimizer"])
+    for expected, actual in zip(whole, train_on(ddp, optimizer, range(CUT, TOTAL)), strict=True):
+        # 400 roundings a step, each of which a column of P may enlarge tenfold, as in test_powersgd_state.py.
+        assert (actual - expected).norm() <= 400 * 10 * (TOTAL - CUT) * 2.0**-24 * expected.norm()
+    assert sorted(state.tensors("errors")) == [
+        "layers.0.weight",
+        "layers.2.weight",
+        "layers.4.weight",
+        "layers.6.weight",
+    ]
 
 
 @pytest.mark.parametrize(("first", "second"), [("pytorch", "gradwire"), ("gradwire", "pytorch")])
-def test_law7_scales_without_bind_resume_on_other_ddp(worlds, first, second):
-    for before, after, expected in worlds(2).run(resume_scaled, first=first, second=second):
-        assert before == after == expected
+@on_ranks(2)
+def test_law7_scales_without_bind_resume_on_other_ddp(first, second):
+    state, loaded = ScaledCastState(), ScaledCastState()
+    train(first, "mlp", hook=(state, scaled_cast_hook), bucket_cap_mb=SMALL)
+    loaded.load_state_dict(state.state_dict())
+    train(second, "mlp", hook=(loaded, scaled_cast_hook), bucket_cap_mb=25)
+    assert sorted(state.exponents()) == sorted(loaded.exponents()) == names_of_the_mlp()
 
 
-def resume_under_wrappers(before, after):
-    """A state saved under one wrapper of the model and loaded under another; its errors' names then."""
-    torch.manual_seed(0)
-    state, found = PowerSGDState(None, **EARLY), []
-    for wrap, wrapper in (before, after):
-        module = Part(linear(), linear())
-        ddp = WRAPPERS[wrapper](torch.compile(module, backend="eager") if wrap else module)
-        register(ddp, (state, powerSGD_hook))
-        for _ in range(3):
-            step(ddp)
-        saved = state.state_dict()
-        found.append(sorted(saved["errors"]))
-        state = PowerSGDState(None, **EARLY)
-        state.load_state_dict(saved)
-    return found
+def names_of_the_mlp():
+    return sorted(name for name, _ in build("mlp").named_parameters())
 
 
 @pytest.mark.parametrize("after", WRAPPERS)
 @pytest.mark.parametrize("before", WRAPPERS)
-def test_law7_state_of_compiled_model_loads_into_plain_model(worlds, before, after):
-    case = {"before": (True, before), "after": (False, after)}
-    for found in worlds(1).run(resume_under_wrappers, **case):
-        assert found == [["layers.0.weight", "layers.1.weight"]] * 2
+@on_ranks(1)
+def test_law7_state_of_compiled_model_loads_into_plain_model(before, after):
+    _, state = trained(MODELS["compiled"](), before, steps=3)
+    loaded = PowerSGDState(None, **EARLY)
+    loaded.load_state_dict(state.state_dict())
+    trained(Part(linear(), linear()), after, steps=3, state=loaded)
+    for each in (state, loaded):
+        assert sorted(each.state_dict()["errors"]) == ["layers.0.weight", "layers.1.weight"]
 
 
-def unused_in_a_compiled_model():
-    """The error of a parameter that no rank uses, behind gradwire's DDP, in two steps of which it is unused in one."""
+@on_ranks(2)
+def test_error_of_unused_parameter_is_kept_in_compiled_model():
     module = Part(linear(), linear())
     ddp = WRAPPERS["gradwire"](torch.compile(module, backend="eager"), find_unused_parameters=True)
     state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
@@ -405,14 +325,9 @@ def unused_in_a_compiled_model():
     module.layers = layers[:1]
     module._modules["rest"] = layers[1]
     step(ddp)
-    return before, error.clone(), module.rest.weight.grad is None
-
-
-def test_error_of_unused_parameter_is_kept_in_compiled_model(worlds):
-    for before, after, stays_none in worlds(2).run(unused_in_a_compiled_model):
-        assert stays_none
-        assert before.any()
-        torch.testing.assert_close(after, before, rtol=0, atol=4 * 2.0**-24 * before.abs().max().item())
+    assert module.rest.weight.grad is None
+    assert before.any()
+    torch.testing.assert_close(error, before, rtol=0, atol=4 * 2.0**-24 * before.abs().max().item())
 
 
 # --- where names are not known
@@ -423,109 +338,64 @@ def hidden_models():
     return mock.patch.object(_parameter_names, "live_wrappers", lambda: [])
 
 
-def message_of(call):
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+BIND_BEFORE = r"Call state\.bind\(model\) before"
 
 
-def unknown_names():
+@on_ranks(2)
+def test_unknown_names_train_by_number_and_checkpoints_raise():
     with hidden_models():
-        ddp = WRAPPERS["pytorch"](Part(linear(), linear()))
-        state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
-        for _ in range(4):
-            step(ddp)
-        other = WRAPPERS["pytorch"](Part(linear(), linear()))
-        scales = register(other, (ScaledCastState(), scaled_cast_hook))
+        ddp, state = trained(Part(linear(), linear()))
+        other, scales = WRAPPERS["pytorch"](Part(linear(), linear())), ScaledCastState()
+        register(other, (scales, scaled_cast_hook))
         step(other)
-        copies = copy.deepcopy((state, scales))
-        return {
-            "remembers": sorted(state.tensors("errors")),
-            "state_dict": message_of(state.state_dict),
-            "prepare_checkpoint": message_of(state.prepare_checkpoint),
-            "bind": message_of(lambda: state.bind(ddp)),
-            "scales": message_of(scales.state_dict),
-            "copied": (sorted(copies[0].tensors("errors")), sorted(copies[1].exponents())),
-        }
-
-
-def test_unknown_names_train_by_number_and_checkpoints_raise(worlds):
-    for found in worlds(2).run(unknown_names):
-        assert found["remembers"] == ["parameter.0", "parameter.2"]
-        assert found["copied"] == (found["remembers"], [f"parameter.{i}" for i in range(4)])
-        for call in ("state_dict", "prepare_checkpoint", "scales"):
-            assert re.match(r"RuntimeError: A checkpoint of a .*Call state\.bind\(model\) before", found[call])
-        assert re.match(
-            "ValueError: This state has trained without parameter names.*before the first step", found["bind"]
-        )
-
-
-def options_by_name(option):
-    """What the first step says, and the names that are remembered once the same state is bound."""
-    with hidden_models():
-        ddp = WRAPPERS["pytorch"](Part(linear(), linear()))
-        state = register(ddp, (PowerSGDState(None, **EARLY, **{option: {"layers.1.*": 1}}), powerSGD_hook))
-        message = message_of(lambda: step(ddp))
-        again = WRAPPERS["pytorch"](Part(linear(), linear()))  # PyTorch's DDP is broken after an error
-        state.bind(again)
-        register(again, (state, powerSGD_hook))
-        for _ in range(4):
-            step(again)
-        return message, state.iter, sorted(state.tensors("errors"))
+        for each in (state, copy.deepcopy(state)):
+            assert sorted(each.tensors("errors")) == ["parameter.0", "parameter.2"]
+        assert sorted(copy.deepcopy(scales).exponents()) == [f"parameter.{i}" for i in range(4)]
+        for call in (state.state_dict, state.prepare_checkpoint, scales.state_dict):
+            kind, text = error_of(call)
+            assert kind == "RuntimeError"
+            assert re.match(rf"A checkpoint of a .*{BIND_BEFORE}", text)
+        kind, text = error_of(state.bind, ddp)
+        assert kind == "ValueError"
+        assert re.match("This state has trained without parameter names.*before the first step", text)
 
 
 @pytest.mark.parametrize("option", ["ranks", "stacks"])
-def test_options_by_name_raise_with_unknown_names_and_apply_once_bound(worlds, option):
-    for message, steps, names in worlds(2).run(options_by_name, option=option):
-        assert re.match(r"RuntimeError: A pattern in ranks or stacks.*Call state\.bind\(model\) before", message)
-        assert steps == 4, "the step that raised does not count"
-        assert names == ["layers.0.weight", "layers.1.weight"]
+@on_ranks(2)
+def test_options_by_name_raise_with_unknown_names_and_apply_once_bound(option):
+    with hidden_models():
+        ddp, state = trained(Part(linear(), linear()), steps=0, **{option: {"layers.1.*": 1}})
+        kind, text = error_of(step, ddp)
+        assert kind == "RuntimeError"
+        assert re.match(rf"A pattern in ranks or stacks.*{BIND_BEFORE}", text)
+        again = Part(linear(), linear())  # PyTorch's DDP is broken after an error
+        state.bind(again)
+        trained(again, state=state)
+        assert state.iter == 4, "the step that raised does not count"
+        assert sorted(state.tensors("errors")) == ["layers.0.weight", "layers.1.weight"]
 
 
-def shared_between_users_hooks():
-    """Two models of the same parameters, whose states no DDP knows: which names are meant is not certain."""
+@on_ranks(1)
+def test_names_shared_by_two_models_are_not_used():
+    # No DDP knows of the states: which names are meant is not certain.
     layers = linear(), linear()
     ddps = [WRAPPERS["pytorch"](module) for module in (Part(*layers), Part(nn.Sequential(*layers)))]
     states = [PowerSGDState(None, **EARLY) for _ in ddps]
     for ddp, state in zip(ddps, states, strict=True):
         ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
     step(ddps[0])
-    return states[0]._names.are_numbers, message_of(states[0].state_dict)
-
-
-def test_names_shared_by_two_models_are_not_used(worlds):
-    for are_numbers, message in worlds(1).run(shared_between_users_hooks):
-        assert are_numbers
-        assert "no model, or more than one, was found" in message
-
-
-def new_state_of_a_compiled_part(wrapper):
-    ddp = WRAPPERS[wrapper](compiled_part())
-    state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
-    return sorted(state.state_dict()["errors"])
+    assert states[0]._names.are_numbers
+    assert "no model, or more than one, was found" in message_of(states[0].state_dict)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_entries_of_new_state_have_no_wrapper_components(worlds, wrapper):
-    (names,) = worlds(1).run(new_state_of_a_compiled_part, wrapper=wrapper)
-    assert names == ["layers.0.weight", "layers.1.weight"]
-
-
-def new_state():
+@on_ranks(2)
+def test_new_state_has_entries_without_wrapper_components_once_registered(wrapper):
     state = PowerSGDState(None, **EARLY)
-    before = message_of(state.state_dict)
-    ddp = WRAPPERS["pytorch"](build("mlp"))
-    register(ddp, (state, powerSGD_hook))
-    return before, state.state_dict()
-
-
-def test_new_state_has_entries_once_registered(worlds):
-    saved = []
-    for message, entries in worlds(2).run(new_state):
-        assert re.match("RuntimeError: This PowerSGDState has no model yet.*register_comm_hook", message)
-        weights = sorted(name for name in names_of_the_mlp() if name.endswith("weight"))
-        assert sorted(entries["errors"]) == sorted(entries["q"]) == weights
-        saved.append(entries)
-    assert_same_on_all_ranks(saved)
+    kind, text = error_of(state.state_dict)
+    assert kind == "RuntimeError"
+    assert re.match("This PowerSGDState has no model yet.*register_comm_hook", text)
+    _ddp, _ = trained(MODELS["compiled part"](), wrapper, steps=0, state=state)
+    saved = state.state_dict()
+    assert sorted(saved["errors"]) == sorted(saved["q"]) == ["layers.0.weight", "layers.1.weight"]
+    assert_same_on_all_ranks(from_all_ranks(saved))

@@ -13,7 +13,7 @@ from tests.support.zoo import Probe
 
 
 def with_both(model, **options):
-    """The same training behind PyTorch's DDP and behind gradwire's."""
+    """The same training in PyTorch's DDP and in gradwire's."""
     return train("pytorch", model, **options), train("gradwire", model, **options)
 
 
@@ -291,7 +291,7 @@ def with_and_without_graph(**options):
 
 # PyTorch's own fails here as soon as a bucket has two parameters, so its gradients cannot be the oracle.
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_create_graph_leaves_the_gradients_as_without_it(world, view):
+def test_create_graph_leaves_gradients_unchanged(world, view):
     assert_parity(world.run(with_and_without_graph, view=view))
 
 
@@ -302,7 +302,7 @@ def ignoring_a_parameter(wrapper, **options):
 
 
 def freezing_and_wrapping_anew(wrapper, **options):
-    """One module behind a second wrapper: the first one must not watch the parameters any more."""
+    """One module in a second wrapper: the first one must stop watching the parameters."""
     module = build("mlp")
     first = train(wrapper, module, bucket_cap_mb=SMALL, **options)
     module.layers[0].requires_grad_(False)

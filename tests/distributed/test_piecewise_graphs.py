@@ -17,9 +17,10 @@ from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorit
 from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
 from gradwire.compress import LowRankBucket
 from gradwire.kernels import MatrixTable, SegmentTable
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, differences
 from tests.support.graph_on_cpu import GraphOnCpu, graphs_on_cpu
 from tests.support.powersgd_steps import HOOKS, Fed, new_state, noise
+from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
 from tests.support.training import WRAPPERS, gradients, register
 
@@ -130,44 +131,40 @@ VARIANTS = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_graphs_give_the_bits_of_eager_steps(worlds, variant, wrapper):
-    for captures, replays in worlds(2).run(compared, wrapper=wrapper, **VARIANTS[variant]):
-        assert captures > 0
-        assert replays >= 4 * captures  # at once, and in several later steps
+@on_ranks(2)
+def test_graphs_give_the_bits_of_eager_steps(variant, wrapper):
+    captures, replays = compared(wrapper=wrapper, **VARIANTS[variant])
+    assert captures > 0
+    assert replays >= 4 * captures  # at once, and in several later steps
 
 
-def test_changed_state_gets_new_graphs_and_the_bits_of_eager_steps(worlds):
+@on_ranks(2)
+def test_changed_state_gets_new_graphs_and_the_bits_of_eager_steps():
     changes = {
         FIRST_REPLAY + 2: {"matrix_approximation_rank": 2},
         FIRST_REPLAY + 4: {"cuda_graphs": False},
         FIRST_REPLAY + 6: {"cuda_graphs": True, "iter": 100},
     }
-    (captures, _), *_ = worlds(2).run(compared, changes=changes, steps=STEPS + 14, options={"warm_start": False})
-    (once, _), *_ = worlds(2).run(compared, options={"warm_start": False})
+    captures, _ = compared(changes=changes, steps=STEPS + 14, options={"warm_start": False})
+    once, _ = compared(options={"warm_start": False})
     assert captures == 2 * once
 
 
-def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps(worlds):
-    (captures, _), *_ = worlds(2).run(compared, resume=FIRST_REPLAY + 2, steps=STEPS + WARM_UP_STEPS + 2)
-    (once, _), *_ = worlds(2).run(compared)
+@on_ranks(2)
+def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps():
+    captures, _ = compared(resume=FIRST_REPLAY + 2, steps=STEPS + WARM_UP_STEPS + 2)
+    once, _ = compared()
     assert captures == 2 * once
-
-
-def differs(missing, **case):
-    eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, missing=missing, **case)
-    assert graphs.replays > graphs.captures
-    try:
-        assert_same_bits(graphs.gradients, eager.gradients)
-    except AssertionError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("part", PARTS_OF_A_REFRESH)
-def test_double_finds_a_refresh_without_one_of_its_parts(worlds, part):
+@on_ranks(2)
+def test_double_detects_an_incomplete_refresh(part):
     # The counter advances in the graph itself: it needs a refresh only where steps are skipped.
     case = {"options": {"warm_start": False}, "changes": {FIRST_REPLAY + 2: {"iter": 100}}}
-    assert all(worlds(2).run(differs, missing=part, **case))
+    eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, missing=part, **case)
+    assert graphs.replays > graphs.captures
+    assert differences(graphs.gradients, eager.gradients)
 
 
 # --- one process
@@ -208,7 +205,7 @@ def new_workspace():
     return Workspace(torch.device("cpu"), PiecewiseGraphs())
 
 
-def test_replays_call_no_algorithm_and_read_what_was_refreshed(graphs):
+def test_replays_call_no_algorithm_and_read_refreshed_numbers(graphs):
     owner, workspace = Owner(), new_workspace()
     take_steps(owner, workspace, WARM_UP_STEPS + 1)
     assert (owner.eager_calls, graphs.captures) == (WARM_UP_STEPS + 1, 2)
@@ -294,8 +291,8 @@ def test_step_that_is_abandoned_while_it_is_captured_leaves_no_graphs(graphs):
     assert graphs.captures == 3
 
 
-def failed_run():
-    """The graphs that are left after an exchange has failed, and after a new start."""
+@on_ranks(2)
+def test_failed_exchange_drops_all_graphs():
     group = dist.new_group(backend=register_backend())
     values = noise(dist.get_world_size(), FIRST_REPLAY, SHAPES)
     with gpu_on_cpu():
@@ -311,13 +308,8 @@ def failed_run():
         connections_of(group).fail("expected")
         after = sum(len(workspace.graphs) for workspace in workspaces)
     dist.destroy_process_group(group)
-    return before, after
-
-
-def test_failed_exchange_drops_all_graphs(worlds):
-    for before, after in worlds(2).run(failed_run):
-        assert before > 0
-        assert after == 0
+    assert before > 0
+    assert after == 0
 
 
 def test_state_keeps_the_option_when_pickled_and_no_graph():
@@ -326,7 +318,8 @@ def test_state_keeps_the_option_when_pickled_and_no_graph():
     assert "cuda_graphs" not in state.settings()
 
 
-def warnings_on_a_cpu():
+@on_ranks(2)
+def test_state_warns_where_graphs_have_no_effect():
     values = noise(dist.get_world_size(), START + 2, SHAPES)
     ddp = WRAPPERS["gradwire"](Fed(values[0][0]))
     register(ddp, (new_state(cuda_graphs=True), HOOKS["powersgd"]()))
@@ -334,10 +327,6 @@ def warnings_on_a_cpu():
         warnings.simplefilter("always")
         for ranks in values:
             ddp(*ranks[dist.get_rank()]).backward()
-    return [str(warning.message) for warning in caught]
-
-
-def test_state_warns_where_graphs_have_no_effect(worlds):
-    for messages in worlds(2).run(warnings_on_a_cpu):
-        (message,) = [each for each in messages if "cuda_graphs" in each]
-        assert "no effect for torch.float32 gradients on cpu" in message
+    messages = [str(warning.message) for warning in caught]
+    (message,) = [each for each in messages if "cuda_graphs" in each]
+    assert "no effect for torch.float32 gradients on cpu" in message

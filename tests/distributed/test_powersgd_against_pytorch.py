@@ -5,7 +5,6 @@ report, and a summary at the end of the run: one line, or all of it with ``-v``,
 docs/migrating.md.
 """
 
-import io
 import logging
 import math
 import pickle
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwire.comm import transport
+from gradwire.comm import GroupTransport
 from gradwire.hooks import powerSGD_hook as ours
 from tests.support.bits import assert_same_on_all_ranks
+from tests.support.powersgd_checkpoints import save_and_load
 from tests.support.powersgd_probes import (
     MODULES,
     PROBE_LIMIT,
@@ -35,6 +35,7 @@ from tests.support.powersgd_probes import (
     probe,
     probe_steps,
     random_values,
+    registered,
     relative_error,
     rounding,
     run_steps,
@@ -78,20 +79,31 @@ def pytorch(request, record_property):
     return record
 
 
+@pytest.fixture
+def both(worlds):
+    """What `run_steps` returns with gradwire's hook on every rank, and with PyTorch's on rank 0."""
+
+    def run(values, **options):
+        ours = worlds(2).run(run_steps, library="ours", values=values, **options)
+        return ours, probe_steps(worlds(2), values=values, **options)
+
+    return run
+
+
 # --- the defects
 
 
-def test_p1_batched_hook_trains(worlds, pytorch):
+def test_p1_batched_hook_trains(both, pytorch):
     # All gradients of a rank are one number, so the flat bucket is a matrix of rank 1 and comes out as it went in.
     values = [[[torch.full((24, 24), 1.0 + i + r), torch.full((24,), 1.0 + i + r)] for r in range(2)] for i in range(6)]
-    for run in worlds(2).run(run_steps, library="ours", values=values, batched=True):
+    ours, theirs = both(values, batched=True)
+    for run in ours:
         assert not run.errors
         for i, gradients in enumerate(run.gradients):
             for index, gradient in enumerate(gradients):
                 # Sums over 24 rows and 25 columns, and one product. Measured: 0.23 of this.
                 assert relative_error(gradient, mean(values[i], index)) <= 50 * U
             assert_nothing_lost(run, values, index)
-    theirs = probe_steps(worlds(2), values=values, batched=True)
     pytorch("; then ".join(theirs.errors) or "trains", defect=theirs.errors)
 
 
@@ -115,42 +127,35 @@ def test_p2_nonfinite_step_does_not_affect_later_steps(worlds, pytorch, bad, fee
 
 
 @pytest.mark.parametrize("feedback", [True, False], ids=["with-error-feedback", "without"])
-def test_p3_zero_gradient_stays_zero_and_recovers(worlds, pytorch, feedback):
+def test_p3_zero_gradient_stays_zero_and_recovers(worlds, both, pytorch, feedback):
     values = random_values(worlds(2), 8, ((24, 24), (16, 20)))
     for ranks in values[:6]:
         for tensors in ranks:
             tensors[0].zero_()
     options = {"use_error_feedback": feedback}
-    for run in worlds(2).run(run_steps, library="ours", values=values, options=options):
+    ours, theirs = both(values, options=options)
+    for run in ours:
         assert all(torch.equal(gradients[0], torch.zeros(24, 24)) for gradients in run.gradients[:6])
         assert all(run.is_finite)
         assert all(gradients[0].norm() > 0 for gradients in run.gradients[6:])
         if feedback:
             assert_nothing_lost(run, values, 0)
-    theirs = probe_steps(worlds(2), values=values, options=options)
     pytorch(f"finite: {theirs.is_finite}", defect=not all(theirs.is_finite))
 
 
 @pytest.mark.parametrize("epsilon", [0, 1e-8], ids=["no-epsilon", "epsilon"])
 @pytest.mark.parametrize("gradient", ["ones", "equal_rows", "random"])
-def test_p4_gradient_of_lower_rank_is_reproduced(worlds, pytorch, gradient, epsilon):
+def test_p4_gradient_of_lower_rank_is_reproduced(both, pytorch, gradient, epsilon):
     random = low_rank(24, 20, 1, seed=0)
     gradient = {"ones": torch.ones(24, 20), "equal_rows": random[:1].expand(24, 20).clone(), "random": random}[gradient]
     values = [[[gradient], [gradient]]] * 8
     options = {"matrix_approximation_rank": 2, "orthogonalization_epsilon": epsilon}
-    for run in worlds(2).run(run_steps, library="ours", values=values, options=options):
+    ours, theirs = both(values, options=options)
+    for run in ours:
         for gradients in run.gradients:
             assert relative_error(gradients[0], gradient) <= rounding(24, 20, 2)
-    theirs = probe_steps(worlds(2), values=values, options=options)
     growth = [gradients[0].norm() / gradient.norm() for gradients in theirs.gradients[2:]]
     pytorch("size: " + ", ".join(f"{size:.2f}" for size in growth), defect=not all(0.9 < size < 1.1 for size in growth))
-
-
-def save_and_load(value, **options):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, **options)
 
 
 def resume(library, values, cut, share=False, new_steps=0):
@@ -256,17 +261,6 @@ def test_p6_loaded_state_averages_over_its_own_group(worlds, pytorch):
     assert worlds(2).run(group_after_loading, library="ours") == [(True, False)] * 2
     kept, reset = probe(worlds(2), group_after_loading, library="pytorchs") or (False, False)
     pytorch(f"kept: {kept}, the default group instead: {reset}", defect=not kept)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_p7_many_buckets_equal_one_bucket(worlds, wrapper):
-    # Factors and errors belong to parameters, and BLAS rounds by alignment: equal as a resumed run is, see RESUMED.
-    values = random_values(worlds(2), 8, ((24, 24), (20,), (16, 20), (20, 16), (7,), (12, 30)))
-    case = {"library": "ours", "values": values, "wrapper": wrapper}
-    runs = [worlds(2).run(run_steps, bucket_cap_mb=cap, **case) for cap in (SMALLEST, 25)]
-    for many, one in zip(*runs, strict=True):
-        assert max(deviations(many.gradients, one)) <= RESUMED
-    assert_same_on_all_ranks([run.gradients for run in runs[0]])
 
 
 @pytest.mark.slow
@@ -377,9 +371,7 @@ def memory_and_log(library, values):
     logging.getLogger(module.__name__).addHandler(handler)
     logging.getLogger(module.__name__).setLevel(logging.INFO)
     try:
-        state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
-        ddp = wrapped(values[0][0], bucket_cap_mb=SMALLEST)
-        register(ddp, (state, module.powerSGD_hook))
+        state, ddp = registered(library, values[0][0], bucket_cap_mb=SMALLEST)
         pointers = []
         for ranks in values:
             step(ddp, ranks[0])
@@ -472,10 +464,7 @@ def test_p13_each_expert_of_a_stack_is_a_matrix(worlds, pytorch):
 
 def schedule_of_ranks(library, values, ranks):
     """The relative error of each step, with a rank for each, and what ended the run."""
-    module = MODULES[library]
-    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1, use_error_feedback=False)
-    ddp = wrapped(values[0])
-    register(ddp, (state, module.powerSGD_hook))
+    state, ddp = registered(library, values[0], options={"use_error_feedback": False})
     errors = []
     try:
         for tensors, rank in zip(values, ranks, strict=True):
@@ -497,19 +486,16 @@ def test_p13_rank_can_change_during_training(worlds, pytorch):
 
 def lifetimes(library, values):
     """For every step, whether the memory that it gave to collectives is still there after it."""
-    module = MODULES[library]
-    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
-    ddp = wrapped(values[0][0])
-    register(ddp, (state, module.powerSGD_hook))
-    module_of, name = {"ours": (transport, "_all_reduce"), "pytorchs": (dist, "all_reduce")}[library]
-    all_reduce = getattr(module_of, name)
-    seen = []
+    _, ddp = registered(library, values[0][0])
+    owner, name = {"ours": (GroupTransport, "start"), "pytorchs": (dist, "all_reduce")}[library]
+    send, seen = getattr(owner, name), []
 
-    def recording(tensor, *arguments, **options):
-        sent.append((tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())))
-        return all_reduce(tensor, *arguments, **options)
+    def recording(*arguments, **options):
+        tensors = arguments[1].tensors if library == "ours" else arguments[:1]
+        sent.extend((tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())) for tensor in tensors)
+        return send(*arguments, **options)
 
-    with mock.patch.object(module_of, name, recording):
+    with mock.patch.object(owner, name, recording):
         for ranks in values:
             sent = []
             step(ddp, ranks[0])
@@ -557,34 +543,31 @@ def test_p15_gradient_without_bucket_raises_before_sending(worlds, pytorch):
 # --- seen on the way
 
 
-def test_scalars_and_empty_parameters_are_sent_uncompressed(worlds, pytorch):
+def test_scalars_and_empty_parameters_are_sent_uncompressed(worlds, both, pytorch):
     shapes = ((24, 20), (), (0, 3), (5, 0))
     values = random_values(worlds(2), 5, shapes)
-    for run in worlds(2).run(run_steps, library="ours", values=values):
+    ours, theirs = both(values)
+    for run in ours:
         for gradients, ranks in zip(run.gradients, values, strict=True):
             assert relative_error(gradients[1], mean(ranks, 1)) <= 2 * U
             assert [tuple(gradient.shape) for gradient in gradients] == list(shapes)
-    theirs = probe_steps(worlds(2), values=values)
     pytorch("; ".join(theirs.errors) or "trains", defect=theirs.errors)
 
 
-def test_transposed_weight_is_compressed_in_its_own_layout(worlds, pytorch):
+def test_transposed_weight_is_compressed_in_its_own_layout(both, pytorch):
     # Read in the order of another layout, a gradient of rank 1 is one of full rank.
     gradient = low_rank(20, 24, 1, seed=0).t()
     values = [[[gradient], [gradient]]] * 6
-    for run in worlds(2).run(run_steps, library="ours", values=values):
+    ours, theirs = both(values)
+    for run in ours:
         assert relative_error(run.gradients[-1][0], gradient) <= rounding(24, 20, 1)
-    theirs = probe_steps(worlds(2), values=values)
     wrong = relative_error(theirs.gradients[2][0], gradient) if len(theirs.gradients) == 6 else math.inf
     pytorch(f"relative error of the first compressed step: {wrong:.2f}", defect=wrong > 0.01)
 
 
 def conservation(library, values):
     """Of the gradients of all steps, the part that was neither applied nor is left in the error, to their mean size."""
-    module = MODULES[library]
-    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
-    ddp = wrapped(values[0][0])
-    register(ddp, (state, module.powerSGD_hook))
+    state, ddp = registered(library, values[0][0])
     left, size = torch.zeros((), dtype=torch.float64), 0.0
     for ((tensor,),) in values:
         left = left + tensor.double() - step(ddp, [tensor])[0].double()
@@ -612,7 +595,7 @@ MAGNITUDES = {
 
 
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
-def test_large_and_small_gradients_are_reproduced(worlds, pytorch, magnitude):
+def test_large_and_small_gradients_are_reproduced(both, pytorch, magnitude):
     # Their squares are out of the range of their dtype.
     dtype, size = MAGNITUDES[magnitude]
     gradient = (low_rank(128, 96, 1, seed=0).sign() * size).to(dtype)
@@ -620,22 +603,22 @@ def test_large_and_small_gradients_are_reproduced(worlds, pytorch, magnitude):
     # fp16 gradients have bf16 factors: Q is rounded to 8 bits on each rank and in the sum, and so was the last step's,
     # whose error is in this one. Measured: 0.2 of this.
     limit = rounding(128, 96, 1) if dtype == torch.float32 else 2 * 2.0**-8
-    for run in worlds(2).run(run_steps, library="ours", values=values):
+    ours, theirs = both(values)
+    for run in ours:
         assert relative_error(run.gradients[-1][0], gradient) <= limit
-    theirs = probe_steps(worlds(2), values=values)
     last = theirs.gradients[-1][0] if theirs.gradients else gradient * 0
     evidence = f"relative error {relative_error(last, gradient):.2g}; finite: {theirs.is_finite}"
     pytorch(evidence, defect=not relative_error(last, gradient) < 2 * limit)
 
 
-def test_matrices_of_one_shape_are_normalized_separately(worlds, pytorch):
+def test_matrices_of_one_shape_are_normalized_separately(both, pytorch):
     # An orthogonalizer with one norm for a batch gets all but the largest wrong.
     values = [[[scale * low_rank(24, 20, 1, seed=i) for i, scale in enumerate((1.0, 1e-6, 1e3))]] * 2] * 6
     options = {"batch_tensors_with_same_shape": True}
-    for run in worlds(2).run(run_steps, library="ours", values=values, options=options):
+    ours, theirs = both(values, options=options)
+    for run in ours:
         for index, gradient in enumerate(run.gradients[-1]):
             assert relative_error(gradient, mean(values[0], index)) <= rounding(24, 20, 1)
-    theirs = probe_steps(worlds(2), values=values, options=options)
     wrong = [relative_error(g, mean(values[0], i)) for i, g in enumerate((theirs.gradients or [[]])[-1])]
     pytorch(f"relative errors: {', '.join(f'{e:.1g}' for e in wrong)}", defect=not wrong or max(wrong) > 1e-3)
 

@@ -1,5 +1,6 @@
-"""`PowerSGDState`: options, `repr` and statistics, next to PyTorch's state."""
+"""`PowerSGDState`: options, `repr`, statistics and memory, next to PyTorch's state."""
 
+import copy
 import inspect
 import logging
 import re
@@ -9,13 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from gradwire.compress import LowRankBucket, flat_low_rank_bucket
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import LowRankBucket, LowRankPolicy, flat_low_rank_bucket
 from gradwire.compress.policy import MatrixShape
+from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from tests.support.powersgd_checkpoints import EARLY, trained
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, register
+from tests.support.bits import assert_same_bits
+from tests.support.powersgd_checkpoints import EARLY, own_memory, trained
+from tests.support.ranks import on_ranks
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, own_batches, train_steps, wrapped
 
 # --- options
 
@@ -61,29 +68,14 @@ def test_early_start_raises_like_pytorch(start, warm_start, feedback):
         assert messages[1].endswith(f"got {start}.")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"matrix_approximation_rank": 0}, "rank is 0; expected at least 1"),
-        ({"matrix_approximation_rank": -2}, "rank is -2; expected at least 1"),
-        ({"ranks": {"head.*": -1}}, r"ranks\['head\.\*'\] is -1; expected a rank, or 0"),
-        ({"ranks": {"head.*": 1.5}}, r"ranks\['head\.\*'\] is 1\.5; expected a rank, or 0"),
-        ({"stacks": {"*.qkv": 0}}, r"stacks\['\*\.qkv'\] is 0; expected a number of matrices"),
-        ({"factor_dtype": torch.float16}, r"factor_dtype is torch\.float16; expected None, torch\.float32 or"),
-        ({"factor_dtype": torch.int8}, r"factor_dtype is torch\.int8; expected None, torch\.float32 or"),
-        ({"factor_dtype": "bf16"}, r"factor_dtype is bf16; expected None, torch\.float32 or"),
-        ({"alternating": True, "warm_start": False}, "alternating needs warm_start"),
-    ],
-    ids=str,
-)
-def test_bad_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        PowerSGDState(None, **options)
+def test_alternating_without_warm_start_raises():
+    with pytest.raises(ValueError, match="alternating needs warm_start"):
+        PowerSGDState(None, alternating=True, warm_start=False)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 def test_precision_reaches_matrix_tables(precision):
-    options = PowerSGDState(None, precision=precision).options.of_buckets(iteration=1000)
+    options = PowerSGDState(None, precision=precision).options.bucket_options(iteration=1000)
     gradient = torch.zeros(80, 80)
     bucket = LowRankBucket([gradient], [MatrixShape(1, 80, 80, 16)], **options)
     assert bucket.table.precision == precision
@@ -130,90 +122,180 @@ def test_repr_shows_step_and_options():
     assert "ranks={'head.*': 8}" in shown
 
 
-# --- statistics
-
-
-def statistics(library, model, steps=5, wrapper="pytorch", **options):
-    """compression_stats and iter after every step; all parameters in one bucket."""
-    module = {"ours": ours, "pytorchs": pytorchs}[library]
-    state = module.PowerSGDState(None, **options)
-    net = build(model)
-    ddp = WRAPPERS[wrapper](net)
-    register(ddp, (state, module.powerSGD_hook))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(steps):
-        ddp.zero_grad()
-        ddp(*net.batch(generator)).backward()
-        seen.append((state.compression_stats(), state.iter))
-    return seen
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "transformer", "frozen"])
-def test_statistics_equal_pytorchs(worlds, model, rank):
-    for size, rate in ((1, 1), (2, 1.25)):
-        options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2, "min_compression_rate": rate}
-        case = {"model": model, **options}
-        theirs = worlds(size).run(statistics, library="pytorchs", **case)
-        assert worlds(size).run(statistics, library="ours", **case) == theirs
-        assert worlds(size).run(statistics, library="ours", wrapper="gradwire", **case) == theirs
-        assert [iteration for _, iteration in theirs[0]] == [1, 2, 3, 4, 5]
-    assert theirs[0][-1][0][0] >= 1
-
-
-def reports(frequency, steps):
-    """After which steps the statistics were logged."""
-    messages = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger(ours.__name__).addHandler(handler)
-    logging.getLogger(ours.__name__).setLevel(logging.INFO)
-    try:
-        trained(
-            "gradwire", options={"compression_stats_logging_frequency": frequency}, steps=steps, bucket_cap_mb=SMALL
-        )
-    finally:
-        logging.getLogger(ours.__name__).removeHandler(handler)
-    return [
-        int(found[1]) for message in messages if (found := re.match(r"Compression after (\d+) steps: rate", message))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("frequency", "expected"), [(1, [3, 4, 5, 6, 7, 8]), (2, [3, 5, 7]), (100, [3]), (0, [3, 4, 5, 6, 7, 8])]
-)
-def test_statistics_are_logged_at_given_frequency(worlds, frequency, expected):
-    assert worlds(1).run(reports, frequency=frequency, steps=8) == [expected]
-
-
-def alternating_statistics(wrapper):
-    net = build("mlp")
-    state = PowerSGDState(None, alternating=True, **EARLY)
-    ddp = WRAPPERS[wrapper](net, bucket_cap_mb=SMALLEST)
-    register(ddp, (state, powerSGD_hook))
-    sent = []
-    for _ in range(6):
-        ddp.zero_grad()
-        ddp(*net.batch(torch.Generator())).backward()
-        sent.append(state.total_numel_after_compression)
-    shapes = [tuple(parameter.shape) for parameter in net.parameters()]
-    return [after - before for before, after in pairwise(sent)][1:], shapes
-
-
-def test_statistics_of_alternating_count_side_sent(worlds):
-    for sent, shapes in worlds(1).run(alternating_statistics, wrapper="gradwire"):
-        raw = sum(shape[0] for shape in shapes if len(shape) == 1)
-        rows, columns = (sum(shape[side] for shape in shapes if len(shape) == 2) for side in (0, 1))
-        assert sent == [raw + rows, raw + columns] * 2
-
-
 class AssignsTooEarly(PowerSGDState):
     def __init__(self):
         self.ranks = {}
         super().__init__(None)
 
 
-def test_option_assigned_before_the_constructor_raises_and_says_what_to_do():
+def test_option_assigned_before_the_constructor_raises_with_the_remedy():
     with pytest.raises(AttributeError, match=r"^ranks is an option: pass it to super\(\).__init__\(\)"):
         AssignsTooEarly()
+
+
+# --- statistics
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "transformer", "frozen"])
+@on_ranks(1, 2)
+def test_statistics_after_every_step_equal_pytorchs(model, rank):
+    options = {"start_powerSGD_iter": 2, "min_compression_rate": (1, 1.25)[dist.get_world_size() - 1]}
+    seen = []
+    for module, wrapper in ((pytorchs, "pytorch"), (ours, "pytorch"), (ours, "gradwire")):
+        state = module.PowerSGDState(None, rank, **options)
+        ddp = wrapped(wrapper, model, hook=(state, module.powerSGD_hook), bucket_cap_mb=25)  # one bucket
+        generator = own_batches()
+        seen.append([(train_steps(ddp, 1, generator), state.compression_stats(), state.iter)[1:] for _ in range(5)])
+    theirs, *ours_seen = seen
+    assert ours_seen == [theirs] * 2
+    assert [iteration for _, iteration in theirs] == [1, 2, 3, 4, 5]
+    assert theirs[-1][0][0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"), [(1, [3, 4, 5, 6, 7, 8]), (2, [3, 5, 7]), (100, [3]), (0, [3, 4, 5, 6, 7, 8])]
+)
+@on_ranks(1)
+def test_statistics_are_logged_at_given_frequency(frequency, expected):
+    messages = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(ours.__name__).addHandler(handler)
+    logging.getLogger(ours.__name__).setLevel(logging.INFO)
+    try:
+        trained("gradwire", options={"compression_stats_logging_frequency": frequency}, steps=8, bucket_cap_mb=SMALL)
+    finally:
+        logging.getLogger(ours.__name__).removeHandler(handler)
+    assert (
+        [int(found[1]) for message in messages if (found := re.match(r"Compression after (\d+) steps: rate", message))]
+    ) == expected
+
+
+@on_ranks(1)
+def test_statistics_of_alternating_count_side_sent():
+    state = PowerSGDState(None, alternating=True, **EARLY)
+    ddp, sent = wrapped(hook=(state, powerSGD_hook), bucket_cap_mb=SMALLEST), []
+    for _ in range(6):
+        train_steps(ddp)
+        sent.append(state.total_numel_after_compression)
+    shapes = [tuple(parameter.shape) for parameter in ddp.parameters()]
+    raw = sum(shape[0] for shape in shapes if len(shape) == 1)
+    rows, columns = (sum(shape[side] for shape in shapes if len(shape) == 2) for side in (0, 1))
+    assert [after - before for before, after in pairwise(sent)][1:] == [raw + rows, raw + columns] * 2
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("hook", "model"),
+    [
+        *(("powerSGD_hook", name) for name in ("mlp", "transformer", "conv", "complex", "mixed", "brain", "half")),
+        ("powerSGD_hook", "frozen"),
+        ("batched_powerSGD_hook", "mlp"),
+    ],
+)
+@pytest.mark.parametrize("feedback", [True, False], ids=["remembers", "forgets"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(1)
+def test_error_memory_has_size_of_compressed_gradients_in_fp32(wrapper, hook, model, feedback):
+    # In fp64 for fp64 gradients. The batched hook compresses all gradients.
+    state = PowerSGDState(None, use_error_feedback=feedback, **EARLY)
+    ddp, held = wrapped(wrapper, model, hook=(state, getattr(ours, hook))), []
+    for _ in range(5):
+        train_steps(ddp)
+        held.append(state.error_memory_bytes)
+    compressed, everything = 0, 0
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad:
+            real = parameter.numel() * (2 if parameter.is_complex() else 1)
+            nbytes = real * (8 if parameter.dtype == torch.float64 else 4)
+            everything += nbytes
+            compressed += nbytes if state.options.policy.matrix_shape(name, parameter) is not None else 0
+    assert 0 < compressed < everything
+    expected = feedback * (compressed if hook == "powerSGD_hook" else everything)
+    assert held == [0, 0] + [expected] * 3
+    storages = [error.untyped_storage() for error in own_memory(state)["errors"].values()]
+    assert sum({each._cdata: each.nbytes() for each in storages}.values()) == expected, "what the tensors hold in fact"
+
+
+@pytest.mark.parametrize("alternating", [False, True], ids=["both", "alternating"])
+def test_bucket_continues_from_memory_and_does_not_modify_it(alternating):
+    gradients = [torch.randn(24, 16, generator=torch.Generator().manual_seed(0)), torch.ones(24)]
+    shapes = LowRankPolicy(rank=2).matrix_shapes(gradients)
+    transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
+
+    def step(bucket, iteration):
+        results = [torch.empty_like(gradient) for gradient in gradients]
+        algorithm = alternating_all_reduce if alternating else powersgd_all_reduce
+        run_algorithm(algorithm(bucket, gradients, results, iteration, transport, workspace), transport)
+        return results
+
+    first = LowRankBucket(gradients, shapes, names=["w", "b"], alternating=alternating)
+    step(first, 0)
+    memory = copy.deepcopy(first.memory)
+    expected = step(first, 1)
+    known = {entry: dict(tensors) for entry, tensors in memory.items()}
+    second = LowRankBucket(gradients, shapes, names=["w", "b"], memory=memory, alternating=alternating)
+    assert memory == known
+    # Updated in place by the next step, as the state expects.
+    assert second.memory["errors"]["w"] is memory["errors"]["w"]
+    assert second.memory["q"]["w"] is not memory["q"]["w"]
+    assert_same_bits(step(second, 1), expected)
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (384,), (24, 17), (2, 12, 16)], ids=str)
+@pytest.mark.parametrize("is_flat", [False, True], ids=["matrices", "flat"])
+def test_bucket_rejects_an_error_of_another_shape(is_flat, shape):
+    gradients, memory = [torch.ones(24, 16)], {"errors": {"w": torch.zeros(shape)}}
+    with pytest.raises(ValueError, match=re.escape(f"error memory of w has shape {shape}, its gradient (24, 16)")):
+        if is_flat:
+            flat_low_rank_bucket(gradients, 1, names=["w"], memory=memory)
+        else:
+            LowRankBucket(gradients, LowRankPolicy().matrix_shapes(gradients), names=["w"], memory=memory)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the bytes of every storage that an operation makes, and keeps it, so that no other takes its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = []
+        self._kept = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._kept:
+                    self._kept[storage._cdata] = storage
+                    self.nbytes.append(storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("kind", ["warm", "cold", "alternating"])
+@pytest.mark.parametrize("feedback", [True, False], ids=["remembers", "forgets"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_step_allocates_no_tensor_of_gradient_size(dtype, feedback, kind):
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1024, 1024), (2048, 512), (1000,))]
+    shapes = [MatrixShape(1, 1024, 1024, 4), MatrixShape(2, 1024, 512, 4), None]
+    alternating = kind == "alternating"
+    bucket = LowRankBucket(sources, shapes, error_feedback=feedback, alternating=alternating)
+    transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
+    with Allocations() as allocations:
+        for i in range(4):
+            if i == 2:
+                allocations.nbytes = []
+            if alternating:
+                steps = alternating_all_reduce(bucket, sources, sources, i, transport, workspace)
+            else:
+                steps = powersgd_all_reduce(
+                    bucket, sources, sources, i, transport, workspace, warm_start=kind == "warm"
+                )
+            run_algorithm(steps, transport)
+    # All P of the bucket together, in fp64, are 3 * 4 * 1024 * 8 bytes: 1/21 of a matrix in 16 bit.
+    assert allocations.nbytes, "the factors' small tensors are seen"
+    assert max(allocations.nbytes) <= sources[0].nbytes / 20

@@ -24,6 +24,7 @@ from tests.support.powersgd_steps import (
     one_thread,  # noqa: F401 - an autouse fixture
     run_steps,
 )
+from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS, register
 
 # --- the oracle
@@ -34,7 +35,7 @@ BY_NAME = {f"weights.{i}": rank for i, rank in enumerate(RANKS)}
 
 
 class Deviation:
-    """The oracle beside its shadow, whose gradients have a relative error of ``noise``: how far rounding may carry.
+    """The oracle and its shadow, whose gradients have a relative error of ``noise``: a bound of the effect of rounding.
 
     PowerSGD amplifies rounding: by the conditioning of P in each step, and from step to step, as directions of nearly
     equal error overtake one another. The shadow measures that on the very trajectory.
@@ -209,27 +210,6 @@ def test_other_seed_draws_other_random_columns(world):
     assert not same_bits(first[START].gradients[0], other[START].gradients[0])
 
 
-def collectives(options, dtype=torch.float32, steps=START + 2):
-    """The bytes of the tensors of each call in the last two steps, and the state's own count of elements."""
-    shapes = [(16, 12), (9,), (20, 8), (), (2, 1)]
-    values = noise(dist.get_world_size(), steps, shapes, dtype)
-    ddp = WRAPPERS["gradwire"](Fed(values[0][0]), bucket_cap_mb=100)
-    state = register(ddp, (new_state(**options), powerSGD_hook))
-    all_reduce = Transport.all_reduce
-    calls = []
-
-    def counting_all_reduce(self, *tensors):
-        calls[-1].append([tensor.nbytes for tensor in tensors])
-        return all_reduce(self, *tensors)
-
-    with mock.patch.object(Transport, "all_reduce", counting_all_reduce):
-        for ranks in values:
-            calls.append([])
-            ddp.zero_grad()
-            ddp(*ranks[dist.get_rank()]).backward()
-    return calls[START:], state.compression_stats()
-
-
 # Sides of 16 + 20 and 12 + 8 elements, and 9 + 1 + 2 that are not compressed, 364 in all. On the wire each factor
 # begins at a multiple of 16 elements, which makes the sides 16 + 32 and 16 + 16, and 32 + 16 where they are pairs.
 CALLS = {
@@ -254,13 +234,31 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_bucket_takes_stated_all_reduces_and_bytes(worlds, case):
+@on_ranks(2)
+def test_bucket_takes_stated_all_reduces_and_bytes(case):
     options, dtype, expected, sent = CALLS[case]
-    for calls, (rate, before, after) in worlds(2).run(collectives, options=options, dtype=dtype):
-        assert calls == expected
-        assert after == sent
-        assert before == 2 * 364 * (2 if dtype.is_complex else 1)
-        assert rate == before / after
+    steps = START + 2
+    shapes = [(16, 12), (9,), (20, 8), (), (2, 1)]
+    values = noise(dist.get_world_size(), steps, shapes, dtype)
+    ddp = WRAPPERS["gradwire"](Fed(values[0][0]), bucket_cap_mb=100)
+    state = register(ddp, (new_state(**options), powerSGD_hook))
+    all_reduce = Transport.all_reduce
+    calls = []
+
+    def counting_all_reduce(self, *tensors):
+        calls[-1].append([tensor.nbytes for tensor in tensors])
+        return all_reduce(self, *tensors)
+
+    with mock.patch.object(Transport, "all_reduce", counting_all_reduce):
+        for ranks in values:
+            calls.append([])
+            ddp.zero_grad()
+            ddp(*ranks[dist.get_rank()]).backward()
+    calls, (rate, before, after) = (calls[START:], state.compression_stats())
+    assert calls == expected
+    assert after == sent
+    assert before == 2 * 364 * (2 if dtype.is_complex else 1)
+    assert rate == before / after
 
 
 # --- convergence

@@ -12,10 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_co
 from gradwire.compress.policy import LowRankPolicy, MatrixShape
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.kernels import memory_order
-from tests.support.training import SMALL, WRAPPERS, build, register
+from tests.support.ranks import on_ranks
+from tests.support.training import SMALL, WRAPPERS, train_steps, wrapped
 from tests.support.zoo import Probe
 
-# Derandomised: a failure in one run is a failure in every run.
+# Derandomized: a failure in one run is a failure in every run.
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 SIZES = st.one_of(st.integers(1, 12), st.sampled_from((13, 64, 127, 1000, 4096)))
@@ -140,7 +141,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_matrix_shape_is_that_of_memory_order(layout):
+def test_matrix_shape_follows_memory_order(layout):
     tensor, sides = LAYOUTS[layout]
     assert EVERYTHING.matrix_shape("weight", tensor) == (None if sides is None else MatrixShape(1, *sides, 1))
 
@@ -299,41 +300,28 @@ def test_compression_rates_equal_table_3_of_paper(model, rank):
     assert round(sent * 4 * steps / 2**20, 2) == mebibytes
 
 
-def hook_statistics(wrapper, model, rank, rate, steps, **options):
-    """(rate, before, after) of the hook, and the layouts of the parameters, by name."""
-    module = build(model) if isinstance(model, str) else Probe(*model)
-    state = PowerSGDState(None, rank, 2, rate)
-    ddp = WRAPPERS[wrapper](module, **options)
-    register(ddp, (state, powerSGD_hook))
-    generator = torch.Generator().manual_seed(0)
-    inputs = None if isinstance(model, str) else [torch.ones(shape) for shape in model]
-    for _ in range(steps):
-        ddp.zero_grad()
-        ddp(*(inputs or module.batch(generator))).backward()
-    layouts = {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in module.named_parameters() if p.requires_grad}
-    return state.compression_stats(), layouts
-
-
 @pytest.mark.parametrize("cap", [SMALL, 25], ids=["small-buckets", "one-bucket"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("model", ["mlp", "transformer", "conv", "complex", "frozen"])
-def test_statistics_of_hook_agree_with_policy(worlds, model, wrapper, cap):
-    ((rate, before, after), layouts) = worlds(1).run(
-        hook_statistics, wrapper=wrapper, model=model, rank=2, rate=1, steps=5, bucket_cap_mb=cap
-    )[0]
-    layouts = {
-        name: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        for name, (shape, stride, dtype) in layouts.items()
-    }
+@on_ranks(1)
+def test_statistics_of_hook_agree_with_policy(model, wrapper, cap):
+    state = PowerSGDState(None, 2, 2, 1)
+    ddp = wrapped(wrapper, model, hook=(state, powerSGD_hook), bucket_cap_mb=cap)
+    train_steps(ddp, 5)
+    layouts = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     numel = sum(layout.numel() * (2 if layout.is_complex() else 1) for layout in layouts.values())
     sent = sent_numel(LowRankPolicy(rank=2, min_compression_rate=1), layouts)
     assert sent < numel
-    assert (before, after) == (3 * numel, 3 * sent)  # two of the five steps came before the start
-    assert rate == numel / sent
+    # Two of the five steps came before the start.
+    assert state.compression_stats() == (numel / sent, 3 * numel, 3 * sent)
 
 
-def test_hook_on_resnet18_reaches_compression_rate_of_paper(worlds):
-    case = {"wrapper": "gradwire", "model": resnet18(), "rank": 2, "rate": 1, "steps": 3}
-    ((rate, before, _), _) = worlds(1).run(hook_statistics, **case)[0]
+@on_ranks(1)
+def test_hook_on_resnet18_reaches_compression_rate_of_paper():
+    state = PowerSGDState(None, 2, 2, 1)
+    ddp = wrapped(model=Probe(*resnet18()), hook=(state, powerSGD_hook), bucket_cap_mb=25)
+    for _ in range(3):
+        ddp(*map(torch.ones, resnet18())).backward()
+    rate, before, _ = state.compression_stats()
     assert before == 11_173_962
     assert round(rate, 1) == 135.8

@@ -1,4 +1,4 @@
-"""Destroyed and reinitialised process groups: everything that gradwire opens for a group ends with it."""
+"""Destroyed and reinitialized process groups: everything that gradwire opens for a group ends with it."""
 
 import gc
 import os
@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradwire
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.states import START, STATES, Ledger, Training, errors_of
-from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, message_of, register
+from tests.support.training import HOOKS, WRAPPERS, build, gradients, message_of, train_steps, wrapped
 from tests.support.worker import leave_group
 
 N_CYCLES = 10
@@ -44,20 +43,15 @@ def is_socket(descriptor):
 
 
 def train(hook):
-    ddp = gradwire.DistributedDataParallel(build("conv"), bucket_cap_mb=SMALL)
-    if hook != "none":
-        register(ddp, hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(4):
-        ddp.zero_grad()
-        ddp(*ddp.module.batch(generator)).backward()
+    ddp = wrapped(model="conv", hook=None if hook == "none" else hook)
+    train_steps(ddp, 4)
     return ddp
 
 
 def train_in_groups(hook, rendezvous, signals):
     """The gradients of a training in each of several default groups, and the handles that are left of all of them.
 
-    Ranks wait for each other behind every group, by a store in the file ``signals``.
+    Ranks wait for each other after every group, by a store in the file ``signals``.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     together = dist.FileStore(signals, size)
@@ -88,14 +82,19 @@ def train_in_groups(hook, rendezvous, signals):
 
 @pytest.mark.parametrize("rendezvous", ["env://", "reused store"])
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
-def test_reinitialised_process_group_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
+def test_reinitialized_process_group_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
     signals = str(tmp_path / "signals")
     outcomes = worlds(2).run_fresh(train_in_groups, hook=hook, rendezvous=rendezvous, signals=signals)
+    assert_nothing_open(outcomes)
+    results = [outcome.value[0] for outcome in outcomes]
+    assert_same_on_all_ranks(results)
+    assert len(results[0]) == N_CYCLES
+
+
+def assert_nothing_open(outcomes):
     for outcome in outcomes:
         assert outcome.how == "returned", outcome
-    assert_same_on_all_ranks([outcome.value[0] for outcome in outcomes])
-    for results, before, after in (outcome.value for outcome in outcomes):
-        assert len(results) == N_CYCLES
+        _, before, after = outcome.value
         assert all(now <= then for now, then in zip(after, before, strict=True)), "threads and sockets"
 
 
@@ -105,14 +104,7 @@ def destroy_on_one_rank(hook):
     ddp = train(hook)
     if dist.get_rank() == 0:
         dist.destroy_process_group()
-    batch = ddp.module.batch(torch.Generator().manual_seed(0))
-    errors = []
-    for _ in range(2):
-        try:
-            ddp(*batch).backward()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+    return [message_of(train_steps, ddp, 1, torch.Generator()) for _ in range(2)]
 
 
 @pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd"])
@@ -127,12 +119,9 @@ def test_process_group_destroyed_on_one_rank_raises_on_all(worlds, hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
-def test_reinitialised_process_group_trains_with_every_hook(worlds, tmp_path, hook):
+def test_reinitialized_process_group_trains_with_every_hook(worlds, tmp_path, hook):
     signals = str(tmp_path / "signals")
-    for outcome in worlds(3).run_fresh(train_in_groups, hook=hook, rendezvous="env://", signals=signals):
-        assert outcome.how == "returned", outcome
-        _, before, after = outcome.value
-        assert all(now <= then for now, then in zip(after, before, strict=True)), "threads and sockets"
+    assert_nothing_open(worlds(3).run_fresh(train_in_groups, hook=hook, rendezvous="env://", signals=signals))
 
 
 # --- another process group after some steps

@@ -36,7 +36,7 @@ wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
 def hook_of(wire, **options):
-    """The state and the hook, quantising from the first step on."""
+    """The state and the hook, quantizing from the first step on."""
     return QuantizationState(None, wire, **({"block_size": 32, "start_iter": 0} | options)), quantization_hook
 
 
@@ -66,14 +66,14 @@ def rounded(x, levels, block_size):
 def oracle(gradients_of_steps, levels, block_size):
     """The means of each step, from the gradients of all ranks: [steps][ranks][parameters]."""
     n = len(gradients_of_steps[0])
-    errors = [[torch.zeros_like(g) for g in of_rank] for of_rank in gradients_of_steps[0]]
+    errors = [[torch.zeros_like(g) for g in own_gradients] for own_gradients in gradients_of_steps[0]]
     sum_errors, means = [torch.zeros_like(g) for g in gradients_of_steps[0][0]], []
-    for of_ranks in gradients_of_steps:
+    for rank_gradients in gradients_of_steps:
         means.append([])
         for k, total_error in enumerate(sum_errors):
             total = torch.zeros_like(total_error)
             for rank in range(n):
-                compensated = of_ranks[rank][k] * torch.tensor(1 / n) + errors[rank][k]
+                compensated = rank_gradients[rank][k] * torch.tensor(1 / n) + errors[rank][k]
                 sent = rounded(compensated, levels, block_size)
                 errors[rank][k] = compensated - sent
                 total += sent
@@ -105,7 +105,7 @@ def probe_means(wrapper, wire, block_size, steps, cap):
 @wrappers
 @pytest.mark.parametrize(("wire", "levels", "block_size"), [("int8", 127, 128), ("int4", 7, 64), ("int2", 1, 32)])
 @pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
-def test_means_are_those_of_the_oracle(world, wrapper, wire, levels, block_size, cap):
+def test_means_equal_the_oracle(world, wrapper, wire, levels, block_size, cap):
     steps = 4
     expected = oracle(
         [[probe_gradients(rank, 2 + step) for rank in range(world.size)] for step in range(steps)], levels, block_size
@@ -165,20 +165,20 @@ def errors_around_a_failed_step(is_wrapped, view):
 
     with mock.patch.object(ddp.reducer, "_run_comm_hook", run_up_to_the_last):
         error_of(step)
-    of_last = ddp.reducer.buckets[-1].parameter_names()
+    last_names = ddp.reducer.buckets[-1].parameter_names()
     after = {name: summed(error) for name, error in state.tensors("errors").items()}
     means = {name: summed(gradient) / dist.get_world_size() for name, gradient in gradients(local).items()}
     ddp.resynchronize()
-    return before, after, means, of_last
+    return before, after, means, last_names
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["hook", "wrapped-hook"])
 def test_law1_results_of_a_failed_step_return_to_the_error_memory(world, is_wrapped, view):
-    for before, after, means, of_last in world.run(errors_around_a_failed_step, is_wrapped=is_wrapped, view=view):
-        assert before.keys() == after.keys() > set(of_last)
+    for before, after, means, last_names in world.run(errors_around_a_failed_step, is_wrapped=is_wrapped, view=view):
+        assert before.keys() == after.keys() > set(last_names)
         for name, error in after.items():
-            expected = before[name] + (0 if name in of_last else means[name])
+            expected = before[name] + (0 if name in last_names else means[name])
             size = before[name].abs().max() + means[name].abs().max()
             assert ((error - expected).abs() <= 8 * 2.0**-23 * size).all(), name
 
@@ -218,8 +218,8 @@ def local_step(bucket, gradients, results, iteration=0):
 def test_payload_is_scales_codes_and_one_header(wire):
     gradients = [torch.randn(96, 64), torch.randn(64)]
     bucket = QuantizedBucket(gradients, WirePolicy(wire=wire).wire_formats(gradients), LocalTransport(), Quantization())
-    blocks, of_bias = 96, 64 * 2
-    expected = 16 + blocks * WIRE_FORMATS[wire].block_bytes(64) + of_bias
+    blocks, bias_bytes = 96, 64 * 2
+    expected = 16 + blocks * WIRE_FORMATS[wire].block_bytes(64) + bias_bytes
     assert local_step(bucket, gradients, [torch.empty_like(each) for each in gradients]) == expected
 
 

@@ -1,4 +1,4 @@
-"""Properties of a quantised all-reduce over shapes, magnitudes, formats, ranks and steps; all ranks in one process.
+"""Properties of a quantized all-reduce over shapes, magnitudes, formats, ranks and steps; all ranks in one process.
 
 Each case runs a bucket of random gradients for a few steps. The exact means are summed in fp64.
 """
@@ -86,7 +86,9 @@ class Run:
     def step(self, number, gradients=None):
         """The results of every rank, in tensors of their own."""
         gradients = gradients or self.gradients(number)
-        results = [[torch.full_like(gradient, torch.nan) for gradient in of_rank] for of_rank in gradients]
+        results = [
+            [torch.full_like(gradient, torch.nan) for gradient in rank_gradients] for rank_gradients in gradients
+        ]
         parts = zip(self._buckets, gradients, results, self._transports, self._workspaces, strict=True)
         run_in_lockstep(
             [
@@ -137,8 +139,8 @@ def test_zeros_stay_zeros_next_to_gradients_of_any_size(wire, case, exponent):
     training, options = case
     added = (Parameter((3, 45), values="zeros"), Parameter((70,), values="constant", exponent=exponent))
     run = Run(replace(training, parameters=training.parameters + added), wire, **options)
-    for of_rank in run.step(0):
-        assert_same_bits(of_rank[-2], torch.zeros(3, 45))
+    for rank_gradients in run.step(0):
+        assert_same_bits(rank_gradients[-2], torch.zeros(3, 45))
 
 
 @formats
@@ -151,13 +153,13 @@ def test_law5_non_finite_element_reaches_all_ranks_and_no_error_changes(wire, ca
         run.step(number)
     before = run.errors()
     gradients = run.gradients(training.steps)
-    of_rank = data.draw(st.sampled_from(gradients), label="rank")
-    sized = [k for k, gradient in enumerate(of_rank) if gradient.numel() > 0]
+    rank_gradients = data.draw(st.sampled_from(gradients), label="rank")
+    sized = [k for k, gradient in enumerate(rank_gradients) if gradient.numel() > 0]
     assume(sized)
     parameter = data.draw(st.sampled_from(sized), label="parameter")
-    element = data.draw(st.integers(0, of_rank[parameter].numel() - 1), label="element")
-    place = tuple(index.item() for index in torch.unravel_index(torch.tensor(element), of_rank[parameter].shape))
-    of_rank[parameter][place] = data.draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)), label="value")
+    element = data.draw(st.integers(0, rank_gradients[parameter].numel() - 1), label="element")
+    place = tuple(index.item() for index in torch.unravel_index(torch.tensor(element), rank_gradients[parameter].shape))
+    rank_gradients[parameter][place] = data.draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)), label="value")
     results = run.step(training.steps, gradients)
     assert_same_on_all_ranks(results)
     assert not results[0][parameter][place].isfinite()

@@ -51,7 +51,7 @@ class Branch:
     Attributes:
         layers: indices, taken modulo the size of the pool.
         checkpoint: 0 for none, 1 for one that is not reentrant, 2 for a reentrant one.
-        runs: by rank, then by step, in turn, whether the branch is part of the forward.
+        runs: by rank, then by step, whether the branch is part of the forward.
         counts: by rank, whether the loss depends on its output.
     """
 

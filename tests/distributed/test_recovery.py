@@ -1,8 +1,9 @@
-"""What an error leaves behind on every rank: its own type, error memory, connections, and a state to continue from."""
+"""The state of every rank after an error: exception type, error memory, connections, and resuming."""
 
+import copy
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -11,15 +12,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import gradwire
 from gradwire.comm import connections_of, store_collectives
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import reduce_bucket
-from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, Fault, build, error_of, gradients, register
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    Fault,
+    build,
+    error_of,
+    failing_hook,
+    gradients,
+    own_batches,
+    register,
+    train_steps,
+    wrapped,
+)
 
 DDP = gradwire.DistributedDataParallel
 LIMIT = timedelta(minutes=1)
@@ -31,46 +47,7 @@ def signals(name):
     return dist.PrefixStore(f"test_recovery/{name}", dist.distributed_c10d._get_default_store())
 
 
-@contextmanager
-def failing_hook(ddp, index):
-    """Let the hook of one bucket raise on this rank, once the results of the buckets before it are there."""
-    run, earlier = ddp.reducer._run_comm_hook, []
-
-    def failing(bucket):
-        if bucket.index() == index:
-            for future in earlier:
-                future.wait()
-            raise Fault
-        earlier.append(run(bucket))
-        return earlier[-1]
-
-    with mock.patch.object(ddp.reducer, "_run_comm_hook", failing):
-        yield
-
-
 # --- steps that only some ranks make
-
-
-def skip_a_failed_forward(hook):
-    """The errors and numbers of applied steps, where rank 0's second forward raises and its loop goes on."""
-    ddp = DDP(build("mlp"), process_group=dist.new_group(), bucket_cap_mb=SMALL)
-    if hook is not None:
-        register(ddp, hook, ddp.process_group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    generator, errors, applied = torch.Generator().manual_seed(dist.get_rank()), [], []
-
-    def step(k):
-        optimizer.zero_grad()
-        with ExitStack() as stack:
-            if (k, dist.get_rank()) == (1, 0):
-                stack.callback(ddp.module.layers[2].register_forward_pre_hook(raise_fault).remove)
-            ddp(*ddp.module.batch(generator)).backward()
-        optimizer.step()
-        applied.append(k)
-
-    for k in range(4):
-        errors.append(error_of(step, k))
-    return errors, applied
 
 
 def raise_fault(*_):
@@ -78,17 +55,28 @@ def raise_fault(*_):
 
 
 @pytest.mark.parametrize("hook", [None, "fp16", "powersgd"])
-def test_forward_that_raised_and_was_skipped_raises_in_the_next_forward_and_on_the_peers(worlds, hook):
+@on_ranks(3, limit=90)
+def test_forward_that_raised_and_was_skipped_raises_in_the_next_forward_and_on_the_peers(hook):
     # Else rank 0's third step would be averaged with the second of the others.
-    skipping, *peers = worlds(3).run(skip_a_failed_forward, hook=hook, limit=90)
-    errors, applied = skipping
+    ddp = wrapped(group=dist.new_group(), hook=hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator, rank, applied = own_batches(), dist.get_rank(), []
+
+    def step(k):
+        with ExitStack() as stack:
+            if (k, rank) == (1, 0):
+                stack.callback(ddp.module.layers[2].register_forward_pre_hook(raise_fault).remove)
+            train_steps(ddp, 1, generator, optimizer)
+        applied.append(k)
+
+    _, (kind, text), (_, next_text), *_ = [error_of(step, k) or (None, "") for k in range(4)]
     assert applied == [0]
-    assert errors[1][0] == "Fault"
-    assert "the forward pass raised an exception" in errors[2][1]
-    for errors, applied in peers:
-        assert applied == [0]
-        assert errors[1][0] == "RuntimeError"
-        assert "Step 2 failed on rank 0: the forward pass raised an exception" in errors[1][1]
+    if rank == 0:
+        assert kind == "Fault"
+        assert "the forward pass raised an exception" in next_text
+    else:
+        assert kind == "RuntimeError"
+        assert "Step 2 failed on rank 0: the forward pass raised an exception" in text
 
 
 class Normalized(nn.Module):
@@ -106,13 +94,13 @@ class Normalized(nn.Module):
         return (torch.randn(5, 6, generator=generator),)
 
 
-def skip_a_failed_loss(failing, hook):
-    """The first errors in a loop that goes on when the loss raises on one rank."""
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("hook", [None, "fp16"])
+@on_ranks(3, limit=60)
+def test_loss_that_raises_on_one_rank_of_a_model_with_buffers_raises_on_all(hook, failing):
+    # One waits in a forward for buffers, the others in a backward for gradients: nobody would come.
     torch.manual_seed(0)
-    ddp = DDP(Normalized(), process_group=dist.new_group(), bucket_cap_mb=SMALL)
-    if hook is not None:
-        register(ddp, hook, ddp.process_group)
-    generator, errors = torch.Generator().manual_seed(dist.get_rank()), []
+    ddp, generator = wrapped(model=Normalized(), group=dist.new_group(), hook=hook), own_batches()
 
     def step(k):
         loss = ddp(*ddp.module.batch(generator))
@@ -120,30 +108,28 @@ def skip_a_failed_loss(failing, hook):
             raise Fault
         loss.backward()
 
-    for k in range(5):
-        if (error := error_of(step, k)) is not None:
-            errors.append(error)
-    return errors
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("hook", [None, "fp16"])
-def test_loss_that_raises_on_one_rank_of_a_model_with_buffers_raises_on_all(worlds, hook, failing):
-    # One waits in a forward for buffers, the others in a backward for gradients: nobody would come.
-    results = worlds(3).run(skip_a_failed_loss, failing=failing, hook=hook, limit=60)
-    assert results[failing][0][0] == "Fault"
-    for rank, errors in enumerate(results):
-        kind, text = errors[int(rank == failing)]
-        assert kind == "RuntimeError"
-        assert f"Rank {failing} skipped the backward pass that this rank is in and has begun" in text
-        assert "resynchronize()" in text
+    errors = [error for k in range(5) if (error := error_of(step, k)) is not None]
+    if dist.get_rank() == failing:
+        assert errors.pop(0)[0] == "Fault"
+    kind, text = errors[0]
+    assert kind == "RuntimeError"
+    assert f"Rank {failing} skipped the backward pass that this rank is in and has begun" in text
+    assert "resynchronize()" in text
 
 
 # --- resynchronization
 
 
-def resynchronize_unequal_ranks(kind):
-    """What rank 1 had before the ranks resynchronized from it, and what each of them has afterwards."""
+def snapshot(training):
+    """Copies of parameters, buffers, and what a hook's state has in common on all ranks."""
+    replicated = training.state.replicated_state()
+    replicated.pop("counters", None)  # elements, of this rank
+    return copy.deepcopy((training.module.state_dict(), replicated))
+
+
+@pytest.mark.parametrize("kind", STATES)
+@on_ranks(3)
+def test_resynchronization_from_rank_1_gives_all_ranks_its_parameters_buffers_and_state(kind):
     torch.manual_seed(0)
     training = Training(kind, model=Normalized(), group=dist.new_group(), bucket_cap_mb=SMALLEST)
     training.run(START + 2)
@@ -160,78 +146,34 @@ def resynchronize_unequal_ranks(kind):
     else:
         for each in [state, *getattr(state, "_states", {}).values()]:
             each.continue_at(each.iter + 3 * rank)
-        for factor in factors_of(state):
-            factor.mul_(1 - rank / 4)
+        for tensor in tree_leaves(state.replicated_state()):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.mul_(1 - rank / 4)
     before = snapshot(training)
+    unequal, wanted, _ = from_all_ranks(before)
+    for one, other in zip(*map(tree_leaves, (unequal, wanted)), strict=True):
+        assert (
+            isinstance(one, bool | str | None)
+            or (isinstance(one, torch.Tensor) and not one.numel())
+            or differences(one, other)
+        )
     training.ddp.resynchronize(from_rank=1)
-    return before, snapshot(training), error_of(training.run, 2)
-
-
-def factors_of(state):
-    replicated = state.replicated_state()
-    found = []
-
-    def visit(value):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            found.append(value)
-        for each in value.values() if isinstance(value, dict) else ():
-            visit(each)
-
-    visit(replicated)
-    return found
-
-
-def snapshot(training):
-    """Copies of parameters, buffers, and what a hook's state has in common on all ranks."""
-    model = {name: tensor.clone() for name, tensor in training.module.state_dict().items()}
-    replicated = training.state.replicated_state()
-    replicated.pop("counters", None)  # elements, of this rank
-    return model, copied(replicated)
-
-
-def copied(value):
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def assert_different(one, other):
-    """That no tensor and no number in nested dictionaries is equal."""
-    if isinstance(one, dict | tuple):
-        values = (each.values() if isinstance(each, dict) else each for each in (one, other))
-        for pair in zip(*values, strict=True):
-            assert_different(*pair)
-    elif isinstance(one, torch.Tensor):
-        assert one.numel() == 0 or not torch.equal(one, other)
-    elif isinstance(one, int) and not isinstance(one, bool):
-        assert one != other
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_resynchronization_from_rank_1_gives_all_ranks_its_parameters_buffers_and_state(worlds, kind):
-    results = worlds(3).run(resynchronize_unequal_ranks, kind=kind)
-    wanted = results[1][0]
-    assert_different(results[0][0], wanted)
-    for _, after, error in results:
-        assert_same_bits(after, wanted)
-        assert error is None
+    assert_same_bits(snapshot(training), wanted)
+    assert error_of(training.run, 2) is None
 
 
 # --- error memory
 
 
-def fail_at_the_last_bucket(kind, wrapper):
-    """Names of the parameters that lost more than by rounding, around a step whose last bucket fails on rank 1.
-
-    All buckets before it were reduced, and those results are discarded with the step. Parameters without error memory
-    are left out.
-    """
-    training = Training(kind, wrapper, group=dist.new_group())
+@pytest.mark.parametrize("kind", [kind for kind in FEEDBACK if kind != "auto"])
+@on_ranks(3)
+def test_results_of_a_failed_step_return_to_the_error_memory_of_every_rank(kind):
+    training = Training(kind, "gradwire", group=dist.new_group())
     training.run(START + 2)
     local, ledger = build("mlp"), Ledger(training.module)
     for name, error in training.state.state_dict()["errors"].items():
         ledger.lost[name] += error
-    batch = local.batch(torch.Generator().manual_seed(dist.get_rank()))
+    batch = local.batch(own_batches())
     training.ddp.zero_grad()
     last = training.ddp.reducer.buckets[-1]
     run = training.ddp.reducer._run_comm_hook
@@ -249,20 +191,14 @@ def fail_at_the_last_bucket(kind, wrapper):
     ledger.add(gradients(local), dict.fromkeys(ledger.lost))
     training.ddp.resynchronize()
     compared = errors_of(training.state.state_dict()).keys() - set(last.parameter_names())
-    return error[0], compared.intersection(ledger.close(training.state)), len(compared)
+    assert error[0] == ("Fault" if dist.get_rank() == 1 else "RuntimeError")
+    assert compared.intersection(ledger.close(training.state)) == set()
+    assert len(compared) >= 2
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FEEDBACK if kind != "auto"])
-def test_results_of_a_failed_step_return_to_the_error_memory_of_every_rank(worlds, kind):
-    (peer, *_), (failing, *_), _ = results = worlds(3).run(fail_at_the_last_bucket, kind=kind, wrapper="gradwire")
-    assert (peer, failing) == ("RuntimeError", "Fault")
-    for _, lost, compared in results:
-        assert lost == set()
-        assert compared >= 2
-
-
-def fail_after_infinite_gradients(kind):
-    """Whether the errors are finite after a step with an infinite gradient in bucket 0 and a failure in bucket 1."""
+@pytest.mark.parametrize("kind", FEEDBACK)
+@on_ranks(2)
+def test_infinite_result_of_a_failed_step_stays_out_of_the_error_memory(kind):
     training = Training(kind, group=dist.new_group())
     training.run(START + 2)
     if dist.get_rank() == 0:
@@ -272,25 +208,17 @@ def fail_after_infinite_gradients(kind):
         error = error_of(training.run, 1)
     training.ddp.resynchronize()
     memory = errors_of(training.state.state_dict())
-    return error[0], {name: bool(error.isfinite().all()) for name, error in memory.items()}
-
-
-@pytest.mark.parametrize("kind", FEEDBACK)
-def test_infinite_result_of_a_failed_step_stays_out_of_the_error_memory(worlds, kind):
-    for (error, are_finite), expected in zip(
-        worlds(2).run(fail_after_infinite_gradients, kind=kind), ["RuntimeError", "Fault"], strict=True
-    ):
-        assert error == expected
-        assert are_finite and all(are_finite.values())
+    are_finite = [bool(error.isfinite().all()) for error in memory.values()]
+    assert error[0] == ["RuntimeError", "Fault"][dist.get_rank()]
+    assert are_finite and all(are_finite)
 
 
 # --- whose error
 
 
-def fail_after_a_peer():
-    """Rank 1's hook raises once rank 0 has left with an error; both errors."""
-    ddp = DDP(build("mlp"), process_group=dist.new_group(), bucket_cap_mb=SMALL)
-    group, rank = ddp.process_group, dist.get_rank()
+@on_ranks(2, limit=60)
+def test_own_error_after_a_peers_keeps_its_type():
+    group, rank = dist.new_group(), dist.get_rank()
 
     def hook(_, bucket):
         if rank == 0:
@@ -299,47 +227,42 @@ def fail_after_a_peer():
             pass
         raise KeyError("of this rank")
 
-    ddp.register_comm_hook(None, hook)
-    return error_of(ddp(*ddp.module.batch(torch.Generator())).backward)
-
-
-def test_own_error_after_a_peers_keeps_its_type(worlds):
-    (first, _), (second, text) = worlds(2).run(fail_after_a_peer, limit=60)
-    assert (first, second) == ("Fault", "KeyError")
-    assert "of this rank" in text
-
-
-def wait_for_a_peer_that_stays(wrapper):
-    """Rank 0 announces that it leaves, but keeps its connections; what the others' backward raises."""
-    store, group = signals(f"stays, {wrapper}"), dist.new_group()
-    ddp = WRAPPERS[wrapper](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
-    register(ddp, "fp16", group)
-    batch = ddp.module.batch(torch.Generator())
-    for _ in range(2):  # PyTorch's DDP rebuilds its buckets in the second forward
-        ddp(*batch).backward()
-    if dist.get_rank() == 0:
-        connections_of(group)._post("expected")
-        store.wait([str(rank) for rank in range(1, dist.get_world_size())], LIMIT)
-        return None
-    error = error_of(lambda: ddp(*batch).backward())
-    store.set(str(dist.get_rank()), "")
-    return error
+    kind, text = error_of(train_steps, wrapped(group=group, hook=(None, hook)))
+    assert kind == ("Fault" if rank == 0 else "KeyError")
+    assert rank == 0 or "of this rank" in text
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_notice_of_a_peer_that_keeps_its_connections_ends_the_wait(world, wrapper):
+@on_ranks(2, 3, limit=60)
+def test_notice_of_a_peer_that_keeps_its_connections_ends_the_wait(wrapper):
     # PyTorch's DDP waits in C++, and looks for no notice.
-    _, *others = world.run(wait_for_a_peer_that_stays, wrapper=wrapper, limit=60)
-    for kind, text in others:
-        assert kind == "RuntimeError"
-        assert "expected" in text and "resynchronize()" in text
+    store, group = signals(f"stays, {wrapper}"), dist.new_group()
+    ddp = wrapped(wrapper, hook="fp16", group=group)
+    train_steps(ddp, 2)  # PyTorch's DDP rebuilds its buckets in the second forward
+    if dist.get_rank() == 0:
+        connections_of(group)._post("expected")
+        store.wait([str(rank) for rank in range(1, dist.get_world_size())], LIMIT)
+        return
+    kind, text = error_of(train_steps, ddp)
+    store.set(str(dist.get_rank()), "")
+    assert kind == "RuntimeError"
+    assert "expected" in text and "resynchronize()" in text
 
 
 # --- connections
 
 
-def keep_a_traceback(during):
-    """Sockets of this process before its first exchange of gradients, and while it holds the error that ended them."""
+def open_sockets():
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += str(descriptor.readlink()).startswith("socket:")
+    return found
+
+
+@pytest.mark.parametrize("during", ["forward", "backward"])
+@on_ranks(2, 3)
+def test_kept_traceback_keeps_no_connection(during):
     group = dist.new_group()
     dist.barrier(group)
     before = open_sockets()
@@ -363,26 +286,12 @@ def keep_a_traceback(during):
     deadline = time.monotonic() + 10  # gloo's thread closes them
     while (after := open_sockets()) > before and time.monotonic() < deadline:
         pass
-    return type(kept).__name__, before, after
+    assert type(kept).__name__ == ("Fault" if dist.get_rank() == 0 else "RuntimeError")
+    assert after == before
 
 
-def open_sockets():
-    found = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            found += str(descriptor.readlink()).startswith("socket:")
-    return found
-
-
-@pytest.mark.parametrize("during", ["forward", "backward"])
-def test_kept_traceback_keeps_no_connection(world, during):
-    for rank, (kind, before, after) in enumerate(world.run(keep_a_traceback, during=during)):
-        assert kind == ("Fault" if rank == 0 else "RuntimeError")
-        assert after == before
-
-
-def abandon_during_a_task():
-    """Whether `abandon` had returned before the task in flight could end, and had not before it did."""
+@on_ranks(1)
+def test_abandoned_executor_touches_no_gradient_later():
     executor = connections_of(dist.new_group()).executor(CPU)
     is_running, may_end, has_returned = threading.Event(), threading.Event(), threading.Event()
     gradient = torch.zeros(3)
@@ -406,17 +315,13 @@ def abandon_during_a_task():
     returned_early = has_returned.wait(POLL_SECONDS)
     may_end.set()
     thread.join()
-    return returned_early, seen, error_of(future.wait)
-
-
-def test_abandoned_executor_touches_no_gradient_later(worlds):
-    ((returned_early, (seen,), _),) = worlds(1).run(abandon_during_a_task)
+    error_of(future.wait)
     assert not returned_early
-    assert_same_bits(seen, torch.ones(3))
+    assert_same_bits(seen, [torch.ones(3)])
 
 
-def begin_again_over_the_same_store():
-    """Generations of connections on one store, where those of rank 0 started again once more; a sum over the last."""
+@on_ranks(2, 3, limit=60)
+def test_connections_over_a_used_store_get_a_new_generation():
     group = dist.new_group()
     first = Connections(group)
     for generation in (2, 3):
@@ -430,18 +335,14 @@ def begin_again_over_the_same_store():
     transport = second.transport("backward", CPU)
     transport.wait(transport.start(transport.all_reduce(value))[0])
     second.end()
-    return second.generation, notice, value
+    generation = second.generation
+    assert generation == 4
+    assert notice is None
+    assert_same_bits(value, torch.full((3,), float(dist.get_world_size())))
 
 
-def test_connections_over_a_used_store_are_of_a_generation_of_their_own(world):
-    for generation, notice, value in world.run(begin_again_over_the_same_store, limit=60):
-        assert generation == 4
-        assert notice is None
-        assert_same_bits(value, torch.full((3,), float(world.size)))
-
-
-def wrap_after_a_failed_task():
-    """The error of PyTorch's DDP, whose reducer does not tell gradwire, and gradients of a new wrapper on its group."""
+@on_ranks(2, limit=90)
+def test_new_wrapper_on_the_group_of_a_failed_task_trains():
     group = dist.new_group(timeout=timedelta(seconds=30))
     old = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
 
@@ -451,28 +352,21 @@ def wrap_after_a_failed_task():
         await transport.all_reduce(torch.ones(3))
 
     old.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
-    batch = old.module.batch(torch.Generator().manual_seed(dist.get_rank()))
+    batch = old.module.batch(own_batches())
     error = error_of(lambda: old(*batch).backward())
-    ddp = DDP(build("mlp"), process_group=group, bucket_cap_mb=SMALL)
-    register(ddp, "fp16", group)
-    for _ in range(2):
-        ddp.zero_grad()
-        ddp(*batch).backward()
-    return error[0], gradients(ddp)
-
-
-def test_new_wrapper_on_the_group_of_a_failed_task_trains(worlds):
-    results = worlds(2).run(wrap_after_a_failed_task, limit=90)
-    assert {error for error, _ in results} == {"RuntimeError"}
-    assert_same_on_all_ranks([seen for _, seen in results])
-    assert all(gradient.isfinite().all() for gradient in results[0][1].values())
+    assert error[0] == "RuntimeError"
+    seen = train_steps(wrapped(group=group, hook="fp16"), 2)
+    assert_same_on_all_ranks(from_all_ranks(seen))
+    assert all(gradient.isfinite().all() for gradient in seen[1].values())
 
 
 # --- meetings in the store
 
 
-def meet_after_the_decision(outcome):
-    """What two ranks get from a meeting that rank 0 decides before rank 1, or rank 1 before rank 0, saw all keys."""
+@pytest.mark.parametrize("outcome", ["met", "failed"])
+@on_ranks(2)
+def test_meeting_ends_with_the_decision_of_the_first_rank_on_all_ranks(outcome):
+    expected = ["of rank 0", "of rank 1"] if outcome == "met" else "RanksMissing"
     store, group, rank = signals(outcome), dist.new_group(), dist.get_rank()
     decided = [f"meet/{outcome}/1/outcome"]
 
@@ -498,10 +392,4 @@ def meet_after_the_decision(outcome):
             first = store_all_gather(group, outcome, f"of rank {rank}", timeout=timedelta(seconds=10))
         except RanksMissing:
             first = "RanksMissing"
-    return first, store_all_gather(group, outcome, f"again {rank}")
-
-
-@pytest.mark.parametrize("outcome", ["met", "failed"])
-def test_meeting_ends_alike_on_a_rank_that_saw_less_than_the_one_that_decided(worlds, outcome):
-    expected = ["of rank 0", "of rank 1"] if outcome == "met" else "RanksMissing"
-    assert worlds(2).run(meet_after_the_decision, outcome=outcome) == [(expected, ["again 0", "again 1"])] * 2
+    assert (first, store_all_gather(group, outcome, f"again {rank}")) == (expected, ["again 0", "again 1"])

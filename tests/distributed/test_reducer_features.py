@@ -21,13 +21,13 @@ from tests.support.features import (
     assert_parity,
     features,
     flat_hook,
-    of_both,
     views,
     ways,
     wrap,
     zero_grad,
 )
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, train
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, own_batches, train
 from tests.support.zoo import Probe
 
 
@@ -39,7 +39,7 @@ def delay_some(wrapper, hook, view, clear):
     first = named["0.0.bias"]
     options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": first}
     ddp = wrap(wrapper, module, hook, view, **options)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for _ in range(4):
         zero_grad(ddp, clear)
@@ -49,24 +49,21 @@ def delay_some(wrapper, hook, view, clear):
     return seen
 
 
-def delay_some_with_both(**options):
-    return of_both(delay_some, **options)
-
-
 @pytest.mark.parametrize("clear", ["to-none", "to-zero"])
 @ways
-def test_law4_delayed_parameters_match_pytorch(world, hook, view, clear):
-    ours = assert_parity(world.run(delay_some_with_both, hook=hook, view=view, clear=clear))
-    assert_same_on_all_ranks(ours)
+@on_ranks(2, 3)
+def test_law4_delayed_parameters_match_pytorch(hook, view, clear):
+    ours = assert_parity(delay_some, hook=hook, view=view, clear=clear)
+    assert_same_on_all_ranks(from_all_ranks(ours))
 
 
 def large_gradients(wrapper, clear, accumulate, dtype):
-    """Gradients of layers of more than 1 MiB beside small ones, one of them non-contiguous."""
+    """Gradients of layers of more than 1 MiB and of small ones, one of them non-contiguous."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(700, 800), nn.Tanh(), nn.Linear(800, 700), nn.Linear(700, 3)).to(dtype)
     module[2].weight.data = module[2].weight.data.t().contiguous().t()
     ddp = WRAPPERS[wrapper](module)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for _ in range(4):
         zero_grad(ddp, clear)
@@ -79,17 +76,13 @@ def large_gradients(wrapper, clear, accumulate, dtype):
     return seen
 
 
-def large_gradients_of_both(**options):
-    return of_both(large_gradients, **options)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clear", ["to-none", "kept"])
-def test_law4_large_gradients_match_pytorch(world, clear, accumulate, dtype):
-    options = {"clear": clear, "accumulate": accumulate, "dtype": dtype}
-    ours = assert_parity(world.run(large_gradients_of_both, **options))
-    assert_same_on_all_ranks(ours)
+@on_ranks(2, 3)
+def test_law4_large_gradients_match_pytorch(clear, accumulate, dtype):
+    ours = assert_parity(large_gradients, clear=clear, accumulate=accumulate, dtype=dtype)
+    assert_same_on_all_ranks(from_all_ranks(ours))
 
 
 OPTIMIZERS = {"sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (torch.optim.Adam, {"lr": 0.1})}
@@ -105,7 +98,7 @@ def step_in_backward(wrapper, model, hook, view, optimizer, in_backward):
     _apply_optimizer_in_backward(optimizer, early, arguments)
     ddp = wrap(wrapper, module, hook, view, bucket_cap_mb=SMALL)
     ordinary = optimizer(rest, **arguments) if rest else None
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for _ in range(4):
         ddp.zero_grad()
@@ -118,164 +111,72 @@ def step_in_backward(wrapper, model, hook, view, optimizer, in_backward):
     return seen
 
 
-def steps_of_both(in_backward, **options):
-    theirs = "gradwire" if options["hook"] != "none" else "pytorch"
-    return step_in_backward(theirs, in_backward="none", **options), step_in_backward(
-        "gradwire", in_backward=in_backward, **options
-    )
-
-
 @ways
 @pytest.mark.parametrize(
     ("model", "in_backward", "optimizer"),
     [("mlp", "all", "adam"), ("mlp", "half", "sgd"), ("conv", "all", "sgd"), ("conv", "half", "adam")],
 )
-def test_optimizers_in_backward_match_ordinary_optimizers(worlds, model, in_backward, optimizer, hook, view):
-    options = {"model": model, "in_backward": in_backward, "optimizer": optimizer}
-    ours = assert_parity(worlds(3).run(steps_of_both, hook=hook, view=view, **options))
-    assert_same_on_all_ranks(ours)
-
-
-def copies(how, hook, feature, trained, view):
-    """Gradients of a model and of its copy on the same batches, and whether the copy has the model's options."""
-    torch.manual_seed(0)
-    model = wrap("gradwire", Parts(), hook, view, bucket_cap_mb_list=[SMALLEST], **FEATURES[feature])
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    uses = [(0, 2)] * 6 if feature == "static" else [(0, 1), (0, 2), (0, 3), (1,), (0, 1, 2), (3, 4)]
-    for step in range(trained):
-        model.zero_grad()
-        model(torch.randn(3, 4, generator=generator), uses[step]).backward()
-    twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
-    seen = []
-    for step in range(trained, 6):
-        batch = torch.randn(3, 4, generator=generator)
-        for ddp in (model, twin):
-            ddp.zero_grad()
-            ddp(batch, uses[step]).backward()
-        seen.append((gradients(model), gradients(twin)))
-    same = all(getattr(model, name) == getattr(twin, name) for name in (*FEATURES[feature], "gradient_as_bucket_view"))
-    return seen, same and [hook for hook, _ in twin._comm_hooks] == [hook for hook, _ in model._comm_hooks]
+@on_ranks(3)
+def test_optimizers_in_backward_match_ordinary_optimizers(model, in_backward, optimizer, hook, view):
+    options = {"model": model, "optimizer": optimizer, "hook": hook, "view": view}
+    ordinary = step_in_backward("gradwire" if hook != "none" else "pytorch", in_backward="none", **options)
+    fused = step_in_backward("gradwire", in_backward=in_backward, **options)
+    assert_same_bits(fused, ordinary)
+    assert_same_on_all_ranks(from_all_ranks(fused))
 
 
 @ways
 @features
 @pytest.mark.parametrize(("how", "trained"), [("pickle", 0), ("pickle", 3), ("deepcopy", 3)])
-def test_copies_keep_their_hook_and_features(worlds, how, trained, feature, hook, view):
-    options = {"how": how, "trained": trained, "feature": feature, "hook": hook, "view": view}
-    for steps, same_options in worlds(2).run(copies, **options):
-        assert same_options
-        for model, twin in steps:
-            assert_same_bits(twin, model)
-
-
-def with_and_without(feature, **options):
-    options["bucket_cap_mb_list"] = [SMALLEST]
-    return train("gradwire", steps=5, **options), train("gradwire", steps=5, **options, **FEATURES[feature])
+@on_ranks(2)
+def test_copies_keep_their_hook_and_features(how, trained, feature, hook, view):
+    torch.manual_seed(0)
+    model = wrap("gradwire", Parts(), hook, view, bucket_cap_mb_list=[SMALLEST], **FEATURES[feature])
+    generator = own_batches()
+    uses = [(0, 2)] * 6 if feature == "static" else [(0, 1), (0, 2), (0, 3), (1,), (0, 1, 2), (3, 4)]
+    for use in uses[:trained]:
+        model.zero_grad()
+        model(torch.randn(3, 4, generator=generator), use).backward()
+    twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
+    for use in uses[trained:]:
+        batch = torch.randn(3, 4, generator=generator)
+        for ddp in (model, twin):
+            ddp.zero_grad()
+            ddp(batch, use).backward()
+        assert_same_bits(gradients(twin), gradients(model))
+    for name in (*FEATURES[feature], "gradient_as_bucket_view"):
+        assert getattr(model, name) == getattr(twin, name)
+    assert [hook for hook, _ in twin._comm_hooks] == [hook for hook, _ in model._comm_hooks]
 
 
 @ways
 @pytest.mark.parametrize("feature", ["find-unused", "static"])
 @pytest.mark.parametrize("model", ["conv", "complex", "odd", "mixed"])
-def test_feature_without_unused_parameters_changes_no_bits(worlds, model, feature, hook, view):
-    options = {"model": model, "hook": {"none": None, "flat": (None, flat_hook)}.get(hook, hook)}
-    for without, featured in worlds(2).run(with_and_without, feature=feature, gradient_as_bucket_view=view, **options):
-        assert_same_bits(featured, without)
+@on_ranks(2)
+def test_feature_without_unused_parameters_changes_no_bits(model, feature, hook, view):
+    hook = {"none": None, "flat": (None, flat_hook)}.get(hook, hook)
+    options = {"hook": hook, "gradient_as_bucket_view": view, "steps": 5, "bucket_cap_mb_list": [SMALLEST]}
+    without = train("gradwire", model, **options)
+    assert_same_bits(train("gradwire", model, **options, **FEATURES[feature]), without)
 
 
-def create_graph(feature, view):
-    """Gradients with and without a graph of the backward, and what was warned of."""
-    seen = []
+@views
+@features
+@on_ranks(2, 3)
+def test_create_graph_warns_and_gradients_are_unchanged(feature, view):
+    runs = []
     for keep in (False, True):
         torch.manual_seed(0)
-        ddp = wrap("gradwire", Parts(), view=view, **FEATURES[feature])
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        ddp, generator, seen = wrap("gradwire", Parts(), view=view, **FEATURES[feature]), own_batches(), []
         for _ in range(3):
             ddp.zero_grad()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 ddp(torch.randn(3, 4, generator=generator), (0, 2)).backward(create_graph=keep)
-            seen.append(
-                (gradients(ddp), any("create_graph=True  is not well-supported" in str(w.message) for w in caught))
-            )
-    return seen[:3], seen[3:]
-
-
-@views
-@features
-def test_create_graph_warns_and_gradients_are_unchanged(world, feature, view):
-    for without, with_graph in world.run(create_graph, feature=feature, view=view):
-        assert [warned for _, warned in without] == [False] * 3
-        assert [warned for _, warned in with_graph] == [True] * 3
-        assert_same_bits([step for step, _ in with_graph], [step for step, _ in without])
-
-
-class FaultyHook:
-    """`flat_hook`, until a fault is chosen."""
-
-    def __init__(self):
-        self.fault = None
-
-    def __call__(self, group, bucket):
-        if self.fault is None or bucket.index() != 1:
-            return flat_hook(group, bucket)
-        return getattr(self, self.fault)(group, bucket)
-
-    def raises(self, group, bucket):
-        raise ValueError("from the hook")
-
-    def returns_a_tensor(self, group, bucket):
-        return bucket.buffer()
-
-    def returns_too_little(self, group, bucket):
-        return flat_hook(group, bucket).then(lambda future: future.value()[:-1])
-
-
-def train_through_a_fault(fault, feature, bad_step, view):
-    """Errors, and gradients of the good steps of a model with a hook that fails once and of one with a good hook."""
-    hook = FaultyHook()
-    models = []
-    for function in (hook, flat_hook):
-        torch.manual_seed(0)
-        ddp = wrap("gradwire", Parts(), view=view, bucket_cap_mb_list=[SMALLEST], **FEATURES[feature])
-        ddp.register_comm_hook(None, function)
-        models.append(ddp)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    errors, seen = [], []
-    for step in range(5):
-        batch, use = torch.randn(3, 4, generator=generator), (0, 1, 3) if feature == "static" or step % 2 else (0, 2, 4)
-        for ddp in models:
-            ddp.zero_grad()
-        if step == bad_step:
-            hook.fault = fault
-            errors.append(message_of(models[0](batch, use).backward))
-            hook.fault = None
-            models[0].resynchronize()
-        else:
-            for ddp in models:
-                ddp(batch, use).backward()
-            seen.append(tuple(map(gradients, models)))
-    return errors, seen
-
-
-FAULTS = {
-    "raises": "from the hook",
-    "returns_a_tensor": "callback must return a torch.futures.Future object, but got",
-    "returns_too_little": "elements for bucket 1",
-}
-
-
-@views
-@features
-@pytest.mark.parametrize("bad_step", [0, 2])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_training_resynchronized_after_hook_failure_continues(worlds, fault, bad_step, feature, view):
-    results = worlds(3).run(train_through_a_fault, fault=fault, feature=feature, bad_step=bad_step, view=view)
-    for (error,), steps in results:
-        assert error is not None
-        assert FAULTS[fault] in error
-        for ours, reference in steps:
-            assert_same_bits(ours, reference)
-    assert_same_on_all_ranks([steps for _, steps in results])
+            assert any("create_graph=True  is not well-supported" in str(each.message) for each in caught) == keep
+            seen.append(gradients(ddp))
+        runs.append(seen)
+    assert_same_bits(*runs)
 
 
 def logged(wrapper, feature, hook, view):
@@ -288,22 +189,19 @@ def logged(wrapper, feature, hook, view):
     return at_first, ddp._get_ddp_logging_data()
 
 
-def logged_by_both(**options):
-    return of_both(logged, **options)
-
-
 @views
 @pytest.mark.parametrize("hook", ["none", "flat"])
 @pytest.mark.parametrize("feature", ["none", *FEATURES])
-def test_logging_data_match_pytorchs(worlds, feature, hook, view):
-    for theirs, ours in worlds(2).run(logged_by_both, feature=feature, hook=hook, view=view):
-        for expected, actual in zip(theirs, ours, strict=True):
-            assert actual.keys() == expected.keys()
-            times = {key for key in expected if "_time" in key}
-            others = expected.keys() - times - {"comm_hook"}  # PyTorch sees a hook under another name
-            assert {key: actual[key] for key in others} == {key: expected[key] for key in others}
-            assert all(isinstance(actual[key], int) and actual[key] >= 0 for key in times)
-        assert "avg_backward_comm_time" in ours[1]
+@on_ranks(2)
+def test_logging_data_match_pytorchs(feature, hook, view):
+    theirs, ours = (logged(wrapper, feature, hook, view) for wrapper in WRAPPERS)
+    for expected, actual in zip(theirs, ours, strict=True):
+        assert actual.keys() == expected.keys()
+        times = {key for key in expected if "_time" in key}
+        others = expected.keys() - times - {"comm_hook"}  # PyTorch sees a hook under another name
+        assert {key: actual[key] for key in others} == {key: expected[key] for key in others}
+        assert all(isinstance(actual[key], int) and actual[key] >= 0 for key in times)
+    assert "avg_backward_comm_time" in ours[1]
 
 
 class Counting(nn.Module):
@@ -340,20 +238,19 @@ def train_with_buffer_hook(wrapper, before, feature):
     return seen
 
 
-def buffer_hook_of_both(**options):
-    return of_both(train_with_buffer_hook, **options)
-
-
 @pytest.mark.parametrize("before", [True, False], ids=["before-forward", "after-forward"])
 @pytest.mark.parametrize("feature", ["none", "find-unused", "static"])
-def test_law4_buffer_hooks_match_pytorch(world, feature, before):
-    ours = assert_parity(world.run(buffer_hook_of_both, feature=feature, before=before))
+@on_ranks(2, 3)
+def test_law4_buffer_hooks_match_pytorch(feature, before):
+    ours = assert_parity(train_with_buffer_hook, feature=feature, before=before)
     if not before:
-        assert_same_on_all_ranks([[seen for _, seen in steps] for steps in ours])
+        assert_same_on_all_ranks(from_all_ranks([seen for _, seen in ours]))
 
 
-def shrink_and_grow(feature, hook, view):
-    """Two steps on all ranks, two on all but the last, two on all again; the gradients, and what they must be."""
+@views
+@pytest.mark.parametrize("feature", ["none", "find-unused", "static"])
+@on_ranks(3)
+def test_updated_process_group_averages_over_its_ranks(feature, view):
     size, rank = dist.get_world_size(), dist.get_rank()
     some, everybody = dist.new_group(list(range(size - 1))), dist.new_group(list(range(size)))
     ddp = wrap("gradwire", Probe((2, 3), 4, 5), view=view, **FEATURES.get(feature, {}))
@@ -368,13 +265,7 @@ def shrink_and_grow(feature, hook, view):
                 ddp(*(torch.full(shape, 6.0 * (rank + step)) for shape in ((2, 3), (4,), (5,)))).backward()
                 mean = sum(6.0 * (r + step) for r in range(members)) / members
                 seen.append([(weight.grad.clone(), torch.full_like(weight, mean)) for weight in ddp.module.weights])
-    return seen
-
-
-@views
-@pytest.mark.parametrize("feature", ["none", "find-unused", "static"])
-def test_updated_process_group_averages_over_its_ranks(worlds, feature, view):
-    results = worlds(3).run(shrink_and_grow, feature=feature, hook="none", view=view)
+    results = from_all_ranks(seen)
     assert [len(steps) for steps in results] == [6, 6, 4]
     for steps in results:
         for pairs in steps:
@@ -382,14 +273,15 @@ def test_updated_process_group_averages_over_its_ranks(worlds, feature, view):
                 assert_same_bits(actual, expected)
 
 
-def free_buffers(hook, view):
-    """Gradients with and without `lazy_bucket_allocation`, and the bytes of flat buffers between steps."""
+@ways
+@on_ranks(2, 3)
+def test_lazy_buckets_hold_no_memory_between_steps_and_change_no_bits(hook, view):
     seen, held = [], []
     for lazy in (False, True):
         torch.manual_seed(0)
         module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         ddp = wrap("gradwire", module, hook, view, lazy_bucket_allocation=lazy)
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        generator = own_batches()
         seen.append([])
         for _ in range(3):
             zero_grad(ddp, "to-none")
@@ -397,24 +289,21 @@ def free_buffers(hook, view):
             seen[-1] += gradients(ddp)
         buffers = [bucket._buffer for bucket in ddp.reducer.buckets]
         held.append(sum(buffer.nbytes for buffer in buffers if buffer is not None))
-    return seen, held
+    (eager, lazy), (held, held_lazy) = (seen, held)
+    assert_same_bits(lazy, eager)
+    assert (held > 0) == (view or hook != "powersgd"), "zero-copy hooks have no flat buffers"
+    assert held_lazy == (held if view else 0)
 
 
+@pytest.mark.parametrize("feature", ["none", *FEATURES])
 @ways
-def test_lazy_buckets_hold_no_memory_between_steps_and_change_no_bits(world, hook, view):
-    for (eager, lazy), (held, held_lazy) in world.run(free_buffers, hook=hook, view=view):
-        assert_same_bits(lazy, eager)
-        assert (held > 0) == (view or hook != "powersgd"), "zero-copy hooks have no flat buffers"
-        assert held_lazy == (held if view else 0)
-
-
-def train_in_two_ways(feature, hook, view):
-    """Gradients where the caller ends each backward, some of them accumulated, and where autograd does."""
+@on_ranks(2, 3)
+def test_backward_finalized_by_the_caller_has_the_same_bits(feature, hook, view):
     seen = []
     for is_manual in (True, False):
         ddp = wrap("gradwire", build("mlp"), hook, view, **FEATURES.get(feature, {}))
         ddp.require_manual_backward_finalization = is_manual
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        generator = own_batches()
         records = []
         for step in range(5):
             zero_grad(ddp, "to-none")
@@ -427,20 +316,22 @@ def train_in_two_ways(feature, hook, view):
                 ddp.finalize_backward()
             records.append(gradients(ddp))
         seen.append(records)
-    return seen
+    manual, automatic = seen
+    assert_same_bits(manual, automatic)
 
 
-@pytest.mark.parametrize("feature", ["none", *FEATURES])
-@ways
-def test_backward_finalized_by_the_caller_has_the_same_bits(world, feature, hook, view):
-    for manual, automatic in world.run(train_in_two_ways, feature=feature, hook=hook, view=view):
-        assert_same_bits(manual, automatic)
-
-
-def finalize_at_wrong_times():
-    """What is raised, and the gradients of a step after it."""
+@on_ranks(2, 3)
+def test_backward_finalized_at_a_wrong_time_raises():
+    parts = {
+        "not required": "require_manual_backward_finalization is False",
+        "before": "no complete reduction is in flight",
+        "within": "a backward pass runs, which may still read gradients",
+        "change": "require_manual_backward_finalization changes within a backward pass",
+        "twice": "no complete reduction is in flight",
+        "forgotten": "finalize_backward() was not called for the last backward pass",
+    }
     ddp = wrap("gradwire", build("mlp"), "fp16")
-    batch = ddp.module.batch(torch.Generator().manual_seed(dist.get_rank()))
+    batch = ddp.module.batch(own_batches())
     errors = {"not required": message_of(ddp.finalize_backward)}
     ddp.require_manual_backward_finalization = True
     errors["before"] = message_of(ddp.finalize_backward)
@@ -456,34 +347,19 @@ def finalize_at_wrong_times():
     ddp.zero_grad()
     ddp(*batch).backward()
     ddp.finalize_backward()
-    return errors, gradients(ddp)
-
-
-def test_backward_finalized_at_a_wrong_time_raises(world):
-    parts = {
-        "not required": "require_manual_backward_finalization is False",
-        "before": "no complete reduction is in flight",
-        "within": "a backward pass runs, which may still read gradients",
-        "change": "require_manual_backward_finalization changes within a backward pass",
-        "twice": "no complete reduction is in flight",
-        "forgotten": "finalize_backward() was not called for the last backward pass",
-    }
-    results = world.run(finalize_at_wrong_times)
+    results = from_all_ranks((errors, gradients(ddp)))
     for errors, _ in results:
         for when, part in parts.items():
             assert part in errors[when], when
     assert_same_on_all_ranks([seen for _, seen in results])
 
 
-def copy_with_manual_finalization(how):
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_ranks(2, 3)
+def test_copy_is_finalized_by_its_caller_too(how):
     ddp = DDP(build("mlp"))
     ddp.require_manual_backward_finalization = True
     twin = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
-    twin(*twin.module.batch(torch.Generator().manual_seed(dist.get_rank()))).backward()
+    twin(*twin.module.batch(own_batches())).backward()
     twin.finalize_backward()
-    return gradients(twin)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copy_is_finalized_by_its_caller_too(world, how):
-    assert_same_on_all_ranks(world.run(copy_with_manual_finalization, how=how))
+    assert_same_on_all_ranks(from_all_ranks(gradients(twin)))

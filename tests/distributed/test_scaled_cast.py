@@ -320,7 +320,7 @@ def test_law7_state_is_keyed_by_parameter_name(world, model):
 
 
 def resume(values, first, second, cut):
-    """Gradients and exponents of the steps after ``cut``, with and without a restart behind other options."""
+    """Gradients and exponents of the steps after ``cut``, with and without a restart under other options."""
     mine = [ranks[dist.get_rank()] for ranks in values]
 
     def steps(state, wrapper, tensors, **ddp_options):

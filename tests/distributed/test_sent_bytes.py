@@ -22,6 +22,7 @@ from gradwire.planner import link_probe, probe
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
+from tests.support.ranks import on_ranks
 from tests.support.training import sent_bytes
 
 CPU = torch.device("cpu")
@@ -45,8 +46,8 @@ def printed_code(measured, advice, hook):
     return console.file.getvalue().partition(f"\nUse {hook}: ")[2].partition("\n")[2]
 
 
-def numbers_of_each_hook():
-    """Bytes per compressed step of the demo's network, by all who count them."""
+@on_ranks(3)
+def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
     names = [name for name in HOOKS if name not in ("none", "noop")]
     small = {"SIZES": (1 << 8, 1 << 12)}, {"MODEL_BUDGET": 0.0, "HOOK_BUDGET": 0.0}
     with mock.patch.multiple(link_probe, **small[0]), mock.patch.multiple(probe, **small[1]):
@@ -73,17 +74,13 @@ def numbers_of_each_hook():
         counts = {"transport": transport, "telemetry": telemetry, "demo": training.sent_bytes}
         numbers[name] = {each: sum(steps[-2:]) / 2 for each, steps in counts.items() if steps}
         numbers[name]["advise"] = predicted[name]
-    return predicted["none"], numbers
-
-
-def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree(worlds):
-    for plain, numbers in worlds(3).run(numbers_of_each_hook):
-        assert plain == 4 * sum(p.numel() for p in demo.make_network().parameters())
-        assert numbers["fp16"]["advise"] == plain / 2
-        for name, counts in numbers.items():
-            assert len(set(counts.values())) == 1, (name, counts)
-            assert ("telemetry" in counts) == ("state" in HOOKS[name].code)
-            assert name == "allreduce" or counts["advise"] < 0.6 * plain, "compresses"
+    plain = predicted["none"]
+    assert plain == 4 * sum(p.numel() for p in demo.make_network().parameters())
+    assert numbers["fp16"]["advise"] == plain / 2
+    for name, counts in numbers.items():
+        assert len(set(counts.values())) == 1, (name, counts)
+        assert ("telemetry" in counts) == ("state" in HOOKS[name].code)
+        assert name == "allreduce" or counts["advise"] < 0.6 * plain, "compresses"
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")

@@ -1,4 +1,4 @@
-"""Sparse gradients, alone and beside dense ones. See features.py for the oracle."""
+"""Sparse gradients, alone and together with dense ones. See features.py for the oracle."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import assert_parity, clearings, of_both, views, ways, wrap, zero_grad
-from tests.support.training import gradients, one_thread_group
+from tests.support.features import assert_parity, clearings, views, ways, wrap, zero_grad
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import gradients, one_thread_group, own_batches
 
 
 class Words(nn.Module):
@@ -45,7 +46,7 @@ def train_words(wrapper, kind, hook, view, clear, sparse=True, **options):
     group = {"process_group": one_thread_group()} if wrapper == "pytorch" or hook == "flat" else {}
     ddp = wrap(wrapper, Words(kind, sparse), hook, view, **group, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for step in range(5):
         zero_grad(ddp, clear)
@@ -56,39 +57,34 @@ def train_words(wrapper, kind, hook, view, clear, sparse=True, **options):
     return seen, [p.detach().clone() for p in ddp.parameters()]
 
 
-def words_with_both(**options):
-    return of_both(train_words, **options)
-
-
 @pytest.mark.parametrize("clear", ["to-none", "kept"])
 @ways
 @pytest.mark.parametrize("kind", ["alone", "mixed", "shared"])
-def test_law4_sparse_gradients_match_pytorch(worlds, kind, hook, view, clear):
-    ours = assert_parity(worlds(2).run(words_with_both, kind=kind, hook=hook, view=view, clear=clear))
-    assert_same_on_all_ranks(ours)
-    if clear == "to-none":
-        assert all(steps[-1]["first.weight"][0] for steps, _ in ours), "sparse, as without a wrapper"
+@on_ranks(2)
+def test_law4_sparse_gradients_match_pytorch(kind, hook, view, clear):
+    ours = assert_parity(train_words, kind=kind, hook=hook, view=view, clear=clear)
+    assert_same_on_all_ranks(from_all_ranks(ours))
+    steps, _ = ours
+    assert clear == "kept" or steps[-1]["first.weight"][0], "sparse, as without a wrapper"
 
 
 @views
 @pytest.mark.parametrize("kind", ["alone", "mixed", "shared"])
-def test_law4_sparse_gradients_match_pytorch_on_three_ranks(worlds, kind, view):
-    assert_parity(worlds(3).run(words_with_both, kind=kind, hook="none", view=view, clear="to-none"))
-
-
-def sparse_and_dense(hook, **options):
-    options |= {"find_unused_parameters": True, "kind": "mixed"}
-    sparse = train_words("gradwire", hook=hook, **options)
-    return sparse, train_words("pytorch", hook="none", sparse=False, **options)
+@on_ranks(3)
+def test_law4_sparse_gradients_match_pytorch_on_three_ranks(kind, view):
+    assert_parity(train_words, kind=kind, hook="none", view=view, clear="to-none")
 
 
 # PyTorch's DDP fails where a sparse gradient is undefined on some rank.
 @clearings
 @views
 @pytest.mark.parametrize("hook", ["none", "allreduce", "flat"])
-def test_unused_sparse_gradients_equal_dense_ones(worlds, hook, view, clear):
-    for sparse, dense in worlds(2).run(sparse_and_dense, hook=hook, view=view, clear=clear):
-        for step, reference in zip(sparse[0], dense[0], strict=True):
-            for name, gradient in reference.items():
-                assert_same_bits(step[name] and step[name][1], gradient and gradient[1])
-        assert_same_bits(sparse[1], dense[1])
+@on_ranks(2)
+def test_unused_sparse_gradients_equal_dense_ones(hook, view, clear):
+    options = {"kind": "mixed", "view": view, "clear": clear, "find_unused_parameters": True}
+    sparse = train_words("gradwire", hook=hook, **options)
+    dense = train_words("pytorch", hook="none", sparse=False, **options)
+    for step, reference in zip(sparse[0], dense[0], strict=True):
+        for name, gradient in reference.items():
+            assert_same_bits(step[name] and step[name][1], gradient and gradient[1])
+    assert_same_bits(sparse[1], dense[1])

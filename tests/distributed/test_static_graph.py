@@ -5,66 +5,61 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import Parts, assert_parity, of_both, run_plan, static_plans, views, ways, wrap
-from tests.support.training import SMALLEST, error_of, gradients
+from tests.support.features import (
+    AfterAnother,
+    Parts,
+    assert_parity,
+    reentrant,
+    run_plan,
+    static_plans,
+    views,
+    ways,
+    wrap,
+)
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import SMALLEST, error_of, gradients, own_batches
 from tests.support.zoo import Probe
-
-
-def plan_on_both(**options):
-    return of_both(run_plan, **options)
 
 
 @ways
 @static_plans
-def test_law4_static_graph_matches_pytorch(world, plan, hook, view):
-    assert_parity(world.run(plan_on_both, static_graph=True, plan=plan, hook=hook, view=view))
+@on_ranks(2, 3)
+def test_law4_static_graph_matches_pytorch(plan, hook, view):
+    assert_parity(run_plan, static_graph=True, plan=plan, hook=hook, view=view)
 
 
 @pytest.mark.parametrize("clear", ["to-zero", "kept"])
 @views
 @static_plans
-def test_law4_static_graph_with_earlier_gradients_matches_pytorch(worlds, plan, view, clear):
-    assert_parity(worlds(2).run(plan_on_both, static_graph=True, plan=plan, view=view, clear=clear))
-
-
-def reentrant(part, x):
-    return checkpoint(part, x, use_reentrant=True)
+@on_ranks(2)
+def test_law4_static_graph_with_earlier_gradients_matches_pytorch(plan, view, clear):
+    assert_parity(run_plan, static_graph=True, plan=plan, view=view, clear=clear)
 
 
 def not_reentrant(part, x):
     return checkpoint(part, x, use_reentrant=False)
 
 
-class AfterAnother(Parts):
-    """Begins with a layer that no checkpoint wraps."""
-
-    def __init__(self):
-        super().__init__()
-        self.begin = nn.Linear(4, 4)
-
-    def forward(self, x, use, **options):
-        return super().forward(self.begin(x), use, **options)
-
-
 @ways
 @pytest.mark.parametrize("run", [reentrant, not_reentrant])
 @static_plans
-def test_law4_checkpoints_in_a_static_graph_match_pytorch(worlds, plan, run, hook, view):
+@on_ranks(3)
+def test_law4_checkpoints_in_a_static_graph_match_pytorch(plan, run, hook, view):
     # The input of the first checkpoint needs a gradient, or a reentrant one has none for its layer.
-    options = {"plan": plan, "hook": hook, "view": view, "run": run, "model": AfterAnother}
-    assert_parity(worlds(3).run(plan_on_both, static_graph=True, **options))
+    assert_parity(run_plan, static_graph=True, plan=plan, hook=hook, view=view, run=run, model=AfterAnother)
 
 
-def static_with_no_sync(hook, view, unused, accumulate, checkpointed):
-    """Accumulation with a static graph, and with ``find_unused_parameters`` in its place.
-
-    Args:
-        accumulate: micro-batches of each step.
-    """
+# PyTorch's static graph fails under no_sync. One bucket a parameter, so that sums have one order at any time.
+@ways
+@pytest.mark.parametrize(
+    ("unused", "checkpointed"), [(False, False), (True, True)], ids=["all-plain", "unused-checkpointed"]
+)
+@pytest.mark.parametrize("accumulate", [(3, 1, 2, 1), (1, 2, 1, 3)], ids=["at-first", "later"])
+@on_ranks(3)
+def test_static_graph_accumulates_under_no_sync(accumulate, unused, checkpointed, hook, view):
     use = (0, 2, 3) if unused else range(5)
     torch.manual_seed(0)
     models = [AfterAnother(), AfterAnother()]
@@ -74,7 +69,7 @@ def static_with_no_sync(hook, view, unused, accumulate, checkpointed):
         wrap("pytorch", models[1], hook, view, find_unused_parameters=True, bucket_cap_mb_list=[SMALLEST]),
     ]
     run = reentrant if checkpointed else lambda part, x: part(x)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for number in accumulate:
         batches = [torch.randn(3, 4, generator=generator) for _ in range(number)]
@@ -85,20 +80,8 @@ def static_with_no_sync(hook, view, unused, accumulate, checkpointed):
                     ddp(batch, use, run=how).backward()
             ddp(batches[-1], use, run=how).backward()
         seen.append([gradients(ddp) for ddp in models])
-    return seen
-
-
-# PyTorch's static graph fails under no_sync. One bucket a parameter, so that sums have one order at any time.
-@ways
-@pytest.mark.parametrize(
-    ("unused", "checkpointed"), [(False, False), (True, True)], ids=["all-plain", "unused-checkpointed"]
-)
-@pytest.mark.parametrize("accumulate", [(3, 1, 2, 1), (1, 2, 1, 3)], ids=["at-first", "later"])
-def test_static_graph_accumulates_under_no_sync(worlds, accumulate, unused, checkpointed, hook, view):
-    options = {"accumulate": accumulate, "unused": unused, "checkpointed": checkpointed}
-    for steps in worlds(3).run(static_with_no_sync, hook=hook, view=view, **options):
-        for ours, theirs in steps:
-            assert_same_bits(ours, theirs)
+    for ours, theirs in seen:
+        assert_same_bits(ours, theirs)
 
 
 @dataclass
@@ -113,27 +96,28 @@ class WrappedProbe(Probe):
         return Wrapped(super().forward(*inputs))
 
 
-def outputs_in_a_dataclass(view):
+# PyTorch's static graph reduces nothing here.
+@views
+@on_ranks(2, 3)
+def test_static_graph_with_dataclass_output_is_reduced(view):
     ddp = wrap("gradwire", WrappedProbe(3, 2), view=view, static_graph=True)
     seen = []
     for step in range(3):
         ddp.zero_grad()
         ddp(*(torch.full((size,), 6.0 * (dist.get_rank() + step)) for size in (3, 2))).value.backward()
         seen.append([weight.grad.clone() for weight in ddp.module.weights])
-    return seen
+    for step, grads in enumerate(seen):
+        mean = sum(6.0 * (rank + step) for rank in range(dist.get_world_size())) / dist.get_world_size()
+        assert_same_bits(grads, [torch.full((3,), mean), torch.full((2,), mean)])
 
 
-# PyTorch's static graph reduces nothing here.
 @views
-def test_static_graph_with_dataclass_output_is_reduced(world, view):
-    for steps in world.run(outputs_in_a_dataclass, view=view):
-        for step, grads in enumerate(steps):
-            mean = sum(6.0 * (rank + step) for rank in range(world.size)) / world.size
-            assert_same_bits(grads, [torch.full((3,), mean), torch.full((2,), mean)])
-
-
-def change_the_graph(hook, view, uses, bad_step):
-    """Errors of the backward of a step that uses other layers and of the next forward, and gradients of good steps."""
+@pytest.mark.parametrize("hook", ["none", "flat"])
+@pytest.mark.parametrize("bad_step", [1, 3])
+@pytest.mark.parametrize("change", ["unused-then-used", "used-then-unused"])
+@on_ranks(3)
+def test_static_graph_that_changes_raises_until_resynchronized(change, bad_step, hook, view):
+    uses = ((0, 1, 2), (0, 1, 2, 3)) if change == "unused-then-used" else ((0, 1, 2, 3), (0, 1, 2))
     torch.manual_seed(0)
     ddp = wrap("gradwire", Parts(), hook, view, static_graph=True, bucket_cap_mb_list=[SMALLEST])
     torch.manual_seed(0)
@@ -150,16 +134,7 @@ def change_the_graph(hook, view, uses, bad_step):
         ddp(batch, uses[0]).backward()
         reference(batch, uses[0]).backward()
         seen.append((gradients(ddp), gradients(reference)))
-    return errors, seen
-
-
-@views
-@pytest.mark.parametrize("hook", ["none", "flat"])
-@pytest.mark.parametrize("bad_step", [1, 3])
-@pytest.mark.parametrize("change", ["unused-then-used", "used-then-unused"])
-def test_static_graph_that_changes_raises_until_resynchronized(worlds, change, bad_step, hook, view):
-    uses = ((0, 1, 2), (0, 1, 2, 3)) if change == "unused-then-used" else ((0, 1, 2, 3), (0, 1, 2))
-    results = worlds(3).run(change_the_graph, hook=hook, view=view, uses=uses, bad_step=bad_step)
+    results = from_all_ranks((errors, seen))
     for (backward, forward), steps in results:
         kind, text = forward if change == "used-then-unused" else backward
         assert kind == "RuntimeError"

@@ -200,7 +200,7 @@ def test_first_collective_of_a_task_comes_before_later_ones_of_the_task_before()
         for _ in range(2):
             futures = [executor.submit(noted(executor, events, k)) for k in (1, 2, 3)]
             assert [future.wait() for future in futures] == [1, 2, 3]
-    # A1, A2, B1, D1, A3, B2, D2, B3, D3: a collective stands behind each A and B.
+    # A1, A2, B1, D1, A3, B2, D2, B3, D3: a collective follows each A and B.
     parts = [(1, 0), (2, 0), (1, 1), (1, 2), (3, 0), (2, 1), (2, 2), (3, 1), (3, 2)]
     assert [event[:2] for event in events] == parts * 2
     used = [workspace for _, part, workspace in events if part == 0]
@@ -222,12 +222,12 @@ def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
         for _ in range(3):
             executor.submit(task)
         executor.finish()
-    # Of the collectives C1, C2, C1', C3, C2', C3': B1 comes behind the first, B2 behind D1 and thus the third, B3
-    # behind D2 and the fifth.
+    # Of the collectives C1, C2, C1', C3, C2', C3': B1 comes after the first, B2 after D1 and thus the third, B3
+    # after D2 and the fifth.
     assert known == [1, 3, 5]
 
 
-def test_future_of_a_task_before_the_last_completes_when_somebody_waits():
+def test_future_of_an_earlier_task_completes_when_awaited():
     events = []
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
@@ -241,7 +241,7 @@ def test_future_of_a_task_before_the_last_completes_when_somebody_waits():
         assert executor.submit(noted(executor, events, 3)).value() == 3
 
 
-def test_last_future_of_a_backward_completes_although_nobody_asks():
+def test_last_future_of_a_backward_completes_without_being_awaited():
     """As C++ does: it calls no methods of Python's futures."""
     events, futures = [], []
     with stream_double() as device:
@@ -271,7 +271,7 @@ def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
                 outcomes.append(future.wait())
             except ValueError as error:
                 outcomes.append(str(error))
-        # The first is behind its second collective unless the second fails at once.
+        # The first is past its second collective unless the second fails at once.
         assert outcomes == ["expected" if part == 0 else 1, *["expected"] * 3]
         assert executor.has_failed
         begun = [name for name, number, _ in events if number == 0]

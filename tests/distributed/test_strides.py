@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALL, WRAPPERS, register
 
 CHANNELS_LAST = {"memory_format": torch.channels_last}
@@ -60,100 +61,63 @@ def inputs_of(rank, step):
     return {name: x for name, x in inputs.items() if not is_left_out(name)}
 
 
-def assign_row_major(module):
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros(parameter.shape)
-
-
-def strides_of(tensors):
-    return {name: tensor.stride() for name, tensor in tensors.items()}
-
-
 def steps_with(hook, wrapper, view):
-    """By step: gradients, errors, and the names of those in other strides than their parameters."""
-    module = Layouts()
+    """Gradients and errors of each step; all are in the strides of their parameters."""
+    module, state = Layouts(), None
     ddp = WRAPPERS[wrapper](module, bucket_cap_mb=SMALL, gradient_as_bucket_view=view, find_unused_parameters=True)
-    state = None
     if (EXACT | LOSSY)[hook] is not None:
         state, function = (EXACT | LOSSY)[hook](None)
         if isinstance(state, PowerSGDState):
             state.bind(module)
         register(ddp, (state, function))
-    expected = strides_of({name: torch.empty_like(parameter) for name, parameter in module.named_parameters()})
+    expected = {name: torch.empty_like(parameter).stride() for name, parameter in module.named_parameters()}
     steps = []
     for step in range(LAST + 1):
         ddp.zero_grad()
         if step == ASSIGNED:
-            assign_row_major(module)
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros(parameter.shape)  # in row-major order
         ddp(**inputs_of(dist.get_rank(), step)).backward()
         errors = {name: error.clone() for name, error in state.tensors("errors").items()} if hook in LOSSY else {}
-        gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-        odd = {name for name, parameter in module.named_parameters() if parameter.grad.stride() != expected[name]}
-        odd |= {f"error of {name}" for name, error in errors.items() if error.stride() != expected[name]}
-        steps.append((gradients, errors, odd))
+        if wrapper == "gradwire" or step != ASSIGNED:  # PyTorch's leaves an assigned gradient as it lies
+            for name, parameter in module.named_parameters():
+                assert parameter.grad.stride() == expected[name]
+                assert name not in errors or errors[name].stride() == expected[name]
+        steps.append(({name: parameter.grad.clone() for name, parameter in module.named_parameters()}, errors))
     return steps
 
 
-def with_hooks(hooks, wrapper, view):
-    return {hook: steps_with(hook, wrapper, view) for hook in hooks}
-
-
-def mean(ranks):
-    return sum(ranks) / len(ranks)
-
-
-def zeros_for(name):
-    return torch.zeros(LAYOUTS[name]().shape)
-
-
-def sent(world, step, name):
-    return mean([inputs_of(rank, step).get(name, zeros_for(name)) for rank in range(world.size)])
-
-
-def assert_layout(results, wrapper):
-    for of_rank in results:
-        for hook, steps in of_rank.items():
-            for step, (_, _, odd) in enumerate(steps):
-                if wrapper == "gradwire" or step != ASSIGNED:  # PyTorch's leaves an assigned gradient as it lies
-                    assert odd == set(), (hook, step)
+def mean_input(step, name):
+    zeros = torch.zeros(LAYOUTS[name]().shape)
+    return sum(inputs_of(rank, step).get(name, zeros) for rank in range(2)) / 2
 
 
 both_ddps = pytest.mark.parametrize("wrapper", WRAPPERS)
 both_modes = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
+@pytest.mark.parametrize("hook", EXACT)
 @both_ddps
 @both_modes
-def test_gradients_keep_the_strides_of_their_parameters(worlds, wrapper, view):
-    world = worlds(2)
-    results = world.run(with_hooks, hooks=list(EXACT), wrapper=wrapper, view=view)
-    assert_layout(results, wrapper)
-    for of_rank in results:
-        for hook, steps in of_rank.items():
-            for step, (gradients, _, _) in enumerate(steps):
-                for name, gradient in gradients.items():
-                    where = f"{hook}, step {step}, {name}"
-                    torch.testing.assert_close(gradient, sent(world, step, name), rtol=0, atol=0, msg=where)
+@on_ranks(2)
+def test_gradients_keep_the_strides_of_their_parameters(hook, wrapper, view):
+    for step, (gradients, _) in enumerate(steps_with(hook, wrapper, view)):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, mean_input(step, name), rtol=0, atol=0, msg=f"step {step}, {name}")
 
 
+@pytest.mark.parametrize("hook", LOSSY)
 @both_ddps
 @both_modes
-def test_error_memory_keeps_the_strides_of_its_parameters(worlds, wrapper, view):
+@on_ranks(2)
+def test_error_memory_keeps_the_strides_of_its_parameters(hook, wrapper, view):
     """Gradient + old error == result + new error, each element in its place, in the mean over the ranks."""
-    world = worlds(2)
-    results = world.run(with_hooks, hooks=list(LOSSY), wrapper=wrapper, view=view)
-    assert_layout(results, wrapper)
-    for hook in LOSSY:
+    steps = from_all_ranks(steps_with(hook, wrapper, view))
+    for name, layout in LAYOUTS.items():
+        old = torch.zeros(layout().shape)
         for step in range(LAST + 1):
-            for name in LAYOUTS:
-                old, new = error(results, hook, step - 1, name), error(results, hook, step, name)
-                assert step < START or name == "vector" or new.abs().max() > 0, (hook, step, name)
-                result = results[0][hook][step][0][name]
-                kept = sent(world, step, name) + old - new
-                torch.testing.assert_close(result, kept, rtol=0, atol=1e-3, msg=f"{hook}, step {step}, {name}")
-
-
-def error(results, hook, step, name):
-    """The mean over the ranks; zeros where there is none yet."""
-    errors = [of_rank[hook][step][1] if step >= 0 else {} for of_rank in results]
-    return mean([of_rank.get(name, zeros_for(name)) for of_rank in errors])
+            new = sum(rank_steps[step][1].get(name, torch.zeros(layout().shape)) for rank_steps in steps) / 2
+            assert step < START or name == "vector" or new.abs().max() > 0, (step, name)
+            kept = mean_input(step, name) + old - new
+            torch.testing.assert_close(steps[0][step][0][name], kept, rtol=0, atol=1e-3, msg=f"step {step}, {name}")
+            old = new

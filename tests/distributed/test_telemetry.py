@@ -19,19 +19,21 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.hooks.telemetry import to_jsonl, to_tensorboard, to_wandb
 from tests.support.bits import assert_same_bits
+from tests.support.ranks import on_ranks
 from tests.support.training import (
     HOOKS,
     SMALL,
     SMALLEST,
     WRAPPERS,
     FailsInBackward,
-    build,
     error_of,
     gradients,
-    register,
+    own_batches,
     train,
+    train_steps,
+    wrapped,
 )
-from tests.support.zoo import SparseTable
+from tests.support.zoo import Probe, SparseTable
 
 STATEFUL = ["bf16_in_fp32", "scaled_fp16", "int4", "powersgd", "powersgd_alternating"]
 COUNTS = {"step", "gradient_bytes", "sent_bytes", "compression_ratio", "uncompressed_buckets"}
@@ -39,248 +41,191 @@ TIMES = {"encode_ms", "wire_ms", "decode_ms"}
 COMPARISON = {"cosine", "relative_error"}
 
 
-def observed_and_not(wrapper, model, hook, **options):
-    """Records of a run that is measured in every step, and of one that is not; the metrics of each step."""
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["allreduce", *STATEFUL])
+@on_ranks(2, 3)
+def test_measured_steps_have_the_same_bits(hook, wrapper):
     reports = []
     state, function = HOOKS[hook](None)
     state = CastState() if state is None else state
     state.observe(every=1, exact_every=2, report=lambda metrics: reports.append(dict(metrics)))
-    observed = train(wrapper, model, hook=(state, function), steps=5, **options)
+    observed = train(wrapper, "odd", hook=(state, function), steps=5, bucket_cap_mb=SMALL)
+    assert_same_bits(observed, train(wrapper, "odd", hook=hook, steps=5, bucket_cap_mb=SMALL))
     assert state.metrics() == reports[-1]
-    return observed, train(wrapper, model, hook=hook, steps=5, **options), reports
+    assert [report["step"] for report in reports] == [1, 2, 3, 4, 5]
+    for report in reports:
+        names = set(report)
+        assert names >= COUNTS | TIMES
+        assert (names >= COMPARISON) == (report["step"] % 2 == 0)
+        assert all(report[name] >= 0 for name in TIMES)
+        assert report["encode_ms"] > 0
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", ["allreduce", *STATEFUL])
-def test_measured_steps_have_the_same_bits(world, hook, wrapper):
-    results = world.run(observed_and_not, wrapper=wrapper, model="odd", hook=hook, bucket_cap_mb=SMALL)
-    for observed, plain, reports in results:
-        assert_same_bits(observed, plain)
-        assert [report["step"] for report in reports] == [1, 2, 3, 4, 5]
-        for report in reports:
-            names = set(report)
-            assert names >= COUNTS | TIMES
-            assert (names >= COMPARISON) == (report["step"] % 2 == 0)
-            assert all(report[name] >= 0 for name in TIMES)
-            assert report["encode_ms"] > 0
-
-
-def with_sparse_gradients(has_dense_layer):
+@pytest.mark.parametrize("has_dense_layer", [True, False])
+@on_ranks(2, 3)
+def test_sparse_gradients_are_counted_as_uncompressed(has_dense_layer):
     state = QuantizationState(None, "int8")
     ddp = gradwire.DistributedDataParallel(SparseTable(has_dense_layer))
     ddp.register_comm_hook(state, quantization_hook)
     state.observe(every=1, exact_every=1)
     ddp(*ddp.module.batch(dist.get_rank())).backward()
-    return state.metrics()
-
-
-@pytest.mark.parametrize("has_dense_layer", [True, False])
-def test_sparse_gradients_are_counted_as_uncompressed(world, has_dense_layer):
-    for metrics in world.run(with_sparse_gradients, has_dense_layer=has_dense_layer):
-        sparse = 4 * 8 * 4 + 4 * 8  # values and indices
-        assert metrics["gradient_bytes"] == metrics["sent_bytes"] == sparse + has_dense_layer * 8 * 8 * 4
-        assert metrics["uncompressed_buckets"] == 1 + has_dense_layer
-        assert metrics.get("cosine", 1) == pytest.approx(1, abs=1e-6)
+    metrics = state.metrics()
+    sparse = 4 * 8 * 4 + 4 * 8  # values and indices
+    assert metrics["gradient_bytes"] == metrics["sent_bytes"] == sparse + has_dense_layer * 8 * 8 * 4
+    assert metrics["uncompressed_buckets"] == 1 + has_dense_layer
+    assert metrics.get("cosine", 1) == pytest.approx(1, abs=1e-6)
 
 
 def one_matrix(state, hook, steps=1):
     """A run on one 16 x 16 matrix with gradients that differ by rank: metrics, result and exact mean of each step."""
-    ddp = gradwire.DistributedDataParallel(torch.nn.Linear(16, 16, bias=False))
-    ddp.register_comm_hook(state, hook)
+    ddp = wrapped(model=torch.nn.Linear(16, 16, bias=False), hook=(state, hook))
     state.observe(every=1, exact_every=1)
-    world_size, seen = dist.get_world_size(), []
+    seen = []
     for step in range(steps):
         ddp.zero_grad()
         batches = [
-            torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)
+            torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+            for rank in range(dist.get_world_size())
         ]
         ddp(batches[dist.get_rank()]).square().sum().backward()
-        applied = ddp.module.weight.grad.double()
         with torch.no_grad():
-            outputs = [ddp.module(batch) for batch in batches]
-        exact = sum(2 * y.double().t() @ x.double() for x, y in zip(batches, outputs, strict=True)) / world_size
-        seen.append((state.metrics(), applied, exact))
+            sums = [2 * ddp.module(batch).double().t() @ batch.double() for batch in batches]
+        seen.append((state.metrics(), ddp.module.weight.grad.double(), sum(sums) / len(batches)))
     return seen
 
 
-def of_fp16():
-    return one_matrix(CastState(), fp16_compress_hook)
+@on_ranks(2, 3)
+def test_metrics_of_cast_hook_follow_the_formulas():
+    ((metrics, applied, exact),) = one_matrix(CastState(), fp16_compress_hook)
+    assert metrics["gradient_bytes"] == 256 * 4
+    assert metrics["sent_bytes"] == 256 * 2
+    assert metrics["compression_ratio"] == 2
+    assert metrics["uncompressed_buckets"] == 0
+    assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
+    error = float((applied - exact).norm() / exact.norm())
+    # The exact mean is summed in fp32 by the hook and in fp64 here: 2^-24, compared with fp16's 2^-11.
+    assert metrics["relative_error"] == pytest.approx(error, rel=1e-3)
 
 
-def test_metrics_of_cast_hook_follow_the_formulas(world):
-    for ((metrics, applied, exact),) in world.run(of_fp16):
-        assert metrics["gradient_bytes"] == 256 * 4
-        assert metrics["sent_bytes"] == 256 * 2
-        assert metrics["compression_ratio"] == 2
-        assert metrics["uncompressed_buckets"] == 0
-        assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
-        error = float((applied - exact).norm() / exact.norm())
-        # The exact mean is summed in fp32 by the hook and in fp64 here: 2^-24 beside fp16's 2^-11.
-        assert metrics["relative_error"] == pytest.approx(error, rel=1e-3)
-
-
-def of_low_rank():
+@on_ranks(2, 3)
+def test_metrics_of_powersgd_follow_the_formulas():
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
     seen = one_matrix(state, powerSGD_hook, steps=4)
-    return seen, sum(float(error.double().square().sum()) for error in state.residuals()) ** 0.5
+    residual = sum(float(error.double().square().sum()) for error in state.residuals()) ** 0.5
+    for metrics, _, _ in seen[:2]:  # the plain all-reduce
+        assert metrics["uncompressed_buckets"] == 1
+        assert metrics["compression_ratio"] == 1
+        assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
+    for metrics, applied, exact in seen[2:]:
+        assert metrics["uncompressed_buckets"] == 0
+        assert metrics["sent_bytes"] == (16 + 16) * 4
+        cosine = float((applied * exact).sum() / applied.norm() / exact.norm())
+        assert metrics["cosine"] == pytest.approx(cosine, rel=1e-4)
+        assert metrics["cosine"] < 0.999
+    metrics, applied, _ = seen[-1]
+    assert metrics["residual_ratio"] == pytest.approx(residual / float(applied.norm()), rel=1e-4)
 
 
-def test_metrics_of_powersgd_follow_the_formulas(world):
-    for seen, residual in world.run(of_low_rank):
-        for metrics, _, _ in seen[:2]:  # the plain all-reduce
-            assert metrics["uncompressed_buckets"] == 1
-            assert metrics["compression_ratio"] == 1
-            assert metrics["cosine"] == pytest.approx(1, abs=1e-6)
-        for metrics, applied, exact in seen[2:]:
-            assert metrics["uncompressed_buckets"] == 0
-            assert metrics["sent_bytes"] == (16 + 16) * 4
-            cosine = float((applied * exact).sum() / applied.norm() / exact.norm())
-            assert metrics["cosine"] == pytest.approx(cosine, rel=1e-4)
-            assert metrics["cosine"] < 0.999
-        metrics, applied, _ = seen[-1]
-        assert metrics["residual_ratio"] == pytest.approx(residual / float(applied.norm()), rel=1e-4)
-
-
-def totals_of_scaled_cast():
+@on_ranks(2, 3)
+def test_metrics_include_totals_of_scaled_cast():
     state = ScaledCastState()
-    ddp = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
-    ddp.register_comm_hook(state, scaled_cast_hook)
+    ddp = wrapped(model=torch.nn.Linear(4, 4, bias=False), hook=(state, scaled_cast_hook))
     state.observe(every=1)
     for scale in (1.0, 1e9, math.inf):
         ddp.zero_grad()
         (ddp(torch.ones(1, 4)).sum() * scale).backward()
         metrics = state.metrics()
-    names = ("saturated_elements", "nonfinite_elements", "skipped_steps")
-    return {name: metrics[name] for name in names}, {name: getattr(state, name) for name in names}
-
-
-def test_metrics_include_totals_of_scaled_cast(world):
-    for metrics, of_state in world.run(totals_of_scaled_cast):
-        assert metrics == of_state
-        assert metrics["saturated_elements"] > 0
-        assert metrics["nonfinite_elements"] == 16
-        assert metrics["skipped_steps"] == 1
-
-
-def nonfinite_gradient(hook):
-    state, function = HOOKS[hook](None)
-    ddp = gradwire.DistributedDataParallel(build("mlp"))
-    register(ddp, (state, function))
-    state.observe(every=1, exact_every=1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(4):
-        ddp.zero_grad()
-        loss = ddp(*ddp.module.batch(generator))
-        (loss * math.nan if step == 3 and dist.get_rank() == 0 else loss).backward()
-    return state.metrics(), any(grad.isnan().any().item() for grad in gradients(ddp).values())
+    for name in ("saturated_elements", "nonfinite_elements", "skipped_steps"):
+        assert metrics[name] == getattr(state, name)
+    assert metrics["saturated_elements"] > 0
+    assert metrics["nonfinite_elements"] == 16
+    assert metrics["skipped_steps"] == 1
 
 
 @pytest.mark.parametrize("hook", STATEFUL)
-def test_nonfinite_step_is_measured_as_such(world, hook):
-    for metrics, is_nonfinite in world.run(nonfinite_gradient, hook=hook):
-        assert is_nonfinite
-        assert not math.isfinite(metrics["relative_error"])
-
-
-class Given(torch.nn.Module):
-    """Matrices whose gradients are given."""
-
-    def __init__(self, shapes, dtype=torch.float32):
-        super().__init__()
-        self.matrices = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
-
-    def forward(self, gradients):
-        return sum((matrix * gradient).sum() for matrix, gradient in zip(self.matrices, gradients, strict=True))
+@on_ranks(2, 3)
+def test_nonfinite_step_is_measured_as_such(hook):
+    state, function = HOOKS[hook](None)
+    ddp = wrapped(hook=(state, function), bucket_cap_mb=25)
+    state.observe(every=1, exact_every=1)
+    train_steps(ddp, 3)
+    loss = ddp(*ddp.module.batch(own_batches()))
+    (loss * math.nan if dist.get_rank() == 0 else loss).backward()
+    assert any(gradient.isnan().any() for gradient in gradients(ddp).values())
+    assert not math.isfinite(state.metrics()["relative_error"])
 
 
 def second_step(hook, gradients_of_ranks):
     """Metrics of a second step with a list of gradients for each rank, one bucket for each matrix."""
     state, function = hook
     own = gradients_of_ranks[dist.get_rank()]
-    model = Given([gradient.shape for gradient in own], own[0].dtype)
+    model = Probe(*(gradient.shape for gradient in own), dtype=own[0].dtype)
     ddp = gradwire.DistributedDataParallel(model, bucket_cap_mb=SMALLEST)
     ddp.register_comm_hook(state, function)
     state.observe(every=1, exact_every=1)
     for _ in range(2):  # the first step ends with a bucket for each matrix
         ddp.zero_grad()
-        ddp(own).backward()
+        ddp(*own).backward()
     return state.metrics()
 
 
-def with_tiny_matrix(sizes):
-    state = QuantizationState(None, "int8", start_iter=0)
-    return second_step((state, quantization_hook), [[torch.ones(size) for size in sizes]] * dist.get_world_size())
-
-
-def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed(world):
+@on_ranks(2, 3)
+def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed():
     """A rank's cell of a 2 x 2 matrix has a header and a scale, of 16 bytes each, and a block of 64: 96 bytes."""
-    n = world.size
-    for metrics in world.run(with_tiny_matrix, sizes=[(2, 2)]):
-        assert metrics["gradient_bytes"] == 16
-        assert metrics["sent_bytes"] == 96 * n
-        assert metrics["compression_ratio"] == 16 / (96 * n) < 1
-        assert metrics["uncompressed_buckets"] == 1
+    n, hook = dist.get_world_size(), (QuantizationState(None, "int8", start_iter=0), quantization_hook)
+    metrics = second_step(hook, [[torch.ones(2, 2)]] * n)
+    assert metrics["gradient_bytes"] == 16
+    assert metrics["sent_bytes"] == 96 * n
+    assert metrics["compression_ratio"] == 16 / (96 * n) < 1
+    assert metrics["uncompressed_buckets"] == 1
 
 
-def test_small_bucket_counts_as_uncompressed_beside_a_compressed_one(world):
+@on_ranks(2, 3)
+def test_small_bucket_counts_as_uncompressed_next_to_a_compressed_bucket():
     """192 x n x 64 elements are 192 blocks in each of n cells: a header, 192 scales of 2 bytes and 192 blocks of 64."""
-    n = world.size
-    for metrics in world.run(with_tiny_matrix, sizes=[(2, 2), (192 * n, 64)]):
-        assert metrics["gradient_bytes"] == 16 + 192 * n * 64 * 4
-        assert metrics["sent_bytes"] == 96 * n + (16 + 384 + 192 * 64) * n
-        assert metrics["uncompressed_buckets"] == 1
+    n, hook = dist.get_world_size(), (QuantizationState(None, "int8", start_iter=0), quantization_hook)
+    metrics = second_step(hook, [[torch.ones(2, 2), torch.ones(192 * n, 64)]] * n)
+    assert metrics["gradient_bytes"] == 16 + 192 * n * 64 * 4
+    assert metrics["sent_bytes"] == 96 * n + (16 + 384 + 192 * 64) * n
+    assert metrics["uncompressed_buckets"] == 1
 
 
-def of_opposite_gradients():
+@on_ranks(2)
+def test_error_is_relative_to_the_mean_of_the_ranks_not_to_the_own_gradient():
     gradients = [[torch.full((8, 8), value)] for value in (3.0, -1.0)]
-    return second_step((CastState(), fp16_compress_hook), gradients)
+    metrics = second_step((CastState(), fp16_compress_hook), gradients)
+    assert metrics["relative_error"] == 0  # the mean is 1 in fp16, too
+    assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
 
 
-def test_error_is_relative_to_the_mean_of_the_ranks_not_to_the_own_gradient(worlds):
-    for metrics in worlds(2).run(of_opposite_gradients):
-        assert metrics["relative_error"] == 0  # the mean is 1 in fp16, too
-        assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
-
-
-def of_signs():
+@on_ranks(2)
+def test_error_is_relative_to_the_exact_norm():
+    """Signs make 2 of every 3 and 1: a difference of norm 8, of a mean of norm sqrt(320) and a result of norm 16."""
     gradient = torch.tensor([3.0] * 32 + [1.0] * 32)[None]
     state = QuantizationState(None, "sign", start_iter=0, use_error_feedback=False)
-    return second_step((state, quantization_hook), [[gradient]] * 2)
+    metrics = second_step((state, quantization_hook), [[gradient]] * 2)
+    assert metrics["relative_error"] == pytest.approx(8 / 320**0.5, rel=1e-6)
+    assert metrics["cosine"] == pytest.approx(256 / 320**0.5 / 16, rel=1e-6)
 
 
-def test_error_is_relative_to_the_exact_norm(worlds):
-    """Signs make 2 of every 3 and 1: a difference of norm 8, of a mean of norm sqrt(320) and a result of norm 16."""
-    for metrics in worlds(2).run(of_signs):
-        assert metrics["relative_error"] == pytest.approx(8 / 320**0.5, rel=1e-6)
-        assert metrics["cosine"] == pytest.approx(256 / 320**0.5 / 16, rel=1e-6)
-
-
-def of_large_fp16():
+@on_ranks(2)
+def test_norms_of_fp16_gradients_do_not_overflow():
     gradients = [[torch.full((2, 2), 49_152.0, dtype=torch.float16)]] * 2  # of norm 98,304; fp16 ends at 65,504
-    return second_step((CastState(), fp16_compress_hook), gradients)
-
-
-def test_norms_of_fp16_gradients_do_not_overflow(worlds):
-    for metrics in worlds(2).run(of_large_fp16):
-        assert metrics["relative_error"] == 0
-        assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
+    metrics = second_step((CastState(), fp16_compress_hook), gradients)
+    assert metrics["relative_error"] == 0
+    assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
 
 
 # --- which steps are measured
 
 
-def steps_reported(every, exact_every, steps):
-    reports = []
-    state = CastState()
-    state.observe(every=every, exact_every=exact_every, report=lambda metrics: reports.append(dict(metrics)))
-    train("gradwire", "mlp", hook=(state, bf16_compress_hook), steps=steps)
+@on_ranks(2, 3)
+def test_only_every_kth_step_is_measured():
+    reports, state = [], CastState()
+    state.observe(every=4, exact_every=6, report=lambda metrics: reports.append((metrics["step"], "cosine" in metrics)))
+    train("gradwire", "mlp", hook=(state, bf16_compress_hook), steps=12)
     state.stop_observing()
-    return [(report["step"], "cosine" in report) for report in reports]
-
-
-def test_only_every_kth_step_is_measured(world):
-    for reported in world.run(steps_reported, every=4, exact_every=6, steps=12):
-        assert reported == [(4, False), (6, True), (8, False), (12, True)]
+    assert reports == [(4, False), (6, True), (8, False), (12, True)]
 
 
 def test_metrics_are_empty_before_the_first_measured_step():
@@ -306,74 +251,53 @@ def test_observe_rejects_steps_out_of_range(options):
         CastState().observe(**options)
 
 
-def observed_unequally(how):
+@pytest.mark.parametrize("how", ["number", "phase"])
+@on_ranks(2, 3)
+def test_unequal_telemetry_raises_on_every_rank(how):
     rank, state = dist.get_rank(), QuantizationState(None)
     if how == "number":
         state.observe(exact_every=5 + rank)
-    elif how == "phase" and rank == 0:
+    elif rank == 0:
         state.observe(exact_every=5)
-    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    ddp.register_comm_hook(state, quantization_hook)
-    generator = torch.Generator().manual_seed(rank)
-    return error_of(lambda: ddp(*ddp.module.batch(generator)).backward())
+    kind, message = error_of(train_steps, wrapped(hook=(state, quantization_hook)))
+    assert kind == "RuntimeError"
+    assert "exact_every of observe()" in message
 
 
-@pytest.mark.parametrize("how", ["number", "phase"])
-def test_unequal_telemetry_raises_on_every_rank(world, how):
-    for kind, message in world.run(observed_unequally, how=how):
-        assert kind == "RuntimeError"
-        assert "exact_every of observe()" in message
-
-
-def with_failed_step(hook):
-    """For each reported step whether it was compared with the exact mean; the fifth step fails on rank 0 only."""
+@pytest.mark.parametrize("hook", ["bf16_in_fp32", "int4"])
+@on_ranks(2, 3)
+def test_measuring_goes_on_after_a_failed_step(hook):
     state, function = HOOKS[hook](None)
-    reports = []
+    reports, failures = [], []
     state.observe(every=1, exact_every=3, report=lambda metrics: reports.append("cosine" in metrics))
-    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    register(ddp, (state, function))
-    generator, failures = torch.Generator().manual_seed(dist.get_rank()), []
+    ddp = wrapped(hook=(state, function))
     for step in range(9):
-        ddp.zero_grad()
         with ExitStack() as stack:
             if step == 4 and dist.get_rank() == 0:
                 hooked = ddp.module.layers[2].register_forward_hook(lambda _, __, output: FailsInBackward.apply(output))
                 stack.callback(hooked.remove)
-            failure = error_of(lambda: ddp(*ddp.module.batch(generator)).backward())
+            failure = error_of(train_steps, ddp)
         if failure is not None:
             failures.append(step)
             ddp.resynchronize()
     state.metrics()
-    return reports, failures
+    assert failures == [4]
+    third = [False, False, True]
+    assert reports == [*third, False, *third, False], "all ranks count anew after the fault"
 
 
-@pytest.mark.parametrize("hook", ["bf16_in_fp32", "int4"])
-def test_measuring_goes_on_after_a_failed_step(world, hook):
-    for reports, failures in world.run(with_failed_step, hook=hook):
-        assert failures == [4]
-        third = [False, False, True]
-        assert reports == [*third, False, *third, False], "all ranks count anew after the fault"
-
-
-def two_states_in_turn():
-    """The number of handshakes of two models whose states are observed differently."""
-    ddps = []
+@on_ranks(2, 3)
+def test_states_observed_differently_compare_settings_once_each():
+    models = []
     for exact_every in (0, 2):
         state = CastState()
         state.observe(exact_every=exact_every)
-        ddps.append(gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL))
-        ddps[-1].register_comm_hook(state, bf16_compress_hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+        models.append(wrapped(hook=(state, bf16_compress_hook)))
     with mock.patch.object(_handshake, "_compare", wraps=_handshake._compare) as compare:
         for _ in range(3):
-            for ddp in ddps:
-                ddp.zero_grad()
-                ddp(*ddp.module.batch(generator)).backward()
-    return compare.call_count
-
-
-def test_states_observed_differently_compare_settings_once_each(world):
-    assert set(world.run(two_states_in_turn)) == {2}
+            for ddp in models:
+                train_steps(ddp)
+    assert compare.call_count == 2
 
 
 def test_observed_cast_state_pickles_without_its_measurements():
@@ -417,20 +341,13 @@ def test_wandb_report_logs_all_numbers_at_once():
 # --- profiler ranges
 
 
-def profiled_names():
-    ddp = gradwire.DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    register(ddp, "int4")
-    generator = torch.Generator().manual_seed(dist.get_rank())
+@on_ranks(2, 3)
+def test_profile_names_reducer_and_hook():
+    ddp = wrapped(hook="int4")
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(experimental_config=all_threads) as recorded:
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(*ddp.module.batch(generator)).backward()
-    return {event.key for event in recorded.key_averages()}
-
-
-def test_profile_names_reducer_and_hook(world):
-    for names in world.run(profiled_names):
-        assert {f"gradwire::quantization_hook, bucket 0, part {part}" for part in (1, 2, 3)} <= names
-        assert "gradwire::launch bucket 1" in names
-        assert "gradwire::wait for buckets" in names
+        train_steps(ddp, 4)
+    names = {event.key for event in recorded.key_averages()}
+    assert {f"gradwire::quantization_hook, bucket 0, part {part}" for part in (1, 2, 3)} <= names
+    assert "gradwire::launch bucket 1" in names
+    assert "gradwire::wait for buckets" in names

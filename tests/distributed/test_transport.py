@@ -13,6 +13,7 @@ import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.comm.groups import duplicate_group
 from tests.support.bits import assert_same_bits
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of
 
 
@@ -77,52 +78,43 @@ class Tables(nn.Module):
         return sum(table(words).sum() for table in self.tables)
 
 
-def gradients_of_tables(steps):
-    """How often each row was read, by a step; every table has the same gradient."""
+@pytest.mark.slow
+@on_ranks(2, limit=300)
+def test_many_sparse_gradients_are_averaged_over_many_steps():
     ddp = gradwire.DistributedDataParallel(Tables(8))
     words = (torch.arange(40) * (1 + dist.get_rank())) % 50
-    for _ in range(steps):
+    for _ in range(1500):
         ddp.zero_grad()
         ddp(words).backward()
-    return words, [parameter.grad.to_dense() for parameter in ddp.parameters()]
-
-
-@pytest.mark.slow
-def test_many_sparse_gradients_are_averaged_over_many_steps(worlds):
-    results = worlds(2).run(gradients_of_tables, steps=1500, limit=300)
+    results = from_all_ranks((words, [parameter.grad.to_dense() for parameter in ddp.parameters()]))
     mean = sum(torch.bincount(words, minlength=50) for words, _ in results) / 2.0
     for _, gradients in results:
         for gradient in gradients:
             assert_same_bits(gradient, mean[:, None].expand(50, 8))
 
 
-def cut_a_collective(cuts):
-    """Rank 0 closes its transport while it waits for the other ranks; returns how its collectives end on each rank."""
+@on_ranks(2, 3, limit=60)
+def test_closed_transport_ends_its_collectives_at_once_on_all_ranks():
+    # Neither a timeout nor a peer ends them: the group's timeout is ten minutes, and no peer takes part or leaves.
     store = dist.PrefixStore("cut", dist.distributed_c10d._get_default_store())
-    group = duplicate_group(dist.group.WORLD, store, cuts, lambda: None)
+    group = duplicate_group(dist.group.WORLD, store, "cut", lambda: None)
     transport, is_alive = GroupTransport(group), weakref.ref(group)
     del group
     value = torch.ones(1 << 20)
     transport.wait(transport.start(transport.all_reduce(value))[0])
     dist.barrier()
-    if dist.get_rank() == 0:
-        works = [transport.start(transport.all_reduce(torch.ones(3)))[0] for _ in range(5)]
-        done = []
-        for work in works:
-            work.get_future().add_done_callback(lambda _: done.append(threading.current_thread()))
-        transport.close()
-        ended = len(done), is_alive() is None
-        store.set(f"{cuts}, closed", "")
-        return [error_of(work.wait)[0] for work in works], *ended
-    store.wait([f"{cuts}, closed"])
-    return error_of(lambda: transport.wait(transport.start(transport.all_reduce(torch.ones(3)))[0]))[0]
-
-
-def test_closed_transport_ends_its_collectives_at_once_on_all_ranks(world):
-    # Neither a timeout nor a peer ends them: the group's timeout is ten minutes, and no peer takes part or leaves.
-    first, *others = world.run(cut_a_collective, cuts=f"{world.size} ranks", limit=60)
-    assert first == (["RuntimeError"] * 5, 5, True), "with callbacks done, and the group destroyed"
-    assert others == ["RuntimeError"] * (world.size - 1)
+    if dist.get_rank() > 0:
+        store.wait(["closed"])
+        assert error_of(lambda: transport.wait(transport.start(transport.all_reduce(torch.ones(3)))[0])) is not None
+        return
+    works, done = [transport.start(transport.all_reduce(torch.ones(3)))[0] for _ in range(5)], []
+    for work in works:
+        work.get_future().add_done_callback(lambda _: done.append(threading.current_thread()))
+    transport.close()
+    assert len(done) == 5
+    assert is_alive() is None
+    store.set("closed", "")
+    assert [error_of(work.wait)[0] for work in works] == ["RuntimeError"] * 5
 
 
 def test_closed_transport_drops_its_group():

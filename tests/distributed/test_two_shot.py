@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
 from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES, let_go_of_locals
+from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)
@@ -47,39 +48,38 @@ def expected_shots(rank, world_size, shape):
     return messages[:, :, rank].transpose(0, 1), messages.sum(0, dtype=torch.uint8)
 
 
-def through_default_group(sent):
-    transport = GroupTransport(dist.group.WORLD)
-    return run_algorithm(two_shots(transport, sent), transport)
-
-
-def through_own_group(sent):
-    transport = connections_of(None).transport("two shots", CPU)
-    return run_algorithm(two_shots(transport, sent), transport)
-
-
 def through_executor(sent):
     worker = executor_for(None, CPU)
     return worker.submit(lambda _: two_shots(worker.transport, sent)).wait()
 
 
-WAYS = {"default group": through_default_group, "own group": through_own_group, "executor": through_executor}
+def through(make):
+    """Both shots by the transport that ``make`` returns."""
+
+    def run(sent):
+        transport = make()
+        return run_algorithm(two_shots(transport, sent), transport)
+
+    return run
 
 
-def shots_of(way, shapes):
-    """Both shots of a message of each shape."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return [WAYS[way](message(rank, pieces, world_size, nbytes)) for pieces, nbytes in shapes]
+WAYS = {
+    "default group": through(lambda: GroupTransport(dist.group.WORLD)),
+    "own group": through(lambda: connections_of(None).transport("two shots", CPU)),
+    "executor": through_executor,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_both_shots_deliver_every_cell(worlds, size, way):
-    for rank, results in enumerate(worlds(size).run(shots_of, way=way, shapes=SHAPES)):
-        for shape, shots in zip(SHAPES, results, strict=True):
-            for actual, expected in zip(shots, expected_shots(rank, size, shape), strict=True):
-                assert torch.equal(actual, expected), (rank, shape)
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
+def test_both_shots_deliver_every_cell(way):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for shape in SHAPES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shots = WAYS[way](message(rank, shape[0], world_size, shape[1]))
+        for actual, expected in zip(shots, expected_shots(rank, world_size, shape), strict=True):
+            assert torch.equal(actual, expected), shape
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -91,8 +91,8 @@ def test_shots_of_a_single_process_copy(shape):
     assert transport.payload_bytes == shape[0] * shape[1]
 
 
-def shots_of_strided_pieces():
-    """Both shots of pieces that lie apart, in one buffer of bytes that neither may change; the second one in place."""
+@on_ranks(2, 3)
+def test_pieces_may_lie_apart_and_own_cells_in_the_result():
     rank, n = dist.get_rank(), dist.get_world_size()
     transport = GroupTransport(dist.group.WORLD)
     pieces, nbytes = 3, 32
@@ -102,14 +102,9 @@ def shots_of_strided_pieces():
     own = gathered[:, rank]
     own.copy_(received[:, :n].sum(1, dtype=torch.uint8))
     transport.run(transport.all_gather(gathered[:, :n], own))
-    return (received[:, :n], gathered[:, :n]), (received[:, n], gathered[:, n])
-
-
-def test_pieces_may_lie_apart_and_own_cells_in_the_result(world):
-    for rank, (shots, rest) in enumerate(world.run(shots_of_strided_pieces)):
-        for actual, expected in zip(shots, expected_shots(rank, world.size, (3, 32)), strict=True):
-            assert torch.equal(actual, expected)
-        assert all((gap == 255).all() for gap in rest)
+    for actual, expected in zip((received[:, :n], gathered[:, :n]), expected_shots(rank, n, (3, 32)), strict=True):
+        assert torch.equal(actual, expected)
+    assert all((gap == 255).all() for gap in (received[:, n], gathered[:, n]))
 
 
 @pytest.mark.parametrize("way", ["run", "start"])
@@ -173,18 +168,14 @@ def test_failed_shot_keeps_no_work():
     assert [work() for work in made] == [None] * 5
 
 
-def pieces_of(sizes):
-    own = connections_of(None).transport("two shots", CPU)
-    return [[transport.pieces(size) for size in sizes] for transport in (own, GroupTransport(dist.group.WORLD))]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_number_of_pieces_follows_the_size_of_the_message(worlds, size):
+@on_ranks(1, 2, 3)
+def test_number_of_pieces_follows_the_size_of_the_message():
+    size = dist.get_world_size()
     cells = size * MIN_CELL_BYTES
     sizes = [0, 1, cells, 2 * cells - 1, 2 * cells, MAX_PIECES * cells, 1 << 40]
     expected = [1, 1, 1, 1, 2, MAX_PIECES, MAX_PIECES] if size > 1 else [1] * len(sizes)
-    for of_rank in worlds(size).run(pieces_of, sizes=sizes):
-        assert of_rank == [expected, expected]
+    for transport in (connections_of(None).transport("two shots", CPU), GroupTransport(dist.group.WORLD)):
+        assert [transport.pieces(nbytes) for nbytes in sizes] == expected
 
 
 def test_single_process_cuts_no_message():
@@ -221,8 +212,9 @@ def signals():
     return dist.PrefixStore(f"test_two_shot/{next(names)}", dist.distributed_c10d._get_default_store())
 
 
-def gather_while_the_next_exchange_is_in_flight():
-    """Two buckets; no other rank begins the second before rank 0 has begun the all-gather of the first."""
+@on_ranks(2, 3)
+def test_all_gather_of_a_bucket_overlaps_all_to_all_of_the_next():
+    # No other rank begins the second bucket before rank 0 has begun the all-gather of the first.
     store, worker = signals(), executor_for(None, CPU)
     rank, n = dist.get_rank(), dist.get_world_size()
     start = worker.transport.start
@@ -240,11 +232,6 @@ def gather_while_the_next_exchange_is_in_flight():
 
     with mock.patch.object(worker.transport, "start", start_and_tell):
         futures = [worker.submit(lambda _, k=k: task(k)) for k in range(2)]
-        return [future.wait()[1] for future in futures]
-
-
-def test_all_gather_of_a_bucket_overlaps_all_to_all_of_the_next(world):
-    n = world.size
-    expected = [torch.stack([message(i + 10 * k, 2, n, 100) for i in range(n)]).sum(0) % 256 for k in range(2)]
-    for results in world.run(gather_while_the_next_exchange_is_in_flight):
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+        for k, future in enumerate(futures):
+            expected = torch.stack([message(i + 10 * k, 2, n, 100) for i in range(n)]).sum(0) % 256
+            assert torch.equal(future.wait()[1], expected)

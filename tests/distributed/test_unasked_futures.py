@@ -11,8 +11,9 @@ from torch.futures import collect_all
 from gradwire.hooks import default_hooks
 from tests.support.bits import assert_same_bits
 from tests.support.features import Parts
+from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import SMALLEST, WRAPPERS, gradients, plainly_named
+from tests.support.training import SMALLEST, gradients, own_batches, register, wrapped
 
 LIMIT = 20  # seconds
 SKIP = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
@@ -53,10 +54,9 @@ CASES = {
 def train(name, group):
     wrapper, options, hook, layers = CASES[name]
     torch.manual_seed(0)
-    ddp = WRAPPERS[wrapper](Parts(), process_group=group, bucket_cap_mb=SMALLEST, **options)
-    ddp.register_comm_hook(group, plainly_named(hook) if wrapper == "pytorch" else hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
+    ddp = wrapped(wrapper, Parts(), group=group, bucket_cap_mb=SMALLEST, **options)
+    register(ddp, (group, hook))
+    generator, seen = own_batches(), []
     for _ in range(4):
         ddp.zero_grad()
         ddp(torch.randn(3, 4, generator=generator), layers).backward()
@@ -64,14 +64,9 @@ def train(name, group):
     return seen
 
 
-def on_both(name):
-    """The gradients on a CPU and on the double of a GPU."""
-    expected = train(name, dist.new_group())
-    with gpu_on_cpu():
-        return expected, train(name, dist.new_group(backend=register_backend()))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_future_that_nobody_asks_for_completes_at_the_end_of_the_backward(worlds, case):
-    for expected, seen in worlds(2).run(on_both, name=case, limit=LIMIT):
-        assert_same_bits(seen, expected)
+@on_ranks(2, limit=LIMIT)
+def test_unawaited_future_completes_at_the_end_of_the_backward(case):
+    expected = train(case, dist.new_group())
+    with gpu_on_cpu():
+        assert_same_bits(train(case, dist.new_group(backend=register_backend())), expected)

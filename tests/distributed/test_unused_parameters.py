@@ -8,17 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.hooks import default_hooks
-from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import (
     CAP,
-    DDP,
     FEATURES,
     Parts,
     assert_parity,
     clearings,
     features,
     hooks,
-    of_both,
     plans,
     run_plan,
     under_hooks,
@@ -27,12 +25,9 @@ from tests.support.features import (
     wrap,
     zero_grad,
 )
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
-from tests.support.training import SMALLEST, gradients, register
-
-
-def plan_on_both(**options):
-    return of_both(run_plan, **options)
+from tests.support.training import SMALLEST, WRAPPERS, gradients, own_batches, register, wrapped
 
 
 class ZeroedParts(Parts):
@@ -46,47 +41,42 @@ class ZeroedParts(Parts):
 @clearings
 @views
 @plans
-def test_law4_find_unused_matches_pytorch(worlds, plan, view, clear):
+@on_ranks(2, 3)
+def test_law4_find_unused_matches_pytorch(plan, view, clear):
     # On three ranks PyTorch rounds a kept view that no rank uses: a third of it, thrice.
-    sizes = [2] if (plan, view, clear) == ("used by nobody at times", True, "kept") else [2, 3]
-    options = {"plan": plan, "clear": clear, "view": view}
-    for size in sizes:
-        assert_parity(worlds(size).run(plan_on_both, find_unused_parameters=True, **options))
+    if dist.get_world_size() == 2 or (plan, view, clear) != ("used by nobody at times", True, "kept"):
+        assert_parity(run_plan, find_unused_parameters=True, plan=plan, clear=clear, view=view)
 
 
 @under_hooks
 @plans
-def test_law4_find_unused_under_a_hook_matches_pytorch(worlds, plan, hook, view):
+@on_ranks(3)
+def test_law4_find_unused_under_a_hook_matches_pytorch(plan, hook, view):
     # With PyTorch's DDP, PowerSGD's memory loses what is not applied because no rank uses the parameter.
     steps = 2 if hook == "powersgd" and plan.endswith("at times") else 5
-    options = {"plan": plan, "hook": hook, "view": view, "steps": steps}
-    ours = assert_parity(worlds(3).run(plan_on_both, find_unused_parameters=True, **options))
-    assert_same_on_all_ranks(ours)
-
-
-def unused_and_zeroed(**options):
-    return run_plan("gradwire", **options), run_plan("gradwire", model=ZeroedParts, **options)
+    ours = assert_parity(run_plan, find_unused_parameters=True, plan=plan, hook=hook, view=view, steps=steps)
+    assert_same_on_all_ranks(from_all_ranks(ours))
 
 
 @under_hooks
-def test_parameter_unused_on_one_rank_counts_as_zeros(worlds, hook, view):
-    options = {"hook": hook, "view": view, "find_unused_parameters": True}
-    for unused, zeroed in worlds(3).run(unused_and_zeroed, plan="on some ranks", **options):
-        for step, reference in zip(unused, zeroed, strict=True):
-            used = {name: value for name, value in reference.items() if "parts.4" not in name}
-            assert_same_bits({name: step[name] for name in used}, used)
+@on_ranks(3)
+def test_parameter_unused_on_one_rank_counts_as_zeros(hook, view):
+    options = {"plan": "on some ranks", "hook": hook, "view": view, "find_unused_parameters": True}
+    unused, zeroed = (run_plan("gradwire", model=model, **options) for model in (Parts, ZeroedParts))
+    for step, reference in zip(unused, zeroed, strict=True):
+        used = {name: value for name, value in reference.items() if "parts.4" not in name}
+        assert_same_bits({name: step[name] for name in used}, used)
 
 
-def unused_everywhere(hook, view, feature):
-    """Gradients of layer 4 before and after a backward that uses it on no rank, and whether the tensors are the same.
-
-    Before that, every rank has a gradient of its own there.
-    """
+@views
+@hooks
+@features
+@on_ranks(2)
+def test_gradient_unused_on_all_ranks_is_unchanged(feature, hook, view):
     torch.manual_seed(0)
     ddp = wrap("gradwire", Parts(), hook, view, **FEATURES[feature])
     batch = torch.ones(3, 4) * (1 + dist.get_rank())
     part = ddp.module.parts[4]
-    seen = []
     for step in range(6):
         if step % 3 == 0:
             part.zero_grad()
@@ -94,18 +84,8 @@ def unused_everywhere(hook, view, feature):
             part.weight.grad = torch.full((4, 4), 1.0 + dist.get_rank())
         before, held = gradients(part), part.weight.grad
         ddp(batch, (0, 1, 2)).backward()
-        seen.append((before, gradients(part), view or part.weight.grad is held))
-    return seen
-
-
-@views
-@hooks
-@features
-def test_gradient_unused_on_all_ranks_is_unchanged(worlds, feature, hook, view):
-    for steps in worlds(2).run(unused_everywhere, hook=hook, view=view, feature=feature):
-        for before, after, is_held in steps:
-            assert_same_bits(after, before)
-            assert is_held
+        assert_same_bits(gradients(part), before)
+        assert view or part.weight.grad is held
 
 
 class TwoHeads(nn.Module):
@@ -125,7 +105,7 @@ class TwoHeads(nn.Module):
 def use_one_head(wrapper, container, hook, view, clear):
     torch.manual_seed(0)
     ddp = wrap(wrapper, TwoHeads(container), hook, view, find_unused_parameters=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for step in range(5):
         zero_grad(ddp, clear)
@@ -137,22 +117,19 @@ def use_one_head(wrapper, container, hook, view, clear):
     return seen
 
 
-def one_head_of_both(**options):
-    return of_both(use_one_head, **options)
-
-
 @pytest.mark.parametrize("clear", ["to-none", "kept"])
 @ways
 @pytest.mark.parametrize("container", ["dict", "tuple"])
-def test_law4_outputs_outside_the_loss_match_pytorch(worlds, container, hook, view, clear):
-    assert_parity(worlds(2).run(one_head_of_both, container=container, hook=hook, view=view, clear=clear))
+@on_ranks(2)
+def test_law4_outputs_outside_the_loss_match_pytorch(container, hook, view, clear):
+    assert_parity(use_one_head, container=container, hook=hook, view=view, clear=clear)
 
 
 def skip_unused(wrapper, hook, view):
     torch.manual_seed(0)
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     ddp = wrap(wrapper, Parts(), hook, view, **options)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = own_batches()
     seen = []
     for use in ((0, 1), (0, 1, 2, 3, 4), (4,), (0, 3), (2, 3)):
         ddp.zero_grad()
@@ -161,37 +138,28 @@ def skip_unused(wrapper, hook, view):
     return seen
 
 
-def skip_unused_with_both(**options):
-    return of_both(skip_unused, **options)
-
-
 # With views that are kept, PyTorch divides the gradients of a bucket that it skips.
 @views
 @hooks
-def test_law4_skipping_unused_buckets_matches_pytorch(worlds, hook, view):
-    assert_parity(worlds(2).run(skip_unused_with_both, hook=hook, view=view))
+@on_ranks(2)
+def test_law4_skipping_unused_buckets_matches_pytorch(hook, view):
+    assert_parity(skip_unused, hook=hook, view=view)
 
 
-def buckets_seen(cap, **options):
-    """Names of the parameters in the buckets that the hook was called with, for a backward through layer 0 alone."""
+@pytest.mark.parametrize(("cap", "skips", "expected"), [(SMALLEST, True, 2), (100, True, 10), (SMALLEST, False, 10)])
+@on_ranks(2, 3)
+def test_bucket_without_used_parameters_is_skipped(cap, skips, expected):
     seen = []
 
     def hook(group, bucket):
-        seen.append(bucket.parameter_names())
+        seen.extend(bucket.parameter_names())
         return default_hooks.allreduce_hook(group, bucket)
 
-    ddp = DDP(Parts(), bucket_cap_mb=cap, find_unused_parameters=True, **options)
-    ddp.register_comm_hook(None, hook)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skips}
+    ddp = wrapped(model=Parts(), hook=(None, hook), bucket_cap_mb=cap, **options)
     ddp(torch.ones(2, 4), (0,)).backward()
-    return seen
-
-
-def test_bucket_without_used_parameters_is_skipped(world):
-    for seen in world.run(buckets_seen, cap=SMALLEST, skip_all_reduce_unused_params=True):
-        assert seen == [["parts.0.bias"], ["parts.0.weight"]]
-    for seen in world.run(buckets_seen, cap=100, skip_all_reduce_unused_params=True):
-        assert len(seen[0]) == 10
-    assert [len(seen) for seen in world.run(buckets_seen, cap=SMALLEST)] == [10] * world.size
+    assert len(seen) == expected
+    assert expected == 10 or sorted(seen) == ["parts.0.bias", "parts.0.weight"]
 
 
 # The first step that uses each layer: the first, the second, or one in which the others are compressed already.
@@ -210,7 +178,7 @@ def train_late_parts(wrapper, kind, feature):
     torch.manual_seed(0)
     module = LateParts()
     local, training = copy.deepcopy(module), Training(kind, wrapper, module, bucket_cap_mb=CAP, **FEATURES[feature])
-    generator, ledger, seen = torch.Generator().manual_seed(dist.get_rank()), Ledger(module), []
+    generator, ledger, seen = own_batches(), Ledger(module), []
     for step in range(START + 4):
         batch = module.batch(generator, step)
         for each in (local, training.ddp):
@@ -223,65 +191,57 @@ def train_late_parts(wrapper, kind, feature):
     return seen, ledger.close(training.state), sorted(errors_of(training.state.state_dict()))
 
 
-def late_parts_of_both(**options):
-    return of_both(train_late_parts, **options)
-
-
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
 @pytest.mark.parametrize("kind", STATES)
-def test_parameter_that_first_appears_in_a_later_step_is_reduced_like_the_others(world, kind, feature):
+@on_ranks(2, 3)
+def test_parameter_that_first_appears_in_a_later_step_is_reduced_like_the_others(kind, feature):
     names = sorted(name for name, _ in LateParts().named_parameters())
-    weights = [name for name in names if name.endswith("weight")]
-    results = world.run(late_parts_of_both, kind=kind, feature=feature)
-    assert_same_on_all_ranks(results)
-    for theirs, ours in results:
-        for steps, _, known in (theirs, ours):
-            assert [steps[0][name] is None for name in names] == [FIRST_USED[int(name[6])] > 0 for name in names]
-            assert all(steps[-1][name].any() for name in names)
-            assert known == (weights if kind.startswith("powersgd") else names)
-        assert ours[1] == []
-        # Of a matrix of a whole bucket, PyTorch's DDP loses the part that belongs to an unused parameter.
-        if kind != "batched_powersgd":
-            assert_same_bits(theirs, ours)
-
-
-def kept_errors(feature, view):
-    """PowerSGD's error of layer 1 before and after each step, and whether the layer had a gradient then."""
-    torch.manual_seed(0)
-    ddp = wrap("gradwire", Parts(), view=view, **FEATURES[feature])
-    state = register(ddp, "powersgd")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    seen, error = [], torch.zeros(())
-    for step in range(8):
-        ddp.zero_grad()
-        ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (4, 6) else (0, 1, 2)).backward()
-        before, error = error, state.tensors("errors").get("parts.1.weight", torch.zeros(())).clone()
-        seen.append((before, error, ddp.module.parts[1].weight.grad is not None))
-    return seen
+    theirs, ours = (train_late_parts(wrapper, kind, feature) for wrapper in WRAPPERS)
+    for steps, _, known in (theirs, ours):
+        assert [steps[0][name] is None for name in names] == [FIRST_USED[int(name[6])] > 0 for name in names]
+        assert all(steps[-1][name].any() for name in names)
+        assert known == [name for name in names if name.endswith("weight") or not kind.startswith("powersgd")]
+    assert ours[1] == []
+    # Of a matrix of a whole bucket, PyTorch's DDP loses the part that belongs to an unused parameter.
+    if kind != "batched_powersgd":
+        assert_same_bits(theirs, ours)
+    assert_same_on_all_ranks(from_all_ranks(ours))
 
 
 @views
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
-def test_law1_error_of_parameter_unused_on_all_ranks_is_kept(world, feature, view):
-    for steps in world.run(kept_errors, feature=feature, view=view):
-        assert [has_gradient for *_, has_gradient in steps] == [step not in (4, 6) for step in range(8)]
-        assert all(after.count_nonzero() for _, after, _ in steps[3:])
-        for before, after, has_gradient in steps:
-            if not has_gradient:
-                # What was sent is subtracted, then added again: two roundings of sums no larger than what they are of.
-                # An approximation in an orthonormal basis is no longer than the mean of the errors, here below 8.
-                assert before.norm() < 8
-                assert (after - before).abs().max() <= 2 * 16 * 2.0**-24
+@pytest.mark.parametrize("hook", ["powersgd", "int4"])
+@on_ranks(2, 3)
+def test_law1_error_of_parameter_unused_on_all_ranks_is_kept(hook, feature, view):
+    torch.manual_seed(0)
+    ddp = wrap("gradwire", Parts(), view=view, **FEATURES[feature])
+    state, generator, after = register(ddp, hook), own_batches(), torch.zeros(())
+    for step in range(8):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (4, 6) else (0, 1, 2)).backward()
+        before, after = after, errors_of(state.state_dict())["parts.1.weight"]
+        assert (ddp.module.parts[1].weight.grad is None) == (step in (4, 6))
+        assert step < 3 or after.count_nonzero()
+        if step in (4, 6):
+            # What was sent is subtracted, then added again: two roundings of sums no larger than what they are of.
+            # An approximation in an orthonormal basis is no longer than the mean of the errors, here below 8.
+            assert before.norm() < 8
+            assert (after - before).abs().max() <= 2 * 16 * 2.0**-24
 
 
-def keep_gradients(kind, feature, view, clear):
-    """Names of which something was lost; the errors of layer 1, and whether its gradient was left alone when unused."""
+# In the last step but one, layers 1, 3 and 4 are unused; PyTorch's DDP loses their errors.
+@pytest.mark.parametrize("clear", ["to-zero", "kept"])
+@views
+@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
+@pytest.mark.parametrize("kind", FEEDBACK)
+@on_ranks(2, 3)
+def test_law1_holds_if_the_gradient_of_an_unused_parameter_was_kept(kind, feature, view, clear):
     torch.manual_seed(0)
     module, rank = Parts(), dist.get_rank()
     local = copy.deepcopy(module)
     options = {"bucket_cap_mb": CAP, "gradient_as_bucket_view": view, **FEATURES[feature]}
     training = Training(kind, model=module, **options)
-    generator, ledger, is_kept = torch.Generator().manual_seed(rank), Ledger(module), []
+    generator, ledger = own_batches(), Ledger(module)
     for step in range(START + 6):
         used = (0, 1, 2, 3, 4) if step % 3 else (0, 2)
         zero_grad(module, clear)
@@ -296,19 +256,8 @@ def keep_gradients(kind, feature, view, clear):
         own, applied = gradients(local), gradients(module)
         for name in applied:
             if int(name[6]) not in used:
-                is_kept.append(not differences(applied[name], before[name]))
+                assert_same_bits(applied[name], before[name])
                 own[name] = applied[name] = None
         ledger.add(own, applied)
-    return ledger.close(training.state), errors_of(training.state.state_dict())["parts.1.weight"], all(is_kept)
-
-
-# In the last step but one, layers 1, 3 and 4 are unused; PyTorch's DDP loses their errors.
-@pytest.mark.parametrize("clear", ["to-zero", "kept"])
-@views
-@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
-@pytest.mark.parametrize("kind", FEEDBACK)
-def test_law1_holds_if_the_gradient_of_an_unused_parameter_was_kept(world, kind, feature, view, clear):
-    for lost, error, is_kept in world.run(keep_gradients, kind=kind, feature=feature, view=view, clear=clear):
-        assert lost == []
-        assert error.any()
-        assert is_kept
+    assert ledger.close(training.state) == []
+    assert errors_of(training.state.state_dict())["parts.1.weight"].any()

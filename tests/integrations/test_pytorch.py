@@ -29,8 +29,8 @@ class Run:
     """Training without a trainer, which can be saved and loaded.
 
     Args:
-        hook: of `HOOKS`.
-        wrapper: of `WRAPPERS`.
+        hook: a key of `HOOKS`.
+        wrapper: a key of `WRAPPERS`.
         compiles: "inside" to compile the module that is wrapped, "around" to compile the wrapper.
         scaler: scales the loss, if given.
     """

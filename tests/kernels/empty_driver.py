@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import triton
 
-from tests.kernels.ahead_of_time import TARGETS
-from tools.ahead_of_time import kernel_modules
+from tools.ahead_of_time import TARGETS, kernel_modules
 
 # Of all drivers: a kernel stays bound to the driver that it was compiled for.
 _launches = []
@@ -38,7 +37,7 @@ class EmptyDriver:
         return 0
 
     def get_current_target(self):
-        return TARGETS[90]
+        return TARGETS["sm_90"]
 
     def launcher_cls(self, source, metadata):
         def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *arguments):

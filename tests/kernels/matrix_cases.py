@@ -94,10 +94,10 @@ class Bucket:
     """Matrices and how they are handed over.
 
     Attributes:
-        has_error: with error memory.
+        has_error: whether there is error memory.
         keep: whether `project` leaves M in the target, where the dtype allows it.
         in_place: whether the target is the source.
-        wire: of the factors.
+        wire: wire dtype of the factors.
     """
 
     places: tuple[Place, ...]
@@ -133,7 +133,7 @@ class Filled:
     Attributes:
         source, target, error: guarded; the target is the source, or NaN.
         g, m: G and G + E in numpy, as they were at first.
-        operands: of all of them.
+        operands: operands of all of them.
     """
 
     def __init__(self, bucket, dtype, device):

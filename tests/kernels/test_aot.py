@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from gradwire.kernels import flatten, unflatten, update_scale
-from tests.kernels import ahead_of_time
-from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
+from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, check_program_number, compiled, recorded
 from tests.kernels.cases import REALS, name
+from tools.ahead_of_time import TARGETS
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of
 # 8 warps share a multiprocessor, 80 three, 128 two. No kernel may spill, and full aligned chunks must move through
 # 128-bit accesses alone. The comments are the largest numbers measured, over all dtypes, with Triton 3.7.1 / 3.6.0.
 LIMITS = {
     # (kernel, arithmetic, whether it counts or looks for the maximum): limit of each target
-    ("flatten", FP32, False): {80: 64, 90: 64, 100: 64, "gfx942": 40},  # 64/48  64/48  64/54  37/38
-    ("flatten", FP32, True): {80: 80, 90: 80, 100: 80, "gfx942": 64},  # 79/64  76/64  70/48  53/57
-    ("flatten", FP64, False): {80: 104, 90: 96, 100: 96, "gfx942": 64},  # 100/100  94/94  88/94  56/56
-    ("flatten", FP64, True): {80: 80, 90: 80, 100: 80, "gfx942": 64},  # 80/80  80/80  72/76  59/58
-    ("unflatten", FP32, False): {80: 64, 90: 64, 100: 64, "gfx942": 40},  # 59/40  63/40  63/40  35/36
-    ("unflatten", FP32, True): {80: 64, 90: 64, 100: 64, "gfx942": 48},  # 64/64  64/64  62/59  46/44
-    ("unflatten", FP64, False): {80: 64, 90: 64, 100: 64, "gfx942": 48},  # 64/60  64/57  64/57  48/47
-    ("unflatten", FP64, True): {80: 72, 90: 72, 100: 72, "gfx942": 64},  # 69/69  69/69  69/69  55/58
-    ("update_scale", FP32, True): {80: 32, 90: 32, 100: 32, "gfx942": 16},  # 26/26  30/30  30/30  8/8
+    ("flatten", FP32, False): {"sm_80": 64, "sm_90": 64, "sm_100": 64, "gfx942": 40},  # 64/48  64/48  64/54  37/38
+    ("flatten", FP32, True): {"sm_80": 80, "sm_90": 80, "sm_100": 80, "gfx942": 64},  # 79/64  76/64  70/48  53/57
+    ("flatten", FP64, False): {"sm_80": 104, "sm_90": 96, "sm_100": 96, "gfx942": 64},  # 100/100  94/94  88/94  56/56
+    ("flatten", FP64, True): {"sm_80": 80, "sm_90": 80, "sm_100": 80, "gfx942": 64},  # 80/80  80/80  72/76  59/58
+    ("unflatten", FP32, False): {"sm_80": 64, "sm_90": 64, "sm_100": 64, "gfx942": 40},  # 59/40  63/40  63/40  35/36
+    ("unflatten", FP32, True): {"sm_80": 64, "sm_90": 64, "sm_100": 64, "gfx942": 48},  # 64/64  64/64  62/59  46/44
+    ("unflatten", FP64, False): {"sm_80": 64, "sm_90": 64, "sm_100": 64, "gfx942": 48},  # 64/60  64/57  64/57  48/47
+    ("unflatten", FP64, True): {"sm_80": 72, "sm_90": 72, "sm_100": 72, "gfx942": 64},  # 69/69  69/69  69/69  55/58
+    ("update_scale", FP32, True): {"sm_80": 32, "sm_90": 32, "sm_100": 32, "gfx942": 16},  # 26/26  30/30  30/30  8/8
 }
 FUNCTIONS = {"flatten": flatten, "unflatten": unflatten, "update_scale": update_scale}
 
@@ -57,9 +57,9 @@ class Launch:
 
 
 @cache
-def recorded(launch):
-    """The kernel that a call launches, and its arguments."""
-    return ahead_of_time.recorded(lambda: _call(FUNCTIONS[launch.function], launch))[launch.function]
+def launched(launch):
+    """The launch that a call makes."""
+    return recorded(lambda: _call(FUNCTIONS[launch.function], launch))[launch.function]
 
 
 def _call(function, launch):
@@ -79,20 +79,11 @@ def _call(function, launch):
         function(wire, gradients, scale=scales[1] if launch.tensor_scale else 0.5, absmax=absmax)
 
 
-@cache
-def compiled(launch, target):
-    return ahead_of_time.compiled(*recorded(launch), target)
-
-
 def check(launch, target):
-    binary = compiled(launch, target)
     arithmetic = FP64 if launch.gradient == FP64 else FP32
-    limit = LIMITS[launch.function, arithmetic, launch.observed][target]
-    assert binary.spills == 0, binary
-    assert binary.fences == 0, binary
-    assert binary.registers <= limit, binary
+    binary = compiled(launched(launch), target, LIMITS[launch.function, arithmetic, launch.observed][target])
     if launch.function != "update_scale":
-        chunk = recorded(launch)[1]["CHUNK"]
+        chunk = launched(launch).arguments["CHUNK"]
         read, written = launch.gradient, launch.wire
         if launch.function == "unflatten":
             read, written = written, read
@@ -117,10 +108,10 @@ SINGLES = [Launch(f, FP32, BF16, True, True, n_tensors=1) for f in ("flatten", "
 
 @pytest.mark.parametrize("launch", launches(PAIRS, ENDS) + UPDATES + SINGLES, ids=str)
 def test_cast_kernels_for_sm_90_do_not_spill_and_are_vectorized(launch):
-    check(launch, 90)
+    check(launch, "sm_90")
 
 
-@pytest.mark.parametrize("target", [80, 100, "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 @pytest.mark.parametrize("launch", launches(REPRESENTATIVE, ENDS) + UPDATES[:1], ids=str)
 def test_representative_cast_kernels_for_other_gpus_do_not_spill_and_are_vectorized(launch, target):
     check(launch, target)
@@ -128,7 +119,7 @@ def test_representative_cast_kernels_for_other_gpus_do_not_spill_and_are_vectori
 
 @pytest.mark.parametrize("launch", SINGLES, ids=str)
 def test_program_id_is_widened_to_64_bits_before_arithmetic(launch):
-    ahead_of_time.check_program_number(ahead_of_time.intermediate(*recorded(launch), 90))
+    check_program_number(launched(launch))
 
 
 @pytest.mark.slow

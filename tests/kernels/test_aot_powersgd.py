@@ -21,17 +21,9 @@ from gradwire.kernels import (
 )
 from gradwire.kernels.dispatch import next_power_of_2
 from gradwire.kernels.orthogonalize_triton import SHORTENING, longest_small
-from tests.kernels.ahead_of_time import (
-    BF16,
-    FP16,
-    FP32,
-    TARGETS,
-    check_program_number,
-    compiled,
-    intermediate,
-    recorded_launches,
-)
+from tests.kernels.ahead_of_time import BF16, FP16, FP32, check_program_number, compiled
 from tests.kernels.cases import name
+from tools.ahead_of_time import TARGETS, intermediate, recorded_launches
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
 # and 128 for the 16 warps of Gram-Schmidt.
@@ -87,14 +79,15 @@ def launches(gradient, wire, keep, error, rank, shortening=1, precision="tf32"):
         reconstruct(operands, basis, q_wire, finite)
 
     found = {}
-    for kernel, function, arguments in recorded_launches(step):
+    for launch in recorded_launches(step):
+        kernel, arguments = launch.name, launch.arguments
         if kernel == "apply":
             kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
         if kernel == "sum_partials" and arguments["segments_ptr"] is not None:
             kernel = "sum_and_pack"
         if kernel == "multiply":
             kernel = "project" if arguments["TO_P"] else "backproject"
-        found[kernel] = (function, arguments)
+        found[kernel] = launch
     assert sorted(found) == sorted(LIMITS), "a kernel that no step launches is not tested"
     return found
 
@@ -110,11 +103,8 @@ def matrix_bytes(kernel, gradient, keep, error):
 
 def check(kernel, variant, rank, target, precision="tf32"):
     gradient, _, keep, error = variant
-    function, arguments = launches(*variant, rank, precision=precision)[kernel]
-    binary = compiled(function, arguments, target)
-    assert binary.spills == 0, binary
-    assert binary.fences == 0, binary
-    assert binary.registers <= LIMITS[kernel][rank], binary
+    launch = launches(*variant, rank, precision=precision)[kernel]
+    arguments, binary = launch.arguments, compiled(launch, target, LIMITS[kernel][rank])
     assert binary.shared <= SHARED, binary
     if kernel in ("project", "backproject", "reconstruct") and target != "gfx942":
         read, written = matrix_bytes(kernel, gradient, keep, error)
@@ -128,16 +118,16 @@ def check(kernel, variant, rank, target, precision="tf32"):
 @pytest.mark.parametrize("rank", (4, 64))
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_powersgd_kernels_for_sm_90_do_not_spill(kernel, rank):
-    check(kernel, VARIANTS[0], rank, 90)
+    check(kernel, VARIANTS[0], rank, "sm_90")
 
 
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_powersgd_kernels_of_16_bit_gradients_for_sm_90_do_not_spill(kernel):
-    check(kernel, VARIANTS[3], 4, 90)
+    check(kernel, VARIANTS[3], 4, "sm_90")
 
 
 def test_gram_schmidt_of_longest_rows_for_sm_90_does_not_spill():
-    check("gram_schmidt", VARIANTS[0], 16, 90)
+    check("gram_schmidt", VARIANTS[0], 16, "sm_90")
 
 
 @pytest.mark.slow
@@ -147,11 +137,9 @@ def test_gram_schmidt_of_longest_rows_for_sm_90_does_not_spill():
 def test_gram_schmidt_for_every_gpu_does_not_spill(shortening, rank, target):
     if longest_small(rank) // shortening < rank:
         pytest.skip("a factor is no shorter than its rank")
-    function, arguments = launches(*VARIANTS[0], rank, shortening)["gram_schmidt"]
-    assert arguments["LENGTH"] == longest_small(rank) // shortening
-    binary = compiled(function, arguments, target)
-    assert (binary.spills, binary.fences) == (0, 0), binary
-    assert binary.registers <= 128, binary
+    launch = launches(*VARIANTS[0], rank, shortening)["gram_schmidt"]
+    assert launch.arguments["LENGTH"] == longest_small(rank) // shortening
+    compiled(launch, target, registers=128)
 
 
 @pytest.mark.slow
@@ -167,8 +155,7 @@ def test_every_powersgd_kernel_for_every_gpu_does_not_spill(kernel, variant, ran
 
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_program_id_is_widened_to_64_bits_before_arithmetic(kernel):
-    lines = intermediate(*launches(*VARIANTS[0], 4)[kernel], 90)
-    check_program_number(lines)
+    check_program_number(launches(*VARIANTS[0], 4)[kernel])
 
 
 @pytest.mark.slow
@@ -177,18 +164,17 @@ def test_program_id_is_widened_to_64_bits_before_arithmetic(kernel):
 @pytest.mark.parametrize("variant", VARIANTS[:1] + VARIANTS[3:4], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", ["project", "backproject"])
 def test_products_without_tf32_do_not_spill(kernel, variant, rank, target):
-    function, arguments = launches(*variant, rank, precision="fp32")[kernel]
-    assert arguments["PRECISION"] == "ieee"
-    binary = compiled(function, arguments, target)
-    assert (binary.spills, binary.fences) == (0, 0), binary
+    launch = launches(*variant, rank, precision="fp32")[kernel]
+    assert launch.arguments["PRECISION"] == "ieee"
+    compiled(launch, target, registers=512)  # as many as there are on AMD
 
 
 @pytest.mark.parametrize("rank", [4, 32])
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3]], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", ["project", "backproject", "reconstruct"])
 def test_tiles_of_m_have_64_bit_addresses_and_32_bit_offsets(kernel, variant, rank):
-    function, arguments = launches(*variant, rank)[kernel]
-    lines = [line.split(" loc(")[0] for line in intermediate(function, arguments, 90)]
+    launch = launches(*variant, rank)[kernel]
+    arguments, lines = launch.arguments, [line.split(" loc(")[0] for line in intermediate(launch, "sm_90")]
     scalars = [line for line in lines if re.search(r"tt\.addptr .*: !tt\.ptr<b?f\d+>, ", line)]
     assert len(scalars) >= 6, "source, target, error, P and Q, in two branches"
     for line in scalars:
@@ -209,7 +195,7 @@ def test_products_without_dot_sum_in_one_order_at_every_address(rank):
     """`tl.sum` adds in an order that depends on the layout, which the two branches choose by their addresses."""
 
     def summed(kernel):
-        lines = intermediate(*launches(*VARIANTS[0], rank)[kernel], 90)
+        lines = intermediate(launches(*VARIANTS[0], rank)[kernel], "sm_90")
         return re.findall(r"tt\.call @\S*standard\.sum\S* : \(tensor<(\w+)xf32>\)", "\n".join(lines))
 
     assert all(shape.endswith("x2") for shape in summed("project")), "a sum of two has one order"
@@ -219,7 +205,7 @@ def test_products_without_dot_sum_in_one_order_at_every_address(rank):
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v[3]], ids=lambda v: f"{name(v[0])}{'-kept' * v[2]}")
 def test_reconstruct_stores_result_after_all_threads_have_loaded_m(variant):
     # The compiled kernel has barriers of its own, at layout conversions that another version may leave out.
-    lines = intermediate(*launches(*variant, 4)["reconstruct"], 90)
+    lines = intermediate(launches(*variant, 4)["reconstruct"], "sm_90")
     tiles = "\n".join(lines).split("tt.func private @")[1:]
     order = [
         re.findall(r"tt\.call @\S*(load_m)|\b(barrier)\b|\btt\.(store)\b", tile)

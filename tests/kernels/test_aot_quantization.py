@@ -16,18 +16,18 @@ from gradwire.kernels import (
     quantize,
     reduce_quantized,
 )
-from tests.kernels import ahead_of_time
-from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, TARGETS
+from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, check_program_number, compiled, recorded
 from tests.kernels.cases import name
+from tools.ahead_of_time import TARGETS, recorded_launches, variant
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8
 # warps share a multiprocessor, 80 three, 128 two. Stochastic fp8 takes the most. The comments are the largest numbers
 # measured with Triton 3.7.1, on a sample of formats and dtypes.
 LIMITS = {
-    "quantize": {80: 128, 90: 128, 100: 128, "gfx942": 96},  # 116  120  114  61
-    "reduce": {80: 80, 90: 80, 100: 80, "gfx942": 64},  # 64  64  64  34
-    "dequantize": {80: 96, 90: 96, 100: 96, "gfx942": 64},  # 66  79  64  46
-    "commit_errors": {80: 64, 90: 64, 100: 64, "gfx942": 32},  # 56  56  56  18
+    "quantize": {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 96},  # 116  120  114  61
+    "reduce": {"sm_80": 80, "sm_90": 80, "sm_100": 80, "gfx942": 64},  # 64  64  64  34
+    "dequantize": {"sm_80": 96, "sm_90": 96, "sm_100": 96, "gfx942": 64},  # 66  79  64  46
+    "commit_errors": {"sm_80": 64, "sm_90": 64, "sm_100": 64, "gfx942": 32},  # 56  56  56  18
 }
 FORMATS = tuple(WIRE_FORMATS)
 
@@ -75,21 +75,13 @@ def launch_all(launch, length=8192, world_size=2, pieces=1):
 
 
 @cache
-def recorded(launch):
-    return ahead_of_time.recorded(lambda: launch_all(launch))
-
-
-@cache
-def compiled(launch, kernel, target):
-    return ahead_of_time.compiled(*recorded(launch)[kernel], target)
+def launched(launch):
+    return recorded(lambda: launch_all(launch))
 
 
 def check(launch, target):
-    for kernel, (_, arguments) in recorded(launch).items():
-        binary = compiled(launch, kernel, target)
-        assert binary.spills == 0, (kernel, binary)
-        assert binary.fences == 0, (kernel, binary)
-        assert binary.registers <= LIMITS[kernel][target], (kernel, binary)
+    for kernel, found in launched(launch).items():
+        arguments, binary = found.arguments, compiled(found, target, LIMITS[kernel][target])
         numel = arguments.get("PART", arguments["CHUNK"])
         threads = arguments["num_warps"] * TARGETS[target].warp_size
 
@@ -121,10 +113,10 @@ USUAL = [
 
 @pytest.mark.parametrize("launch", USUAL, ids=str)
 def test_usual_quantization_kernels_for_sm_90_do_not_spill_and_are_vectorized(launch):
-    check(launch, 90)
+    check(launch, "sm_90")
 
 
-@pytest.mark.parametrize("target", [80, 100, "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 @pytest.mark.parametrize("launch", USUAL[:2], ids=str)
 def test_usual_quantization_kernels_for_other_gpus_do_not_spill_and_are_vectorized(launch, target):
     check(launch, target)
@@ -153,8 +145,8 @@ def test_every_quantization_kernel_for_every_gpu_does_not_spill_and_is_vectorize
 
 
 def test_program_id_is_widened_to_64_bits_before_arithmetic():
-    for kernel in recorded(Launch("int4")).values():
-        ahead_of_time.check_program_number(ahead_of_time.intermediate(*kernel, 90))
+    for launch in launched(Launch("int4")).values():
+        check_program_number(launch)
 
 
 @pytest.mark.parametrize("errors", [None, FP32, BF16], ids=name)
@@ -166,6 +158,6 @@ def test_buckets_worlds_and_steps_share_one_variant_of_each_kernel(wire, errors)
         for n_tensors in (1, 2, 16):
             each = Launch(wire, errors=errors, n_tensors=n_tensors)
             call = lambda: launch_all(each, length, world_size, pieces)  # noqa: B023, E731
-            for kernel, function, arguments in ahead_of_time.recorded_launches(call):
-                variants.setdefault(kernel, set()).add(ahead_of_time.variant(function, arguments, 90))
-    assert {kernel: len(keys) for kernel, keys in variants.items()} == dict.fromkeys(recorded(launch), 1)
+            for made in recorded_launches(call):
+                variants.setdefault(made.name, set()).add(variant(made, "sm_90"))
+    assert {kernel: len(keys) for kernel, keys in variants.items()} == dict.fromkeys(launched(launch), 1)

@@ -81,7 +81,7 @@ def test_conflicts_follow_from_contents_of_tables(stride, worst):
     assert conflicts_of("", stride) == Conflicts(worst, worst)
 
 
-def test_mean_is_over_all_accesses_and_masked_threads_do_not_count():
+def test_mean_covers_all_accesses_without_masked_threads():
     body = "shl.b32 %r7, %r3, 7; setp.lt.u32 %p2, %r3, 4; @%p2 st.shared.b32 [ %r7 + 0 ], { %r6 };"
     assert conflicts_of(body) == Conflicts(4, (3 * 1 + 4) / 4)
 
@@ -93,7 +93,7 @@ def test_swizzled_rows_are_free_of_conflicts():
     assert conflicts_of(f"{rows} xor.b32 %r7, %r7, %r8; {load}").worst == 1
 
 
-def test_neighboring_loads_count_as_the_one_that_the_assembler_makes_of_them():
+def test_neighboring_loads_that_the_assembler_merges_count_once():
     rows = "shl.b32 %r7, %r3, 4;"
     loads = "ld.shared.b32 %r6, [%r7]; ld.shared.b32 %r6, [%r7+4]; ld.shared.b32 %r6, [%r7+8];"
     assert conflicts_of(f"bar.sync 0; {rows} {loads}") == Conflicts(1, 1)
@@ -147,7 +147,7 @@ def test_instructions_of_a_loop_are_counted_once_for_each_tile(unrolled):
     assert binary.program_elements == 8 * 128
 
 
-def test_elements_that_all_rows_of_a_tile_share_do_not_count_as_unrolling():
+def test_elements_shared_by_all_rows_of_a_tile_do_not_count_as_unrolling():
     tile = "%x = tt.load %p : tensor<4x32x!tt.ptr<f32>, #blocked1>"
     row = "%y = tt.load %q : tensor<1x32x!tt.ptr<f32>, #blocked1>"
     sliced = "%z = tt.load %r : tensor<32x!tt.ptr<f32>, #ttg.slice<{dim = 0, parent = #blocked1}>>"

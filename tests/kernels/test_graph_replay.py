@@ -63,7 +63,7 @@ def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
     assert all(torch.equal(a, b) for a, b in zip(memory, expected_memory, strict=True))
 
 
-def test_addresses_of_a_refresh_are_those_of_the_step():
+def test_refresh_uploads_the_addresses_of_the_step():
     layouts = [torch.empty(6, 4, 5), torch.empty(3)]
     bucket = LowRankBucket(
         layouts, LowRankPolicy(rank=1, min_compression_rate=1, stacks={"0": 3}).matrix_shapes(layouts, ["0", "1"])

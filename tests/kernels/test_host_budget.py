@@ -70,9 +70,9 @@ def run(algorithm):
 
 # Measured, and rounded up by about 3 %: calls, launches, tensors allocated. A change that needs more must be worth it.
 BUDGETS = {
-    "cast": (lambda bucket: cast(bucket, torch.bfloat16), (78, 2, 0)),
-    "powersgd": (lambda bucket: powersgd(bucket, 4, None), (268, 7, 3)),
-    "quantized": (lambda bucket: quantized(bucket, "int4", Quantization()), (276, 7, 0)),
+    "cast": (lambda bucket: cast(bucket, torch.bfloat16), (77, 2, 0)),
+    "powersgd": (lambda bucket: powersgd(bucket, 4, None), (238, 7, 3)),
+    "quantized": (lambda bucket: quantized(bucket, "int4", Quantization()), (228, 7, 0)),
 }
 
 
@@ -119,7 +119,7 @@ def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
         assert len(driver.launches) == launches
         assert EmptyGraph.replays == replays + 1, "one for each stretch; these collectives suspend nothing"
         assert allocations.counts.total() == 0
-        assert calls_of(lambda: run(step(4))) <= 70
+        assert calls_of(lambda: run(step(4))) <= 32
 
 
 @pytest.mark.parametrize("hook", BUDGETS)
@@ -155,4 +155,4 @@ def test_cast_of_a_bucket_makes_as_many_calls_for_many_tensors_as_for_one(functi
         launches = len(driver.launches)
         calls = calls_of(lambda: function(*arguments, table=table))
     assert (launches, allocations.counts.total()) == (1, 0)
-    assert launches < calls <= 34
+    assert launches < calls <= 33

@@ -335,7 +335,7 @@ def test_passes_with_any_block_size_match_oracle(dtype, block, device, monkeypat
 
 
 def run(bucket, dtype, device, *, at=None, poison=None):
-    """The bits that the three passes leave behind for each matrix; optionally with one element of G replaced."""
+    """The bits that the three passes write for each matrix; optionally with one element of G replaced."""
     filled = bucket.fill(dtype, device)
     if at is not None:
         matrix, row, column = at

@@ -288,21 +288,14 @@ def test_large_factor_with_growing_rounding_errors_becomes_orthonormal(distance,
         assert p[: 2 if distance >= 0.01 else 1].any(1).all()
 
 
-def ill_conditioned(sizes, exponent, device, is_small):
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
+def test_basis_at_any_condition_does_not_grow(exponent, is_large, device, request):
+    sizes = request.getfixturevalue("large") if is_large else [(2, 40), (4, 100), (8, 64), (8, 8)] * 3
     generator = np.random.default_rng(exponent)
     rows = [with_condition(*size, 10.0**exponent, generator) for size in sizes]
     for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
-        check_basis(w, p, flag, f"{w.shape} of condition 1e{exponent}", is_small)
-
-
-@pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
-def test_basis_at_any_condition_does_not_grow(exponent, device):
-    ill_conditioned([(2, 40), (4, 100), (8, 64), (8, 8)] * 3, exponent, device, is_small=True)
-
-
-@pytest.mark.parametrize("exponent", [0, 2, 4, 6, 8, 10, 12])
-def test_basis_of_large_factor_at_any_condition_does_not_grow(exponent, device, large):
-    ill_conditioned(large, exponent, device, is_small=False)
+        check_basis(w, p, flag, f"{w.shape} of condition 1e{exponent}", is_small=not is_large)
 
 
 def test_large_factor_with_shipped_tile_length_becomes_orthonormal(device):
@@ -313,13 +306,14 @@ def test_large_factor_with_shipped_tile_length_becomes_orthonormal(device):
         check_span(w, p, str(w.shape))
 
 
-def test_non_finite_large_factor_becomes_nan_and_spares_neighbors(device, large):
-    rows = [make("normal", *size, seed) for seed, size in enumerate(large)]
-    clean = orthogonalized(rows, torch.float32, torch.float32, device)
-    for hit, size in enumerate(large):
+def check_poisoned(sizes, hits, wire, out, device):
+    """Each of ``hits``, (factor, place, number), makes its factor NaN and leaves the bits of the others."""
+    rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
+    clean = orthogonalized(rows, wire, out, device)
+    for hit, at, number in hits:
         poisoned = [w.copy() for w in rows]
-        poisoned[hit][size[0] - 1, size[1] - 1] = (NAN, INF, -INF)[hit % 3]
-        for i, (_, p, flag) in enumerate(orthogonalized(poisoned, torch.float32, torch.float32, device)):
+        poisoned[hit][at] = number
+        for i, (_, p, flag) in enumerate(orthogonalized(poisoned, wire, out, device)):
             assert flag == (i != hit)
             if i == hit:
                 assert p.isnan().all()
@@ -327,32 +321,24 @@ def test_non_finite_large_factor_becomes_nan_and_spares_neighbors(device, large)
                 assert_same_bits(p, clean[i][1], f"neighbor {i}")
 
 
-def test_copies_and_zeros_in_large_factor_are_dropped(device, large):
-    for rank, n in large:
-        if rank < 4:
-            continue
-        w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((rank, n))).float())
-        w[1], w[2], w[rank - 1] = -2 * w[0], 0, 0.25 * w[0]
-        ((w, p, flag),) = orthogonalized([w], torch.float32, torch.float32, device)
-        check_basis(w, p, flag, "with copies")
-        assert p.any(1).tolist() == [row not in (1, 2, rank - 1) for row in range(rank)]
+def test_non_finite_large_factor_becomes_nan_and_spares_neighbors(device, large):
+    hits = [(i, (rank - 1, n - 1), (NAN, INF, -INF)[i % 3]) for i, (rank, n) in enumerate(large)]
+    check_poisoned(large, hits, torch.float32, torch.float32, device)
 
 
-@pytest.mark.parametrize("size", [(4, 100), (8, 64)], ids=str)
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_copies_and_zeros_are_dropped_and_other_rows_kept(wire, out, size, device):
-    rank = size[0]
-    w = np.random.default_rng(0).standard_normal(size)
-    w = numbers(torch.tensor(w).to(wire))
-    w[1] = -2 * w[0]
-    w[2] = 0
-    w[rank - 1] = 0.25 * w[0]
-    ((w, p, flag),) = orthogonalized([w], wire, out, device)
-    check_basis(w, p, flag, "with copies", is_small=True)
-    kept = [row not in (1, 2, rank - 1) for row in range(rank)]
-    assert p.any(1).tolist() == kept
-    check_span(w[kept], p[torch.tensor(kept)], "rows that are not copies")
+def test_copies_and_zeros_are_dropped_and_other_rows_kept(wire, out, is_large, device, request):
+    sizes = request.getfixturevalue("large") if is_large else [(4, 100), (8, 64)]
+    for rank, n in [size for size in sizes if size[0] >= 4]:
+        w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((rank, n))).to(wire))
+        w[1], w[2], w[rank - 1] = -2 * w[0], 0, 0.25 * w[0]
+        ((w, p, flag),) = orthogonalized([w], wire, out, device)
+        check_basis(w, p, flag, "with copies", is_small=not is_large)
+        kept = [row not in (1, 2, rank - 1) for row in range(rank)]
+        assert p.any(1).tolist() == kept
+        check_span(w[kept], p[torch.tensor(kept)], "rows that are not copies")
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-19, 1e-3, 1e3, 1e19, 1e30])
@@ -384,19 +370,8 @@ def test_largest_and_smallest_normal_numbers_are_ordinary_input(wire, largest, d
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 def test_non_finite_factor_becomes_nan_and_spares_neighbors(wire, out, poison, device):
-    sizes = ((4, 100), (1, 1), (3, 7), (2, 5))
-    rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
-    clean = orthogonalized(rows, wire, out, device)
-    for hit, at in ((0, (0, 0)), (1, (0, 0)), (2, (2, 6)), (3, (1, 0))):
-        poisoned = [w.copy() for w in rows]
-        poisoned[hit][at] = poison
-        for i, (w, p, flag) in enumerate(orthogonalized(poisoned, wire, out, device)):
-            if i == hit:
-                assert flag == 0
-                assert p.isnan().all(), w
-            else:
-                assert flag == 1
-                assert_same_bits(p, clean[i][1], f"neighbor {i}")
+    places = ((0, (0, 0)), (1, (0, 0)), (2, (2, 6)), (3, (1, 0)))
+    check_poisoned(((4, 100), (1, 1), (3, 7), (2, 5)), [(*hit, poison) for hit in places], wire, out, device)
 
 
 def test_flag_is_cleared_for_every_non_finite_factor(device):
@@ -420,22 +395,14 @@ def test_orthogonalizing_a_basis_keeps_its_span(wire, device):
         check_span(numbers(before[kept]), after[kept], f"{size} again")
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_two_calls_give_same_bits(wire, out, device):
-    sizes = ((4, 100), (1, 1), (8, 64), (7, 7))
+def test_two_calls_give_same_bits(wire, out, is_large, device, request):
+    sizes = request.getfixturevalue("large") if is_large else ((4, 100), (1, 1), (8, 64), (7, 7))
     rows = [make("condition", *size, seed) for seed, size in enumerate(sizes)]
-    first = orthogonalized(rows, wire, out, device)
-    for (_, p, _), (_, expected, _) in zip(orthogonalized(rows, wire, out, device), first, strict=True):
-        assert_same_bits(p, expected, "the second call")
-
-
-def test_two_calls_on_large_factors_give_same_bits(device, large):
-    rows = [make("condition", *size, seed) for seed, size in enumerate(large)]
-    first = orthogonalized(rows, torch.float32, torch.float32, device)
-    for (_, p, _), (_, expected, _) in zip(
-        orthogonalized(rows, torch.float32, torch.float32, device), first, strict=True
-    ):
+    first, second = (orthogonalized(rows, wire, out, device) for _ in range(2))
+    for (_, p, _), (_, expected, _) in zip(second, first, strict=True):
         assert_same_bits(p, expected, "the second call")
 
 

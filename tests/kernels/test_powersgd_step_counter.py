@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.comm import Workspace
-from gradwire.compress import LowRankBucket, alternating_all_reduce, powersgd_all_reduce, powersgd_bucket
+from gradwire.compress import LowRankBucket, alternating_all_reduce, powersgd, powersgd_all_reduce
 from gradwire.compress.policy import MatrixShape
 from tests.kernels.exact import assert_same_bits
 
@@ -37,7 +37,7 @@ def factors_after(kind, iterations):
 def test_captured_step_continues_from_previous_step(kind, monkeypatch):
     eager, after = factors_after(kind, [10, 11, 12])
     assert after == 13
-    monkeypatch.setattr(powersgd_bucket, "is_capturing", lambda _: True)
+    monkeypatch.setattr(powersgd, "is_capturing", lambda _: True)
     # A replay does again what the capture did, with its number; of an alternating step there is a graph for each side.
     captured, after = factors_after(kind, [10, 11, 10] if kind == "alternating" else [10, 10, 10])
     assert after == 13

@@ -21,7 +21,6 @@ from gradwire.kernels import (
     reduce_quantized_bytes,
 )
 from gradwire.kernels import block_table as block_table_module
-from gradwire.kernels.wire_formats import decode
 from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, name
 from tests.kernels.exact import assert_same_bits
 from tests.kernels.quantized_cases import (
@@ -343,9 +342,3 @@ def test_bytes_count_reads_and_writes():
     assert dequantize_bytes(64, int4, 64, FP16) == 64 * 2 + 34
     assert commit_errors_bytes(64, FP32) == 64 * 8
     assert len(RAW_FORMATS) + len(SCALED_FORMATS) == len(FORMATS)
-
-
-def test_decode_of_reference_takes_scales_of_blocks():
-    payload = torch.tensor([[0x8F] * 16], dtype=torch.uint8)
-    found = decode(torch.tensor([[2.0]], dtype=BF16), payload, WIRE_FORMATS["int4"])
-    assert found.tolist() == [[14.0] * 16 + [0.0] * 16]

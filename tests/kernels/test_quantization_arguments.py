@@ -122,7 +122,7 @@ def test_random_numbers_are_repeatable_and_depend_on_step_salt_and_key():
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int2", "fp8_e4m3", "bf16", "fp16"])
 def test_stochastic_rounding_is_unbiased(wire):
-    # 2^16 equal elements beside one large one in each block of 64. With a step of size s, the mean of n draws is within
+    # 2^16 equal elements and one large one in each block of 64. With a step of size s, the mean of n draws is within
     # 5 s / (2 sqrt(n)) of the value, five standard deviations of the widest distribution between two neighbors.
     values = torch.full((1024, 64), 0.7310585)
     values[:, 0] = 1.0

@@ -129,7 +129,7 @@ def test_fp64_is_rounded_to_fp32_on_the_way_to_16_bits(target, device):
         assert_same_bits(gradient, wire.float().to(target), "the gradient")
 
 
-def test_absmax_is_that_of_stored_gradient(device):
+def test_absmax_covers_the_stored_gradient(device):
     wire = torch.tensor([1 + 2.0**-9, -1.0], device=device)  # bf16 keeps 1.0
     absmax = torch.zeros(1, device=device)
     unflatten(wire, [torch.empty(2, dtype=torch.bfloat16, device=device)], absmax=absmax)
@@ -204,16 +204,6 @@ def test_unflatten_of_empty_tensors_leaves_absmax_unchanged(device):
     absmax = torch.tensor([2.0], device=device)
     unflatten(torch.empty(0, device=device), [torch.empty(3, 0, device=device)], absmax=absmax)
     assert absmax.item() == 2.0
-
-
-def test_unknown_wire_dtype_raises(device):
-    with pytest.raises(ValueError, match=r"The wire is torch\.int32; expected one of torch\.float32"):
-        unflatten(torch.ones(3, dtype=torch.int32, device=device), [torch.empty(3, device=device)])
-
-
-def test_misfitting_wire_raises(device):
-    with pytest.raises(ValueError, match=r"expected a contiguous 1-D tensor of 3 elements"):
-        unflatten(torch.ones(4, device=device), [torch.empty(3, device=device)])
 
 
 def test_bytes_count_reads_and_writes():

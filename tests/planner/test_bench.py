@@ -3,6 +3,7 @@
 import pytest
 
 from gradwire.bench import advise
+from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import STEP_MS, Measured, records_of
 
 
@@ -23,7 +24,7 @@ def test_tables_show_errors_and_advice(facts):
 
 @pytest.mark.slow
 def test_bench_predicts_and_measures_every_hook_on_loopback():
-    outcome = advise.measure(["tiny-layers"], [advise.LOOPBACK], ["none", "int4"], rounds=1)
+    outcome = advise.measure(["tiny-layers"], [LOOPBACK], ["none", "int4"], rounds=1)
     steps = [record for record in outcome.records if record.metric == STEP_MS]
     assert {(record["hook"], record.implementation) for record in steps} == {
         (hook, implementation) for hook in ("none", "int4") for implementation in (advise.MEASURED, advise.PREDICTED)

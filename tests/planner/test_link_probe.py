@@ -29,7 +29,7 @@ def test_message_has_the_payload_that_it_is_made_for(kind, is_gloo, nbytes):
     ("world_size", "ranks_per_node", "ring", "two_shot"),
     [(2, 1, 1, 1), (8, 1, 1.75, 1.75), (8, 8, 1.75, 1.75), (16, 8, 1, 4.5), (16, 4, 1.5, 3.75), (64, 8, 1.75, 7.875)],
 )
-def test_bytes_out_of_a_node_are_those_of_the_formula(world_size, ranks_per_node, ring, two_shot):
+def test_bytes_out_of_a_node_follow_the_formula(world_size, ranks_per_node, ring, two_shot):
     out = {kind: bytes_out_of_node(kind, world_size, ranks_per_node) for kind in KINDS}
     assert out["all-reduce float32"] == out["all-reduce bfloat16"] == ring
     assert (out["all-to-all"] + out["all-gather"]) / 2 == two_shot

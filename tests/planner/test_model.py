@@ -117,7 +117,7 @@ def test_plain_hook_costs_the_messages_that_the_backward_pass_does_not_hide(nbyt
         (Overlap.NOTHING, 5.0 + 4.0 + 1.0),
     ],
 )
-def test_what_does_not_overlap_adds_to_the_step(overlap, expected):
+def test_work_without_overlap_adds_to_the_step(overlap, expected):
     bucket = BucketCost(0.0, (1.0, 1.0), (Message(KINDS[0], 1),), 0.0)
     hook = HookCost(name="a", buckets=(bucket,) * 2, memory_bytes=0)
     assert step_seconds(two_buckets(overlap), hook, fast_link(latency=0.5)) == pytest.approx(expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from tests.support.bits import assert_same_bits
@@ -68,14 +69,11 @@ def zero_grad(model, clear):
         model.zero_grad(set_to_none=clear == "to-none")
 
 
-def of_both(case, **options):
-    return case("pytorch", **options), case("gradwire", **options)
-
-
-def assert_parity(results):
-    for theirs, ours in results:
-        assert_same_bits(ours, theirs)
-    return [ours for _, ours in results]
+def assert_parity(case, **options):
+    """``case(wrapper, **options)`` gives the same bits with PyTorch's class and gradwire's; returns ours."""
+    theirs, ours = case("pytorch", **options), case("gradwire", **options)
+    assert_same_bits(ours, theirs)
+    return ours
 
 
 class Parts(nn.Module):
@@ -89,6 +87,21 @@ class Parts(nn.Module):
         for i in use:
             x = run(self.parts[i], x).tanh()
         return x.square().sum()
+
+
+class AfterAnother(Parts):
+    """Begins with a layer that no checkpoint wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin = nn.Linear(4, 4)
+
+    def forward(self, x, use, **options):
+        return super().forward(self.begin(x), use, **options)
+
+
+def reentrant(part, x):
+    return checkpoint(part, x, use_reentrant=True)
 
 
 # The micro-batches of a step on a rank; all but the last under no_sync. Layer 4 is used nowhere in the first two.

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
-from gradwire.compress import powersgd_bucket
+from gradwire.compress import powersgd
 from gradwire.kernels import Operands, SegmentTable, lowrank, program_table
 from gradwire.kernels.dispatch import is_interpreted
 
@@ -132,7 +132,7 @@ def _recorded(kernel: Kernel) -> Kernel:
     return call
 
 
-def _of_matrices(kernel: Kernel) -> Kernel:
+def _by_matrix_addresses(kernel: Kernel) -> Kernel:
     """A kernel of `Operands` whose replays find the matrices by the addresses on the device."""
 
     def call(operands: Operands, *rest: Any) -> None:
@@ -154,7 +154,7 @@ def _of_matrices(kernel: Kernel) -> Kernel:
     return call
 
 
-def _of_segments(kernel: Kernel, position: int) -> Kernel:
+def _by_segment_addresses(kernel: Kernel, position: int) -> Kernel:
     """A kernel of a `SegmentTable`, with tensors as argument ``position``; replays find them by their addresses."""
 
     def call(*arguments: Any) -> None:
@@ -207,12 +207,12 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
     # Modules of these names are hidden in their package by the functions.
     flatten, orthogonalize = (import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize"))
     leaves: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (lowrank, "project_cpu", _of_matrices),
-        (lowrank, "backproject_cpu", _of_matrices),
-        (lowrank, "reconstruct_cpu", _of_matrices),
+        (lowrank, "project_cpu", _by_matrix_addresses),
+        (lowrank, "backproject_cpu", _by_matrix_addresses),
+        (lowrank, "reconstruct_cpu", _by_matrix_addresses),
         (lowrank, "renew_cpu", _recorded),
-        (flatten, "flatten_cpu", partial(_of_segments, position=0)),
-        (flatten, "unflatten_cpu", partial(_of_segments, position=1)),
+        (flatten, "flatten_cpu", partial(_by_segment_addresses, position=0)),
+        (flatten, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
         (orthogonalize, "orthogonalize_cpu", _recorded),
         (orthogonalize, "orthogonalize_reference", _recorded),
         (program_table.Upload, "_write", _refuse_uploads),
@@ -229,8 +229,8 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "graph_pool_handle", object),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (program_table, "is_capturing", is_capturing),
-            (powersgd_bucket, "is_capturing", is_capturing),
-            (powersgd_bucket, "can_capture", lambda _: True),
+            (powersgd, "is_capturing", is_capturing),
+            (powersgd, "can_capture", lambda _: True),
             (Workspace, "_is_capturing", is_capturing),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

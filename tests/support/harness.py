@@ -32,7 +32,7 @@ class Outcome:
         value: what the case returned.
         error: the name of the exception's type.
         message: the exception's text.
-        exit_code: of a process that exited; minus the number of the signal, if one ended it.
+        exit_code: exit code of a process that exited; minus the number of the signal, if one ended it.
         output: what the rank wrote; at its end the exception's traceback, or the stacks of all threads.
     """
 

@@ -29,11 +29,11 @@ def main(settings, device):
             ddp(torch.randn(2, 1024)).square().sum().backward()
             dist.barrier()
             counts = {"interface": namespaces.sent_bytes() - before, "telemetry": state.metrics()["sent_bytes"]}
-        of_hook = {
+        hook_case = {
             "bench": "test",
             "case": {"hook": name},
             "implementation": "gradwire",
             "ranks": dist.get_world_size(),
         }
-        records += [Record(**of_hook, metric=metric, p50=count) for metric, count in counts.items()]
+        records += [Record(**hook_case, metric=metric, p50=count) for metric, count in counts.items()]
     return records

@@ -18,11 +18,11 @@ CUT, TOTAL = 6, 10
 TOLERANCE = 400 * 10 * (TOTAL - CUT)
 
 
-def save_and_load(value):
+def save_and_load(value, **options):
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, **options)
 
 
 def own_memory(state):

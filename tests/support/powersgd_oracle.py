@@ -33,7 +33,7 @@ class PowerSGD:
     Args:
         q: the first Q, m x r.
         world_size: number of ranks.
-        dtype: of all arithmetic.
+        dtype: dtype of all arithmetic.
         feedback: whether there is an error memory.
 
     Attributes:

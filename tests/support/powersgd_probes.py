@@ -39,6 +39,14 @@ def wrapped(tensors, wrapper="pytorch", **options):
     return WRAPPERS[wrapper](module, **options)
 
 
+def registered(library, tensors, wrapper="pytorch", batched=False, options=None, **ddp_options):
+    """A new state of the library that compresses from the third step on, and a DDP that has it."""
+    module, ddp = MODULES[library], wrapped(tensors, wrapper, **ddp_options)
+    state = module.PowerSGDState(None, **({"start_powerSGD_iter": 2, "min_compression_rate": 1} | (options or {})))
+    register(ddp, (state, module.batched_powerSGD_hook if batched else module.powerSGD_hook))
+    return state, ddp
+
+
 def step(ddp, tensors, set_to_none=True):
     """One backward pass; returns copies of the reduced gradients."""
     ddp.zero_grad(set_to_none=set_to_none)
@@ -58,10 +66,7 @@ def run_steps(library, values, batched=False, options=None, wrapper="pytorch", *
     Goes on after an error, up to two.
     """
     mine = [ranks[dist.get_rank()] for ranks in values]
-    ddp = wrapped(mine[0], wrapper, **ddp_options)
-    module = MODULES[library]
-    state = module.PowerSGDState(None, **({"start_powerSGD_iter": 2, "min_compression_rate": 1} | (options or {})))
-    register(ddp, (state, module.batched_powerSGD_hook if batched else module.powerSGD_hook))
+    state, ddp = registered(library, mine[0], wrapper, batched, options, **ddp_options)
     run = Run()
     for tensors in mine:
         try:

@@ -71,11 +71,11 @@ def run_steps(
         values: the gradients, or the arguments of `noise`, which is faster than to send them.
         hook: a name of `HOOKS`.
         wrapper: a name of `WRAPPERS`.
-        options: of the state.
+        options: options of the state.
         changes: attributes of the state that are set before a step, by step.
         load: what the state loads first.
         remember: whether to return the state's memory too.
-        ddp_options: for the constructor of the wrapper.
+        ddp_options: arguments of the wrapper's constructor.
     """
     values = noise(**values) if isinstance(values, dict) else values
     mine = [ranks[dist.get_rank()] for ranks in values]

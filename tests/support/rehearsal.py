@@ -266,7 +266,7 @@ class _ResultOnCpu(stream_executor.Result):
 def gpu_on_cpu() -> Iterator[None]:
     """A context in which gradwire runs bucket algorithms on CPU tensors with its `StreamExecutor`, as on a GPU.
 
-    It applies to process groups whose first hook runs in it. Timings are those of the CPU, behind spins that take no
+    It applies to process groups whose first hook runs in it. Timings are those of the CPU, after spins that take no
     time. Graphs of `PowerSGDState(cuda_graphs=True)` are recorded and replayed (`graph_on_cpu`). Work in
     ``torch.cuda.graph`` runs once, in the capture, and its replays take no time.
     """

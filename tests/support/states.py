@@ -30,8 +30,8 @@ class Ledger:
     """Law 1: the exact means that went into some steps, less the gradients that came out and the errors that are left.
 
     Attributes:
-        lost: by parameter name.
-        size: by parameter name: sum of the magnitudes of all numbers that were added up.
+        lost: lost sums by parameter name.
+        size: sum of the magnitudes of all numbers that were added up, by parameter name.
     """
 
     def __init__(self, module, group=None):
@@ -68,7 +68,7 @@ class Training:
         kind: a name in `STATES`.
         model: a name of the zoo, or a module with batches.
         load: a checkpoint that the state loads before it is registered.
-        options: for the constructor of the wrapper.
+        options: arguments of the wrapper's constructor.
     """
 
     def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, **options):

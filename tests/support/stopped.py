@@ -7,7 +7,15 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
+
 HANG_LIMIT = 600  # seconds; it ends what hangs, and nothing else takes that long, on a busy machine either
+
+STOPS = [
+    pytest.param(signal.SIGINT, id="SIGINT"),
+    pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+    pytest.param(signal.SIGKILL, id="SIGKILL", marks=pytest.mark.slow),
+]
 
 
 def stopped(command, stop, folder, while_it_runs=lambda pid: None):

@@ -1,8 +1,8 @@
-"""CUDA streams on a CPU: everything runs at once, and a use of memory that no event orders behind the last one raises.
+"""CUDA streams on a CPU: everything runs at once, and a use of memory that no event orders after the last one raises.
 
-Every stream counts its uses of memory, and knows how far it is behind each other stream (a vector clock). A wait brings
-its knowledge up to date. A read must come behind the last write of that memory, a write behind all reads too. What
-runs in torch operators is seen by a dispatch mode; what a collective reads and writes, `StreamTransport` tells.
+Every stream counts its uses of memory, and knows the uses of each other stream that precede its own (a vector clock).
+A wait brings its knowledge up to date. A read must come after the last write of that memory, a write also after all
+reads. A dispatch mode records the memory of torch operators, `StreamTransport` that of collectives.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ class Race(Exception):
 
 
 class Stream:
-    """A stream that knows which uses of other streams are behind its own next one."""
+    """A stream that knows the uses of other streams that precede its next one."""
 
     device = None  # the double that it belongs to
     names = iter(range(10**9))

@@ -1,11 +1,12 @@
-"""Training a few steps behind either DDP, and the list of hooks that every law is tested with."""
+"""A few training steps in either DDP, and the list of hooks that every law is tested with."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def _power_sgd(hook, **options):
 
 
 def _quantized(wire, **options):
-    """Quantising from the third step on."""
+    """Quantizing from the third step on."""
     options = {"block_size": 32} | options
 
     def make(group):
@@ -141,6 +142,23 @@ class FailsInBackward(torch.autograd.Function):
         raise Fault("from autograd")
 
 
+@contextmanager
+def failing_hook(ddp, index):
+    """Let the hook of one bucket raise `Fault` on this rank, once the results of the buckets before it are there."""
+    run, earlier = ddp.reducer._run_comm_hook, []
+
+    def failing(bucket):
+        if bucket.index() == index:
+            for future in earlier:
+                future.wait()
+            raise Fault
+        earlier.append(run(bucket))
+        return earlier[-1]
+
+    with mock.patch.object(ddp.reducer, "_run_comm_hook", failing):
+        yield
+
+
 def error_of(action, *arguments, **options):
     """(type name, text) of the exception that ``action(*arguments, **options)`` raises; None if it raises none."""
     try:
@@ -167,6 +185,39 @@ def gradients(model):
     module = getattr(model, "module", model)
     named = module.named_parameters()
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+
+def wrapped(wrapper="gradwire", model="mlp", *, hook=None, group=None, seed=0, bucket_cap_mb=SMALL, **options):
+    """A DDP around a model, with small buckets.
+
+    Args:
+        wrapper: "pytorch" or "gradwire".
+        model: a name of the zoo, or a module.
+        hook: a name of `HOOKS`, or a pair of state and hook.
+        options: arguments of the wrapper's constructor.
+    """
+    module = build(model, seed) if isinstance(model, str) else model
+    ddp = WRAPPERS[wrapper](module, process_group=group, bucket_cap_mb=bucket_cap_mb, **options)
+    if hook is not None:
+        register(ddp, hook, group)
+    return ddp
+
+
+def own_batches(seed=0):
+    """The generator of this rank's batches."""
+    return torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+
+
+def train_steps(ddp, number=1, generator=None, optimizer=None):
+    """The gradients of each of some steps, on this rank's own batches unless a generator is given."""
+    generator, seen = generator or own_batches(), []
+    for _ in range(number):
+        ddp.zero_grad()
+        ddp(*ddp.module.batch(generator)).backward()
+        seen.append(gradients(ddp))
+        if optimizer is not None:
+            optimizer.step()
+    return seen
 
 
 @dataclass
@@ -198,7 +249,7 @@ def train(
         hook: a name of `HOOKS`, or a pair of state and hook.
         accumulate: micro-batches a step, all but the last under ``no_sync``.
         prepare: called with the module before it is wrapped.
-        options: for the constructor of the wrapper.
+        options: arguments of the wrapper's constructor.
     """
     module = build(model) if isinstance(model, str) else model
     if prepare is not None:

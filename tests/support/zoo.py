@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Channels-last weights, and buffers that batch normalisation updates."""
+    """Channels-last weights, and buffers that batch normalization updates."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ class Probe(nn.Module):
 
 
 class SparseTable(nn.Module):
-    """An embedding with sparse gradients, and a dense layer behind it or none. Not every hook's test can use it."""
+    """An embedding with sparse gradients, followed by a dense layer or by none. Not every hook's test can use it."""
 
     def __init__(self, has_dense_layer):
         super().__init__()
