@@ -227,7 +227,7 @@ def after_poison(case: Case, results: Sequence[tuple[Gradients, list[dict[str, T
     told = f"a gradient of {name} is {poison.value} on rank {poison.rank}"
     if poisoned[name].isfinite().all():
         yield "NaN reaches all", f"{told}, but the reduced gradient is finite"
-    if found := not_finite([next_one]):
+    if found := [each for each, gradient in next_one.items() if not gradient.isfinite().all()]:
         yield "NaN reaches all", f"{told}; in the step after it, {', '.join(found)} is not finite"
     if found := [each for each, error in after.items() if not error.isfinite().all()]:
         yield "NaN reaches all", f"{told}, and now the error memory of {', '.join(found)} is not finite"
