@@ -90,16 +90,14 @@ def hooks_bench(defect, implementation):
 
 
 def reducer_bench(defect, implementation):
-    key = ("fp16", implementation)
-    wrong = {key: (reducer.REDUCERS[key][0], planted(defect))}
-    with mock.patch.dict(reducer.REDUCERS, wrong), mock.patch.object(reducer, "track", None):
+    with mock.patch.dict(HOOKS, fp16=entry(defect, implementation)), mock.patch.object(reducer, "turns", None):
         return refusal(lambda: reducer.time_backwards("tiny-layers", 1, CPU))
 
 
 def converge_bench(defect, implementation):
     task = TASKS["digits"]()
     with mock.patch.dict(converge.TRAINED_HOOKS, fp16=entry(defect, implementation)):
-        training = converge.Training.make(task, "fp16", implementation, seed=0, counts_bytes=False)
+        training = converge.Training(task, "fp16", implementation, seed=0, counts_bytes=False)
     for _, batch in zip(range(2), task.batches(0), strict=False):
         training.step(batch)
     training.evaluate()
