@@ -84,7 +84,7 @@ def hooks_bench(defect, implementation):
     with (
         mock.patch.dict(HOOKS, fp16=entry(defect, implementation)),
         mock.patch.multiple(implementations, **SMALL),
-        mock.patch.object(hooks, "track", None),  # of the timed steps
+        mock.patch.object(hooks, "turns", None),  # the timed steps
     ):
         return refusal(lambda: hooks.measure_round("fp16", 1, CPU))
 
