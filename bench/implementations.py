@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
 from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import HOOKS, Make, Registration
@@ -154,7 +154,7 @@ class Implementation:
     def _by_parameter(self, errors: Mapping[Any, Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The error memory in the order of the model's parameters."""
         named = dict(self.ddp.module.named_parameters())
-        if isinstance(self.state, PowerSGDState | QuantizationState):
+        if isinstance(self.state, HookState) and "errors" in self.state.memory:
             return [errors[name] for name in named]
         views: dict[int, Tensor] = {}
         for flat, parameters in zip(errors.values(), buckets, strict=True):  # both in the order of buckets
@@ -175,11 +175,10 @@ def prepare(implementations: Sequence[Implementation], device: torch.device) -> 
 
 def error_memory(state: object) -> dict[Any, Tensor]:
     """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
-    if isinstance(state, PowerSGDState):
-        errors = state.tensors("errors")  # this rank's; state_dict() has the mean over all
-    elif isinstance(state, QuantizationState):
-        ranks = dist.get_world_size()  # its errors are parts of the mean gradient
-        errors = {name: ranks * error for name, error in state.tensors("errors").items()}
+    if isinstance(state, HookState) and "errors" in state.memory:
+        # Errors that a checkpoint sums are parts of the mean gradient, others of this rank's gradient.
+        scale = dist.get_world_size() if state.memory["errors"].merge == "sum" else 1
+        errors = {name: scale * error for name, error in state.tensors("errors").items()}
     else:
         errors = getattr(state, "error_dict", {})
     return {key: error.clone() for key, error in errors.items()}

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ PREPARE_TIMEOUT = timedelta(minutes=2)
 STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
 
 
+Merge = Literal["sum", "mean", "same"]
+
+
 class Memory(NamedTuple):
     """The declaration of a tensor that a state keeps for each parameter.
 
@@ -40,7 +43,7 @@ class Memory(NamedTuple):
             state validates shapes itself.
     """
 
-    merge: Literal["sum", "mean", "same"] = "sum"
+    merge: Merge = "sum"
     dtype: torch.dtype | None = None
     shape: Callable[[Tensor], Sequence[int]] | None = lambda gradient: gradient.shape
 
@@ -73,8 +76,20 @@ class DeclaredMemory(HookSettings):
     memory: ClassVar[Mapping[str, Memory]] = {}
     serves_one_model = True
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for entry, declared in cls.memory.items():
+            if not isinstance(declared, Memory) or declared.merge not in get_args(Merge):
+                raise TypeError(
+                    f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a Memory whose merge is one of "
+                    f"{', '.join(map(repr, get_args(Merge)))}."
+                )
+
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None, options: Any) -> None:
         super().__init__(hook, process_group)
+        parameters = getattr(type(options), "__dataclass_params__", None)
+        if options is not None and not getattr(parameters, "frozen", False):
+            raise TypeError(f"options is {options!r}; expected an instance of a frozen dataclass, or None.")
         self.options = options
         self._names = ParameterNames(self)
         self._tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # by parameter name

@@ -43,7 +43,8 @@ class Step(NamedTuple):
         names: parameter names.
         memory: the result of `HookState.prepare`.
         iteration: number of the step.
-        transport: the collectives. Await them: every rank must issue the same ones in the same order.
+        transport: the collectives: ``await transport.all_reduce(tensor)`` sums a tensor over the ranks, in place. Every
+            rank must await the same ones in the same order.
         workspace: provides wire buffers.
         source, target: the gradients and results again, for `Gradients.flatten` and `Gradients.unflatten`, which take a
             flat buffer as it is.
@@ -67,7 +68,12 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     """Decorate a hook ``hook(state, bucket)`` that calls ``state.run``, for states of type ``kind``.
 
     The hook reads and writes gradients in place on gradwire's DDP. It raises TypeError for another state.
+
+    Raises:
+        TypeError: ``kind`` is no subclass of `HookState`.
     """
+    if not (isinstance(kind, type) and issubclass(kind, HookState)):
+        raise TypeError(f"hook_for was given {kind!r}; expected the class of the state: @hook_for(MyState).")
     return lambda hook: zero_copy(ddp_hook(needs_state(kind))(hook))
 
 

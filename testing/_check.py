@@ -75,7 +75,7 @@ def check_laws(
     - **The mean.** The result approximates the mean over the ranks, with the same bits on all of them: it is computed
       from data that is equal on all ranks, such as what a collective returned, never from a rank's own gradients.
     - **Determinism.** The same gradients give the same bits: no clock, no random numbers without a seed that is equal
-      on all ranks.
+      on all ranks. Python's ``hash`` of a string is not: every process has a seed of its own for it.
     - **Plain first steps.** Before the step ``start_iter``, an attribute of the state or an option of a `HookState`,
       results are bitwise equal to the plain all-reduce.
     - **Error feedback.** If ``state.state_dict()`` has an entry "errors", a dictionary by parameter name, it is the
@@ -101,7 +101,7 @@ def check_laws(
 
     Raises:
         LawViolation: a law is violated.
-        TypeError: ``make_state`` or ``hook`` cannot be imported by the ranks.
+        TypeError: ``make_state`` is not callable, or the ranks cannot import it or ``hook``.
         ValueError: ``skip`` has a name that is not in `LAWS`.
 
     Examples:
@@ -110,6 +110,11 @@ def check_laws(
     """
     if unknown := set(skip) - LAWS.keys():
         raise ValueError(f"skip names {sorted(unknown)}; expected names of laws: {', '.join(LAWS)}.")
+    if not callable(make_state):
+        raise TypeError(
+            f"make_state is {make_state!r}; expected a function or class that makes a new state, such as "
+            "functools.partial(TopKState, density=0.25)."
+        )
     try:
         pickle.dumps((make_state, hook))
     except Exception as error:

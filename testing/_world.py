@@ -1,10 +1,12 @@
 """`World`: ranks in processes of their own that stay alive and run, on every rank, the functions they are sent.
 
 The ranks are one gloo group, found through a file, so a function uses ``torch.distributed`` as any training script
-does. They are forked from a server process that has imported torch and gradwire, so a world costs little to start.
+does. They are forked from server processes that have imported torch and gradwire, so a world costs little to start.
+Every rank has a server of its own, because forks share the seed of Python's ``hash``, and ranks in training do not.
 """
 
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -23,7 +25,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,10 +151,13 @@ class Member:
     def __init__(self, rank: int, folder: Path, target: Callable[..., None], *arguments: Any) -> None:
         self.rank = rank
         self.log = folder / f"rank_{rank}.log"
-        context = fork_server()
+        context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, str(self.log), *arguments), daemon=True)
-        self.process.start()
+        with mock.patch.object(
+            multiprocessing.forkserver, "connect_to_new_process", fork_server(rank).connect_to_new_process
+        ):
+            self.process.start()
         theirs.close()
 
     def output(self) -> str:
@@ -167,15 +172,17 @@ class Member:
             self.process.join()
 
 
-def fork_server() -> ForkServerContext:
-    """The fork server that starts processes, with all imports done; started at the first call."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+@functools.cache
+def fork_server(rank: int) -> ForkServer:
+    """The fork server that starts the processes of a rank, with all imports done; started at the first call."""
+    server = ForkServer()
+    server.set_forkserver_preload(PRELOAD)
     # This process may have switched Triton's interpreter on: far too slow for training.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with mock.patch.dict(os.environ, environment | ENVIRONMENT, clear=True):
-        multiprocessing.forkserver.ensure_running()
-    return context
+    environment |= {**ENVIRONMENT, "PYTHONHASHSEED": str(rank + 1)}
+    with mock.patch.dict(os.environ, environment, clear=True):
+        server.ensure_running()
+    return server
 
 
 def message_of_call(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:

@@ -68,6 +68,8 @@ async def toy_all_reduce(step, errors, defect):
         await step.transport.all_reduce(mean)
         if defect == "bits of a rank":
             mean += rank * 2.0**-20 * mean
+        if defect == "hash of a string":
+            mean *= 1 + 2.0**-20 * (hash("rank") % 7)
         if defect == "bits of a run":
             mean *= 1 + 2.0**-20 * (calls % 7)
         if defect == "swallowed NaN":
@@ -121,6 +123,7 @@ TOYS = {
     "lost error": "nothing lost",
     "wrong divisor": "mean",
     "bits of a rank": "ranks agree",
+    "hash of a string": "ranks agree",
     "bits of a run": "deterministic",
     "swallowed NaN": "NaN reaches all",
     "poisoned error": "NaN reaches all",
@@ -182,6 +185,10 @@ def test_unknown_law_raises():
 
 
 def test_objects_that_ranks_cannot_import_raise_with_the_remedy():
+    with pytest.raises(
+        TypeError, match=r"make_state is ToyState.*; expected a function or class that makes a new state"
+    ):
+        check_laws(ToyState(), toy_hook)
     with pytest.raises(TypeError, match="expected functions or classes at the top level of a module"):
         check_laws(lambda: ToyState(), toy_hook)
 

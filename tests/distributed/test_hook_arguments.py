@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
+from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
@@ -181,3 +182,22 @@ def test_copy_of_a_state_has_no_process_group():
         None,
         None,
     ]
+
+
+@pytest.mark.parametrize("declared", ["sum", Memory(merge="average")])
+def test_memory_that_is_declared_wrong_raises_in_its_class(declared):
+    with pytest.raises(
+        TypeError, match=r"State\.memory\['errors'\] is .*; expected a Memory whose merge is one of 'sum'"
+    ):
+        type("State", (HookState,), {"memory": {"errors": declared}})
+
+
+@pytest.mark.parametrize("options", [{"density": 0.1}, PowerSGDState])
+def test_options_that_are_no_frozen_dataclass_raise(options):
+    with pytest.raises(TypeError, match=r"options is .*; expected an instance of a frozen dataclass, or None\."):
+        HookState("hook", None, options)
+
+
+def test_hook_for_without_the_class_of_its_state_raises():
+    with pytest.raises(TypeError, match=r"hook_for was given <function .*; expected the class of the state"):
+        hook_for(lambda state, bucket: None)
