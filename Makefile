@@ -110,11 +110,11 @@ bench-hooks: install
 bench-network: install
 	$(BIN)/gradwire bench network
 
-# Predictions of `gradwire advise` beside measured steps: needs root.
+# Predictions of `gradwire advise` against measured steps: needs root.
 bench-advise: install
 	$(BIN)/gradwire bench advise
 
-# The choice of auto_hook beside its candidates: needs root.
+# The choice of auto_hook against its candidates: needs root.
 bench-auto: install
 	$(BIN)/gradwire bench auto
 

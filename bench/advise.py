@@ -122,7 +122,7 @@ def _advice_table(records: Sequence[Record]) -> Table:
             "error: of the prediction, relative to the measured step",
             "speed-up: of a measured step with the advised hook over one without a hook. Best: with the fastest hook",
             f"within {TOLERANCE} %: hooks with a smaller error of the prediction. Error: its median magnitude",
-            "time: that the measurement for the advice took",
+            "time: duration of the measurement for the advice",
             f"{settings['hosts']} hosts on one machine, one thread each",
         ],
     )

@@ -64,7 +64,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "link": lambda record: format_rate(record["rate"]),
     }
     choice_notes = [
-        "choice: of auto_hook, with its default candidates; parts of the parameters if it chose more than one",
+        "choice: by auto_hook among its default candidates; if several, with the share of parameter tensors",
         "speed-up: of auto_hook over no hook",
         f"{count(settings['hosts'], 'host')} on one machine, one thread each",
     ]

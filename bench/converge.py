@@ -235,7 +235,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     notes = [
         f"time to target: median of {count(seeds, 'seed')} (range), evaluations not counted",
         "step time: mean from the first evaluation on, when all hooks compress",
-        f"sent: by the interface of rank 0; low-rank hooks send the first {settings['plain_steps']} steps uncompressed",
-        "speed-up: of the time to target, over PyTorch's DDP without a hook",
+        "sent: bytes on rank 0's interface; quantized and low-rank hooks send the first "
+        f"{settings['plain_steps']} steps uncompressed",
+        "speed-up: time to target of PyTorch's DDP without a hook, over that of the hook",
     ]
     return [pivot(title, records, names, columns, notes)]

@@ -70,8 +70,8 @@ _PROBE_BYTES = 8_000_000
 def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool = False) -> Measured:
     """Step times of each hook at each rate: over a link between hosts, or over `LOOPBACK`.
 
-    Emulated, one rank on a GPU stands for all hosts, and the link is a model, which `allreduce_hook` needs: it stands
-    for no hook.
+    If emulated, one rank on a GPU stands for all hosts, and the link is modeled. The model needs a hook, so
+    `allreduce_hook` replaces "none".
     """
     if is_emulated:
         hooks = ["allreduce" if hook == "none" else hook for hook in hooks]

@@ -55,7 +55,7 @@ class RecordError(Exception):
 class Record:
     """One measured quantity."""
 
-    # the bench that measured it: kernels, compiled, rounding, hooks, reducer, network, advise, converge or demo
+    # the bench that measured it, such as "hooks"; a key of `gradwire.bench.report.TABLES`, or "compiled"
     bench: str
     case: dict[str, Any]  # the workload: hook, model, bucket size, link rate, seed, as far as the bench has them
     implementation: str  # gradwire, PyTorch, or a baseline

@@ -13,7 +13,7 @@ import typer
 from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELED_MBIT, Rate
 from gradwire.planner.hook_registry import HookEntry
 
-# Upper bounds of options: beyond these, a run takes weeks, or a machine has not as many.
+# Upper bounds of options. Larger values would take weeks or exceed any machine.
 MOST_STEPS = 1_000_000
 MOST_SEED = 2**32 - 1
 MOST_THREADS = 1024

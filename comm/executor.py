@@ -54,9 +54,9 @@ class Workspace:
     The first step's buckets may be much larger than all later ones, so the buffer shrinks once the last
     ``STEPS_BEFORE_SHRINKING`` steps needed less.
 
-    On a GPU, kernels still queued in a stream may read a buffer that has been replaced. The allocator does not reuse
-    its memory before they are done, because the stream of the kernels is recorded. It waits for the collectives on the
-    buffer before another bucket gets it. A CUDA graph replays the addresses that it was captured with. So a buffer used
+    On a GPU, queued kernels may still read a buffer that has been replaced. `Tensor.record_stream` keeps the allocator
+    from reusing its memory until they are done. The kernel stream waits for the collectives on a buffer before the next
+    bucket uses it. A CUDA graph replays the addresses that it was captured with. So a buffer used
     in a capture never shrinks and lives as long as the workspace, even after a larger one has replaced it.
 
     Args:

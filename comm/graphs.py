@@ -98,7 +98,7 @@ class PiecewiseGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory, and NCCL's watchdog may query events, meanwhile.
+        # During the capture, other threads may allocate memory, and NCCL's watchdog may query events.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             collective = driver.advance()

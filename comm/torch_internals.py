@@ -69,7 +69,7 @@ def is_initialized_group(group: dist.ProcessGroup) -> bool:
 
 
 def lifetime_token(group: dist.ProcessGroup) -> object:
-    """The group's store: that PyTorch drops it is the only sign that a group is being destroyed."""
+    """The group's store. PyTorch drops it when the group is destroyed, and gives no other sign of that."""
     return world.pg_map[group][1]
 
 

@@ -141,8 +141,8 @@ def slowest_times(
 ) -> tuple[list[float], list[dict[str, Cost]]]:
     """`predicted_ms`' arguments for every candidate, from the times of the slowest rank. A collective call.
 
-    The times of the plain exchange count as their minimum and all others as their median: load on the machine favors
-    plain.
+    The plain exchange counts with its minimum time, all others with their median, so that background load favors the
+    plain exchange.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -186,7 +186,7 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     Args:
         ready: time at which each bucket is ready (ms), not decreasing.
         costs: for each bucket, the cost of every exchange.
-        min_gain: how many times faster the fastest plan must be than the most precise one to be considered.
+        min_gain: smallest speed-up over the plain exchange for which to compress.
     """
     plain = [next(iter(of)) for of in costs]
     fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]

@@ -184,9 +184,8 @@ class _Agreement:
     """The agreement of all ranks of a process group on the settings of a hook."""
 
     def __init__(self, generation: int) -> None:
-        self.generation = (
-            generation  # generation of the connections: a handshake that ended here may have failed elsewhere
-        )
+        # Generation of the connections: a handshake that succeeded here may have failed on another rank.
+        self.generation = generation
         self.settings: dict[str, object] | None = None  # None before the first handshake, and if another one is due
         self.parameters = WeakIdKeyDictionary()  # parameters of the models whose handshake is over
 

@@ -190,7 +190,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
             value = future.value()
             reduced = value if isinstance(value, torch.Tensor) else value[0]
             work.target.unflatten(reduced)
-            if wire.device.type == "cuda":  # this stream waits for those that use it
+            if wire.device.type == "cuda":  # this stream already waits for all streams that use it
                 wire.record_stream(torch.cuda.current_stream(wire.device))
             return work.result
 

@@ -1,4 +1,4 @@
-"""`HookState`: memory of a hook between steps, and its way to average a bucket. See docs/writing-a-hook.md.
+"""`HookState`: options and memory of a hook, and `HookState.run`, which averages a bucket. See docs/writing-a-hook.md.
 
 A state has options, memory by parameter name, and a step count. The handshake between the ranks, checkpoints for any
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.

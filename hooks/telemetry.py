@@ -287,7 +287,7 @@ class Telemetry(Stopwatch):
         return self._sample
 
     def flush(self) -> None:
-        """Take over the measurements that can be read now."""
+        """Report the measurements that can be read without waiting."""
         while self._pending and self._pending[0].is_ready():
             self.latest = self._pending.popleft().metrics()
             if self._report is not None:

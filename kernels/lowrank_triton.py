@@ -1,6 +1,6 @@
 """Low-rank products in Triton: one kernel for P = M Q and Q = M^T P, and one that adds up its partial sums.
 
-Further programs of the second one pack the gradients that are sent uncompressed, which saves a launch.
+The second kernel's launch also packs the uncompressed gradients.
 
 A program of a product works through a strip of one matrix, tile by tile: along a few rows to compute P or the result,
 or down a few columns to compute Q. It stores a partial sum. Strips keep the number of programs high for matrices of few

@@ -24,8 +24,8 @@ def load_fields(
 ):
     """The fields ``FIRST`` to ``LAST - 1`` of one column, as a tuple.
 
-    It returns integers, no pointers: `tl.multiple_of` marks the operation that made its argument, and the result of a
-    call would lose the mark, and with it all wide accesses.
+    Addresses are returned as integers, not pointers: `tl.multiple_of` marks the operation that creates a pointer. A
+    pointer returned from a call loses that mark, and its accesses are no longer vectorized.
 
     A kernel that needs fields again after a long loop loads them again, VOLATILE: the compiler cannot merge these loads
     with those before the loop, so the fields, and masks made of them, occupy no registers in the loop.

@@ -140,7 +140,7 @@ class SegmentTable:
 
     Attributes:
         source_dtype: dtype of the tensors; ``dtype``: dtype of their real elements.
-        runs: what the CPU paths handle at once, in wire order.
+        runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
         fields: rows of the packed table between the addresses and the chunks.
 

@@ -42,7 +42,7 @@ BF16_MAX = torch.finfo(torch.bfloat16).max
 # The smallest scale of a block that is not zero: its reciprocal is finite.
 MIN_SCALE = 2.0**-126
 SCALE_BYTES = 2
-# Added to the salt of the payload's random numbers, for those that round the error memory.
+# Offset from the payload's salt to the salt of the random numbers that round the error memory.
 ERROR_SALT = 0x5851F42D4C957F2D
 
 

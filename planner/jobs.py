@@ -79,7 +79,7 @@ def check(job: Job, device: torch.device) -> None:
         loss = job.loss(wrapped)
     except Exception as error:
         is_missing = isinstance(error, AttributeError)
-        remedy = " model is a DistributedDataParallel: find the attributes of yours in model.module." * is_missing
+        remedy = " model is a DistributedDataParallel; your model is model.module." * is_missing
         raise JobError(f"loss(model) raised {type(error).__name__}: {error}.{remedy}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

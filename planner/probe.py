@@ -28,7 +28,7 @@ HOOK_BUDGET = 0.25  # seconds for steps of each hook
 
 @dataclass(frozen=True, kw_only=True)
 class GivenLink:
-    """A network that the user describes instead of measuring it."""
+    """A network that the user describes; it is not measured."""
 
     world_size: int  # number of ranks
     bandwidth: float  # bits per second that each node sends

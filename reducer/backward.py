@@ -32,9 +32,9 @@ class Exchange:
     finds it unfinished. If it raised before its first gradient was ready, it has exchanged nothing, and training
     continues with the next batch. See `gradwire.comm.connections` and docs/fault-handling.md.
 
-    Buffers are broadcast in a forward, gradients reduced in a backward. If the loss of a rank raises and its loop goes
-    on, it waits in its next forward for peers that wait in their backwards for it. So a rank that waits announces how
-    many forwards and backwards it has begun.
+    Buffers are broadcast in the forward, gradients reduced in the backward. If the loss raises on one rank and its loop
+    goes on, a deadlock follows: this rank waits in its next forward, its peers wait in their backward. To detect it, a
+    rank that waits in a forward announces how many forwards and backwards it has begun.
 
     Args:
         process_group: the ranks.

@@ -40,7 +40,7 @@ class DDPReducer(Reducer):
     The method names are PyTorch's, because PyTorch's DistributedDataParallel calls them.
 
     Attributes:
-        watch: finds parameters that the model has got since it was wrapped.
+        watch: finds parameters that were added or unfrozen after the model was wrapped.
     """
 
     watch: ModelWatch | None = None

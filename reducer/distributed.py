@@ -68,13 +68,13 @@ class DistributedDataParallel(AdaptedDDP):
         batched_grad_copy: no effect; the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronized forward.
         lazy_bucket_allocation: whether flat buffers are freed after every backward. gradwire's hooks use none,
-            except for `allreduce_hook` on CPUs. No effect with ``gradient_as_bucket_view``.
+            except `batched_powerSGD_hook`, and `allreduce_hook` on CPUs. No effect with ``gradient_as_bucket_view``.
 
     Raises:
         NotImplementedError: an argument or setting is not supported.
         ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or as in
             PyTorch's class.
-        RuntimeError: PyTorch's class raises, too.
+        RuntimeError: as in PyTorch's class.
     """
 
     def __init__(

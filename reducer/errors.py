@@ -111,7 +111,7 @@ GRADIENT_STRIDES = (
 
 # gradwire's own errors.
 
-# This rank waits for gradients, the other one in a forward.
+# Deadlock: this rank waits in a backward pass, the other one in a forward pass.
 BACKWARD_SKIPPED = (
     "Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, so each waits for "
     "the other. Its loss may have raised an exception. Call resynchronize() on every rank after a failed step."

@@ -36,7 +36,7 @@ class BucketHook(NamedTuple):
     is_zero_copy: bool
     is_registered: bool = False
     has_groups: bool = False  # whether it may have process groups of its own
-    take_back: TakeBack | None = None  # returns to the error memory of a state what was sent but is not applied
+    take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
 class Reducer:

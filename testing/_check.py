@@ -44,7 +44,7 @@ class LawViolation(AssertionError):
         hook: name of the hook, and text of its state.
         case: the smallest case found.
         world_size: number of ranks.
-        difference: what differed.
+        difference: description of the difference.
     """
 
     def __init__(self, law: str, hook: str, case: object, world_size: int, difference: str) -> None:

@@ -95,7 +95,7 @@ def refuse(count):
         (True, 0, "linux", refuse, "the system refuses to make network namespaces: Operation not permitted"),
     ],
 )
-def test_obstacle_is_named(monkeypatch, has_pyroute2, euid, platform, hosts, expected):
+def test_missing_namespace_support_names_reason(monkeypatch, has_pyroute2, euid, platform, hosts, expected):
     monkeypatch.setattr(namespaces, "hosts", hosts)
     monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", has_pyroute2)
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: euid)

@@ -9,7 +9,7 @@ from gradwire.compress import powersgd
 
 
 @pytest.mark.parametrize("module", [powersgd], ids=lambda module: module.__name__)
-def test_docstring_examples_print_what_they_say(module):
+def test_docstring_examples_match_output(module):
     torch.manual_seed(0)
     results = doctest.testmod(module)
     assert results.attempted > 0

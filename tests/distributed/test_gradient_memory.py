@@ -292,7 +292,7 @@ def test_learned_positions_with_one_sample_leave_other_gradients_right(worlds, h
 
 @pytest.mark.parametrize("device", ["cpu", "double"])
 @pytest.mark.parametrize("use", USES)
-def test_gradients_that_share_memory_are_right(worlds, use, device):
+def test_gradients_sharing_memory_equal_exact_mean(worlds, use, device):
     plan = Plan((Layer("matrix"), Layer(use, watched=True), Layer("matrix", wait=False)))
     for hook in (None, "fp16", "int4"):
         assert worlds(2).run(check_graph, hook=hook, plan=plan, device=device) == [[], []]

@@ -144,7 +144,7 @@ def test_metrics_include_totals_of_scaled_cast():
 
 @pytest.mark.parametrize("hook", STATEFUL)
 @on_ranks(2, 3)
-def test_nonfinite_step_is_measured_as_such(hook):
+def test_nonfinite_step_reports_nonfinite_metrics(hook):
     state, function = HOOKS[hook](None)
     ddp = wrapped(hook=(state, function), bucket_cap_mb=25)
     state.observe(every=1, exact_every=1)
@@ -266,7 +266,7 @@ def test_unequal_telemetry_raises_on_every_rank(how):
 
 @pytest.mark.parametrize("hook", ["bf16_in_fp32", "int4"])
 @on_ranks(2, 3)
-def test_measuring_goes_on_after_a_failed_step(hook):
+def test_telemetry_continues_after_failed_step(hook):
     state, function = HOOKS[hook](None)
     reports, failures = [], []
     state.observe(every=1, exact_every=3, report=lambda metrics: reports.append("cosine" in metrics))

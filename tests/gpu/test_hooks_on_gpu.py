@@ -20,7 +20,7 @@ def crews():
 
 
 @pytest.mark.parametrize("stage, case", [(stage, name) for stage in RANKS for name in cases_of(stage)])
-def test_over_nccl(stage, case, crews):
+def test_gpu_case_passes_over_nccl(stage, case, crews):
     outcome = crews[RANKS[stage]].run(cases_of(stage)[case])
     if outcome.status == "skipped":
         pytest.skip(outcome.text)

@@ -51,7 +51,7 @@ def test_slow_link_needs_the_fastest_hook():
     assert fastest.speed_up_over_bf16 > 1.05
 
 
-def test_among_equally_fast_hooks_the_mildest_is_recommended():
+def test_tie_recommends_hook_with_most_bytes():
     advice = advise(measured(2e9, *all_hooks(), hook("int8", 2 * 10**7, 0.0)))
     assert advice.recommended == "int8"
 

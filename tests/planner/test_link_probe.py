@@ -17,7 +17,7 @@ KINDS = ("all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather"
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_gloo", [False, True], ids=["one-piece", "pieces"])
 @pytest.mark.parametrize("nbytes", [256, 1 << 23])
-def test_message_has_the_payload_that_it_is_made_for(kind, is_gloo, nbytes):
+def test_probe_message_has_requested_payload(kind, is_gloo, nbytes):
     make = message_maker(kind, nbytes, EqualRanks(4, is_gloo, CPU), CPU)
     assert message_of(make()) == Message(kind, nbytes)
 
