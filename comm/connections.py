@@ -119,8 +119,8 @@ class Connections:
         self._n_users += 1
         return self._n_users
 
-    def enter(self, user: object, thread: int) -> None:
-        """Note that ``user`` begins to exchange in the current backward or in a forward, until `leave`.
+    def begin_exchange(self, user: object, thread: int) -> None:
+        """Note that ``user`` begins to exchange in the current backward or in a forward, until `end_exchange`.
 
         Two users of one thread or in one backward may exchange at the same time. The thread of a backward is the one
         that called the forward: autograd has threads of its own.
@@ -138,7 +138,7 @@ class Connections:
         """Forget all users: models whose last step did not finish are abandoned."""
         self._in_use.clear()
 
-    def leave(self, user: object) -> None:
+    def end_exchange(self, user: object) -> None:
         """Note that ``user`` has ended its exchange."""
         self._in_use.pop(user, None)
 

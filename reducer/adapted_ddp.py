@@ -118,10 +118,10 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         with self.reducer.leaving("the broadcast of buffers"):
             exchange = self.reducer.exchange
             connections = exchange.connect()
-            connections.enter(self, threading.get_ident())
+            connections.begin_exchange(self, threading.get_ident())
             transport = connections.transport("forward", exchange.device)
             broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, exchange.announce_forward)
-            connections.leave(self)
+            connections.end_exchange(self)
 
     def _delay_reduction(self, _: Tensor) -> None:
         """Reduce at the end of the first backward of a static graph, which begins now."""

@@ -78,7 +78,7 @@ class Exchange:
 
     def begin_backward(self, user: object) -> None:
         """Note that ``user`` exchanges in the current backward, until `Connections.leave`; see `Connections.enter`."""
-        self.connections.enter(user, self._thread)
+        self.connections.begin_exchange(user, self._thread)
         self._n_backwards += 1
 
     def fail(self, user: object, step: int, cause: str) -> str | None:
@@ -87,7 +87,7 @@ class Exchange:
         elsewhere = connections.failure_elsewhere()
         rank = dist.get_rank(self.process_group)
         connections.fail(elsewhere or f"Step {step} failed on rank {rank}: {cause}")
-        connections.leave(user)
+        connections.end_exchange(user)
         return elsewhere
 
     def announce_forward(self) -> None:

@@ -318,7 +318,7 @@ class Reducer:
         except BaseException as error:
             self._leave_after(error, "the end of the backward pass")
             raise
-        connections.leave(self)
+        connections.end_exchange(self)
         for bucket in self.buckets:
             bucket.release()
         backward.futures.clear()
