@@ -334,7 +334,10 @@ def test_ddp_around_fully_sharded_modules_raises_with_the_remedy():
 
 
 def train_in_two_threads(wrapper, hook, same_group):
-    """The errors of two threads that train a model each, and their gradients."""
+    """The errors of two threads that train a model each, and their gradients.
+
+    Each trains for 40 steps, on a common group until its error: the other thread may begin late.
+    """
     groups = [dist.new_group(timeout=timedelta(seconds=60)) for _ in range(1 if same_group else 2)]
     groups = groups * 2 if same_group else groups
     models = [wrapped(wrapper, seed=seed, group=group) for seed, group in enumerate(groups)]
@@ -347,10 +350,11 @@ def train_in_two_threads(wrapper, hook, same_group):
     def train(k):
         generator = own_batches(k)
         both.wait()
-        for _ in range(40):
+        for _ in itertools.count() if same_group else range(40):
             models[k].zero_grad()
-            if errors[k] is None:
-                errors[k] = error_of(lambda: models[k](*models[k].module.batch(generator)).backward())
+            errors[k] = error_of(lambda: models[k](*models[k].module.batch(generator)).backward())
+            if errors[k] is not None:
+                break
         seen[k] = gradients(models[k])
 
     in_threads(partial(train, 0), partial(train, 1))
