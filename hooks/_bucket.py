@@ -165,15 +165,15 @@ def reduce_bucket(
         if index == 0:
             for each in workspaces:
                 each.start_step()
-        steps: Steps[torch.Tensor | None]
+        steps: Steps[Any]
         if work is None:
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
             steps = algorithm(work.source, work.target, transport, workspace)
         if sample is not None:
             steps = sample.measured(steps, is_last, device, work and work[:2], transport)
-        reduced = await steps
-        return result if reduced is None else reduced
+        await steps
+        return result
 
     future = executor.submit(task, f"gradwire::{name}, bucket {index}")
     if is_last:

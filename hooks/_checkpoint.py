@@ -78,7 +78,7 @@ class DeclaredMemory(HookSettings):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for entry, declared in cls.memory.items():
+        for entry, declared in cls.memory.items() if isinstance(cls.memory, Mapping) else ():
             if not isinstance(declared, Memory) or declared.merge not in get_args(Merge):
                 raise TypeError(
                     f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a Memory whose merge is one of "
@@ -371,10 +371,13 @@ class Checkpointed(DeclaredMemory):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]
+        memory, loaded = state["memory"], state.get("loaded", {})  # pickles of earlier versions may lack "loaded"
+        if "iter" in state:  # and have the step count here
+            memory = {"iter": state["iter"], **memory}
         for entry in self.memory:
-            self._tensors[entry] = {name: tensor.clone() for name, tensor in state["memory"][entry].items()}
-            self._loaded[entry] = {name: tensor.clone() for name, tensor in state["loaded"][entry].items()}
-        self._restored(state["memory"])
+            self._tensors[entry] = {name: tensor.clone() for name, tensor in memory[entry].items()}
+            self._loaded[entry] = {name: tensor.clone() for name, tensor in loaded.get(entry, {}).items()}
+        self._restored(memory)
 
     # Validation.
 

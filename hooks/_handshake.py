@@ -140,9 +140,8 @@ class HookSettings(Observed):
             group = process_group or default_group()
         elif process_group is not None and process_group is not group:
             group = _chosen_group(cast("ModelBucket", bucket), process_group)
-        settings, generation, recorder = self.settings(), connections_of(group).generation, self._recorder
-        if recorder is not None:
-            settings |= recorder.settings()
+        own, generation, recorder = self.settings(), connections_of(group).generation, self._recorder
+        settings = own if recorder is None else {**own, **recorder.settings()}
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(self.hook_name)
         if agreement is None or agreement.generation != generation:
@@ -171,7 +170,7 @@ class HookSettings(Observed):
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
-        self.apply_settings(settings)
+        self.apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
         agreement.settings = settings
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self._is_loaded_anew = False

@@ -248,7 +248,7 @@ class HookState(Checkpointed):
             return algorithm(Step(gradients, results, names, memory, iteration, transport, workspace, source, target))
 
         self.maybe_increase_iter(bucket)
-        layout = memory.layout if memory is not None else None
+        layout = getattr(memory, "layout", None)
         return reduce_bucket(group, bucket, steps, self.hook_name, layout=layout, recorder=self._recorder)
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:

@@ -22,6 +22,8 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters.items()
     if name not in ("self", "module", "batched_grad_copy")
 }
+# Names in `__init__` that work with every version of PyTorch.
+_OWN = {"self", "__class__", "module", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}
 
 
 class DistributedDataParallel(AdaptedDDP):
@@ -101,8 +103,14 @@ class DistributedDataParallel(AdaptedDDP):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
     ) -> None:
+        given = dict(locals())
+        if unknown := [name for name, value in given.items() if name not in _OWN | _DEFAULTS.keys() and value]:
+            raise TypeError(
+                f"{', '.join(unknown)}: PyTorch {torch.__version__} has no such argument; leave it out, or install a "
+                "later version."
+            )
         # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
-        arguments = {name: value for name, value in locals().items() if value is not _DEFAULTS.get(name, value)}
+        arguments = {name: value for name, value in given.items() if value is not _DEFAULTS.get(name, value)}
         refuse_wrappers_inside(module)
         if mixed_precision is not None:
             check_config(mixed_precision)

@@ -201,3 +201,28 @@ def test_options_that_are_no_frozen_dataclass_raise(options):
 def test_hook_for_without_the_class_of_its_state_raises():
     with pytest.raises(TypeError, match=r"hook_for was given <function .*; expected the class of the state"):
         hook_for(lambda state, bucket: None)
+
+
+class ReturningState(HookState):
+    """The state of a hook whose algorithm returns a value."""
+
+    def __init__(self):
+        super().__init__("returning_hook")
+
+
+@hook_for(ReturningState)
+def returning_hook(state, bucket):
+    async def algorithm(step):
+        for gradient, result in zip(step.gradients, step.results, strict=True):
+            result.copy_(gradient)
+            await step.transport.all_reduce(result)
+        return torch.full_like(bucket.buffer(), torch.nan)
+
+    return state.run(bucket, algorithm)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_value_that_an_algorithm_returns_is_ignored(wrapper):
+    ddp = wrapped(wrapper, hook=(ReturningState(), returning_hook))
+    assert all(gradient.isfinite().all() for gradient in train_steps(ddp)[0].values())

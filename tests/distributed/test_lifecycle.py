@@ -6,6 +6,7 @@ import inspect
 import pickle
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import gradwire
 from gradwire.comm.connections import executor_for
+from gradwire.reducer import distributed
 from gradwire.reducer.ddp_interface import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -24,6 +26,7 @@ from tests.support.training import (
     SMALL,
     WRAPPERS,
     build,
+    error_of,
     gradients,
     own_batches,
     register,
@@ -33,6 +36,17 @@ from tests.support.training import (
 )
 
 LATER_ARGUMENTS = {"lazy_bucket_allocation"}  # since PyTorch 2.15
+
+
+@on_ranks(1)
+def test_argument_that_this_version_of_pytorch_lacks_raises_unless_it_is_left_out():
+    earlier = {name: value for name, value in distributed._DEFAULTS.items() if name != "skip_all_reduce_unused_params"}
+    with mock.patch.object(distributed, "_DEFAULTS", earlier):
+        assert error_of(gradwire.DistributedDataParallel, build("mlp")) is None
+        kind, text = error_of(gradwire.DistributedDataParallel, build("mlp"), skip_all_reduce_unused_params=True)
+    assert kind == "TypeError" and text.startswith(
+        "skip_all_reduce_unused_params: the DistributedDataParallel of PyTorch"
+    )
 
 
 def arguments(ddp):

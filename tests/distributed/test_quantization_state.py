@@ -123,3 +123,19 @@ def test_law1_errors_of_both_shots_survive_new_buckets(dtype):
     state.drop_buckets(tuple(before))
     assert not state._buckets
     assert_same_bits({name: summed(error) for name, error in state.tensors("errors").items()}, before)
+
+
+@on_ranks(1)
+def test_pickle_of_an_earlier_version_loads():
+    _, state = trained(steps=3)
+    now = state.__getstate__()
+    memory = dict(now["memory"])
+    iteration = memory.pop("iter")
+    for earlier in (
+        {"options": now["options"], "iter": iteration, "memory": memory, "loaded": now["loaded"]},
+        {"options": now["options"], "memory": now["memory"]},
+    ):
+        again = QuantizationState.__new__(QuantizationState)
+        again.__setstate__(earlier)
+        assert again.iter == state.iter and repr(again) == repr(state)
+        assert_same_bits(again.tensors("errors"), state.tensors("errors"))

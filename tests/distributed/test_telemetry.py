@@ -61,6 +61,23 @@ def test_measured_steps_have_the_same_bits(hook, wrapper):
         assert report["encode_ms"] > 0
 
 
+@pytest.mark.parametrize("hook", STATEFUL)
+@on_ranks(2)
+def test_measuring_that_begins_or_ends_during_training_changes_no_bit(hook):
+    runs = []
+    for is_observed in (True, False):
+        state, function = HOOKS[hook](None)
+        ddp, generator = wrapped(hook=(state, function)), own_batches()
+        seen = train_steps(ddp, 4, generator)
+        if is_observed:
+            state.observe(every=2, exact_every=3)
+        seen += train_steps(ddp, 4, generator)
+        if is_observed:
+            state.stop_observing()
+        runs.append(seen + train_steps(ddp, 2, generator))
+    assert_same_bits(*runs)
+
+
 @pytest.mark.parametrize("has_dense_layer", [True, False])
 @on_ranks(2, 3)
 def test_sparse_gradients_are_counted_as_uncompressed(has_dense_layer):
