@@ -106,8 +106,8 @@ class DeclaredMemory(HookSettings):
         """
         self.check_loaded(names)
         for entry, loaded in self._loaded.items():
-            self._tensors[entry].update({name: self._share(entry, tensor, group) for name, tensor in loaded.items()})
-            loaded.clear()
+            shares = {name: self._share(entry, loaded.pop(name), group) for name in names if name in loaded}
+            self._tensors[entry].update(shares)
         self.drop_buckets(names)
         parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
         transport = executor_for(group, bucket_device(bucket)).transport
