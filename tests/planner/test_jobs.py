@@ -107,7 +107,7 @@ class FailsInBackward(nn.Linear):
         (nn.Embedding(3, 2, sparse=True), lambda model: model(torch.ones(1, dtype=torch.long)).sum(), "sparse"),
         (nn.Linear(2, 2, device="meta"), lambda model: model(torch.ones(1, 2)).sum(), "parameters on meta"),
         (nn.Linear(2, 2), lambda model: model(torch.ones(1, 3)).sum(), r"loss\(model\) raised RuntimeError: mat1"),
-        (nn.Linear(2, 2), lambda model: model.weight.sum(), "find the attributes of yours in model.module"),
+        (nn.Linear(2, 2), lambda model: model.weight.sum(), "your model is model.module"),
         (
             FailsInBackward(),
             lambda model: model(torch.ones(1, 2)).sum(),
