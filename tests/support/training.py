@@ -22,6 +22,7 @@ from gradwire.hooks import (
     quantization_hooks,
     scaled_cast_hooks,
 )
+from gradwire.testing._cases import plainly_named
 from tests.support.zoo import MODELS
 
 # The compressor of the guide, by the name under which it is pickled.
@@ -99,15 +100,6 @@ def one_thread_group():
     """
     dist.Backend.register_backend("gloo_of_one_thread", _gloo_of_one_thread, devices=["cpu"])
     return dist.new_group(backend="gloo_of_one_thread")
-
-
-def plainly_named(hook):
-    """``hook`` under a name that PyTorch's DDP does not look up in its list of hooks that need NCCL."""
-
-    def plain_hook(state, bucket):
-        return hook(state, bucket)
-
-    return plain_hook
 
 
 def register(model, hook, group=None):
