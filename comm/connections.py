@@ -92,8 +92,13 @@ class Connections:
                 executor = StreamExecutor(GroupTransport(self.group), device)
             else:
                 transport = GroupTransport(self._duplicate_group("first"))
-                executor = WorkerExecutor(transport, self._duplicate_group("later"), device, self.check_peers)
+                later = self._duplicate_group("later")
+                executor = WorkerExecutor(transport, later, device, self.check_peers, self._post_failure_of_task)
             self._executors[device] = executor
+            if self.failure is not None:  # another thread has failed meanwhile
+                self._executors.pop(device, None)
+                executor.abandon()
+                self.check()
         return executor
 
     def replace_executor(self, executor: Executor, device: torch.device) -> None:
@@ -111,7 +116,11 @@ class Connections:
             self.check()
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
             group = self._duplicate_group(purpose) if is_own else self.group
-            self._transports[purpose] = GroupTransport(group, self.check_peers)
+            transport = self._transports[purpose] = GroupTransport(group, self.check_peers)
+            if self.failure is not None:  # another thread has failed meanwhile
+                self._transports.pop(purpose, None)
+                transport.close()
+                self.check()
         return self._transports[purpose]
 
     def new_user(self) -> int:
@@ -201,6 +210,10 @@ class Connections:
     def _post(self, reason: str) -> None:
         if self.announced(NOTICE) is None:
             self.announce(NOTICE, reason)
+
+    def _post_failure_of_task(self, error: Exception) -> None:
+        """Announce a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has announced its own."""
+        self._post(f"A gradient exchange failed on rank {self.group.rank()}: {error}")
 
     def renew(self, generation: int) -> None:
         """Start again with connections of a new generation, on which all ranks have agreed."""

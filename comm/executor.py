@@ -180,15 +180,22 @@ class WorkerExecutor(Executor):
         later: carries every other collective.
         device: device of the gradients.
         check: called every `POLL_SECONDS` while tasks wait for other ranks; raises RuntimeError to fail them.
+        announce: called with the error of a failed task, `POLL_SECONDS` after the last task has ended.
     """
 
     def __init__(
-        self, transport: GroupTransport, later: dist.ProcessGroup, device: torch.device, check: Callable[[], None]
+        self,
+        transport: GroupTransport,
+        later: dist.ProcessGroup,
+        device: torch.device,
+        check: Callable[[], None],
+        announce: Callable[[Exception], None],
     ) -> None:
         super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._group_transport = transport
         self._later: dist.ProcessGroup | None = later
         self._check = check
+        self._announce = announce
         self._is_closed = False
         self._latest: weakref.ref[WorkerTask] | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -198,6 +205,7 @@ class WorkerExecutor(Executor):
         self._in_flight: deque[WorkerTask] = deque()
         self._free = set(range(MAX_TASKS_IN_FLIGHT))  # workspaces
         self._n_awaited = 0  # collectives that have not reported that they are done
+        self._is_announced = False
         self._is_ending = False
         self._is_idle = threading.Event()  # set when the thread has ended: no task touches memory any longer
         self._thread = threading.Thread(target=self._work, name="gradwire", daemon=True)
@@ -245,10 +253,14 @@ class WorkerExecutor(Executor):
         torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
         try:
             while not self._is_ending or self._waiting or self._in_flight:
+                must_announce = self._error is not None and not self._is_announced
                 try:
-                    self._take(self._events.get(timeout=POLL_SECONDS if self._in_flight else None))
+                    self._take(self._events.get(timeout=POLL_SECONDS if self._in_flight or must_announce else None))
                 except queue.Empty:
-                    self._check_peers()
+                    if self._in_flight:
+                        self._check_peers()
+                    else:
+                        self._announce_failure()
                 self._advance()
                 if self._error is not None and not self._in_flight:
                     self._leave()
@@ -273,6 +285,12 @@ class WorkerExecutor(Executor):
         except RuntimeError as error:
             self._error = RuntimeError(str(error))  # without frames, which would hold this executor
             self._abandon()
+
+    def _announce_failure(self) -> None:
+        """Tell peers, whose gloo may have forgotten the collectives that wait for this rank."""
+        if self._error is not None:
+            self._is_announced = True
+            self._announce(self._error)
 
     def _take(self, event: Any) -> None:
         """Record an event."""

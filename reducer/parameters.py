@@ -94,12 +94,6 @@ class UsedParameters:
         self.local = bytearray(len(self.local))
         self._wait = self._counts_on_host = None
 
-    def abandon(self, keep_local: bool) -> None:
-        """Drop an exchange that may never be done, and `local` unless ``keep_local``."""
-        if not keep_local:
-            self.local = bytearray(len(self.local))
-        self._wait = self._counts_on_host = None
-
 
 @cache
 def _count_registrations() -> None:

@@ -158,7 +158,6 @@ class Reducer:
                 with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
                     bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
-        self._used.abandon(keep_local=self.static_graph)
         self._forget_forward()
         self.forward_is_running = False
         self._begin(Phase.DONE)

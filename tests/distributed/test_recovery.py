@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import gradwire
-from gradwire.comm import connections_of, store_collectives
+from gradwire.comm import connections_of, executor, store_collectives, transport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import reduce_bucket
@@ -31,6 +31,7 @@ from tests.support.training import (
     error_of,
     failing_hook,
     gradients,
+    message_of,
     own_batches,
     register,
     train_steps,
@@ -358,6 +359,34 @@ def test_new_wrapper_on_the_group_of_a_failed_task_trains():
     seen = train_steps(wrapped(group=group, hook="fp16"), 2)
     assert_same_on_all_ranks(from_all_ranks(seen))
     assert all(gradient.isfinite().all() for gradient in seen[1].values())
+
+
+@on_ranks(2, limit=90)
+def test_failed_task_of_pytorchs_ddp_raises_on_peer_whose_connection_stays_open():
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    ddp = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
+
+    async def fail_on_rank_0(source, target, transport, workspace):
+        await transport.all_reduce(torch.ones(3))
+        if dist.get_rank() == 0:
+            raise Fault("from the algorithm")
+        await transport.all_reduce(torch.ones(3))
+
+    ddp.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
+    batch, open_groups = ddp.module.batch(own_batches()), []
+
+    def keep_open(last):
+        open_groups.extend(last)
+        last.clear()
+
+    with ExitStack() as stack:
+        for module in (executor, transport):
+            stack.enter_context(mock.patch.object(module, "destroy", keep_open))
+        message = message_of(lambda: ddp(*batch).backward())
+        dist.barrier()
+    assert "from the algorithm" in message
+    if dist.get_rank() == 1:
+        assert "A gradient exchange failed on rank 0" in message
 
 
 # --- meetings in the store

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 import gradwire
+from gradwire.comm import connections
 from gradwire.hooks import _parameter_names, default_hooks, powerSGD_hook, quantization_hooks
 from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.auto_hook import AutoState, auto_hook
@@ -387,6 +388,33 @@ def test_two_threads_on_one_group_raise_on_every_rank(worlds, wrapper, hook):
 def in_default_group(**options):
     dist.init_process_group("gloo")
     return train_in_two_threads(**options)
+
+
+@pytest.mark.parametrize("use", ["executor", "transport"])
+@on_ranks(2)
+def test_failure_while_another_thread_connects_raises_in_that_thread(use):
+    device = torch.device("cpu")
+    open_connections = {
+        "executor": lambda found: found.executor(device),
+        "transport": lambda found: found.transport("backward", device),
+    }[use]
+    found = connections.connections_of(dist.new_group())
+    duplicate, n_made = connections.duplicate_group, {"executor": 2, "transport": 1}[use]
+    made = []
+
+    def duplicate_while_the_step_fails(*arguments):
+        made.append(duplicate(*arguments))
+        if len(made) == n_made:
+            dist.barrier()  # all ranks have connected
+            found.fail("the other thread failed")
+        return made[-1]
+
+    with mock.patch.object(connections, "duplicate_group", duplicate_while_the_step_fails):
+        for _ in range(2):
+            kind, text = error_of(open_connections, found)
+            assert kind == "RuntimeError"
+            assert "the other thread failed" in text
+    assert len(made) == n_made
 
 
 @on_ranks(2)
