@@ -68,7 +68,7 @@ REBUILT = [
 
 @pytest.mark.parametrize(("hook", "options", "cap", "expected"), REBUILT)
 @on_ranks(2)
-def test_rebuilt_buckets_have_the_size_of_the_argument_else_of_the_hook_else_of_pytorch(hook, options, cap, expected):
+def test_size_of_rebuilt_buckets_is_set_by_argument_hook_or_pytorch(hook, options, cap, expected):
     ddps = [WRAPPERS["gradwire"](Probe(*WIDE), **options)]
     if hook is not None:
         register(ddps[0], EVERY_HOOK[hook](None))

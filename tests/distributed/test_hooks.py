@@ -151,7 +151,7 @@ def test_law4_fused_optimizer_matches_pytorch(view):
 # PyTorch's ignores channels last, so hooks of gradwire never read its `gradients()`. Once PyTorch fixes it, this fails.
 @pytest.mark.parametrize(("wrapper", "expected"), [("gradwire", True), ("pytorch", False)])
 @on_ranks(2, 3)
-def test_bucket_gradients_have_layout_of_their_parameters_on_gradwires_ddp_only(wrapper, expected):
+def test_bucket_gradients_have_parameter_layout_on_gradwires_ddp_only(wrapper, expected):
     found = []
 
     def hook(state, bucket):
@@ -274,7 +274,7 @@ def test_16_bit_hooks_send_half_the_bytes(hook, wrapper):
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "scaled_fp16", "scaled_bf16", "fp16_of_allreduce"])
 @on_ranks(2, 3)
-def test_hook_on_gradwires_ddp_has_no_flat_copy_and_a_workspace_of_the_largest_bucket(hook):
+def test_hook_on_gradwires_ddp_has_no_flat_copy_and_small_workspace(hook):
     ddp, generator, sizes = wrapped(hook=hook), torch.Generator(), []
     workspaces = executor_for(None, torch.device("cpu")).workspaces
     for _ in range(8):

@@ -118,7 +118,7 @@ def test_law3_hook_that_keeps_the_dtype_equals_the_plain_all_reduce(model, hook,
 @views
 @wrappers
 @on_ranks(2)  # there the mean rounds the same, whether gradients are multiplied by 1 / n or views divided by n
-def test_law3_allreduce_hook_equals_the_plain_all_reduce_of_accumulated_gradients(wrapper, view):
+def test_law3_allreduce_hook_equals_plain_all_reduce_when_accumulating(wrapper, view):
     assert_law3(wrapper, "conv", "allreduce", view, accumulate=2, set_to_none=False)
 
 

@@ -39,7 +39,7 @@ LATER_ARGUMENTS = {"lazy_bucket_allocation"}  # since PyTorch 2.15
 
 
 @on_ranks(1)
-def test_argument_that_this_version_of_pytorch_lacks_raises_unless_it_is_left_out():
+def test_argument_missing_in_this_pytorch_raises_unless_left_out():
     earlier = {name: value for name, value in distributed._DEFAULTS.items() if name != "skip_all_reduce_unused_params"}
     with mock.patch.object(distributed, "_DEFAULTS", earlier):
         assert error_of(gradwire.DistributedDataParallel, build("mlp")) is None
