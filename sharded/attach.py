@@ -64,14 +64,23 @@ class Attachment:
         Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
         other numbers of shards and replicas. The factors of `PowerSGDState` are left out: they depend on the shards,
         and start anew after a load. See `HookState.state_dict`.
+
+        Raises:
+            NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
+                `AutoState`).
         """
         saved: dict[str, Any] = self.state.state_dict()
-        for entry, value in list(saved.items()):
-            if isinstance(value, dict):
-                if self.state.memory[entry].shape is None:
-                    del saved[entry]
-                else:
-                    saved[entry] = {name: self._as_shard(each, value.get(name)) for name, each in self._trainable()}
+        memory = self.state.memory
+        if local := [entry for entry, value in saved.items() if entry not in memory and not isinstance(value, int)]:
+            raise NotImplementedError(
+                f"{', '.join(local)} of a {type(self.state).__name__} have no layout that fits other numbers of shards. "
+                "Save state.state_dict() of every rank in a file of its own, and resume with the same mesh."
+            )
+        for entry in memory.keys() & saved.keys():
+            if memory[entry].shape is None:
+                del saved[entry]
+            else:
+                saved[entry] = {name: self._as_shard(each, saved[entry].get(name)) for name, each in self._trainable()}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -82,7 +91,7 @@ class Attachment:
         """
         loaded: dict[str, Any] = {entry: {} for entry in self.state.memory}
         for entry, value in state_dict.items():
-            if isinstance(value, Mapping):
+            if entry in self.state.memory:
                 shards = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in value.items()}
                 loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
             else:
@@ -166,7 +175,8 @@ def _attach_to_replicas(
     state = in_group(state, hook, replicas)
     exchange = Exchange(state, hook)
     module_names = {module: plain_name(found) for found, module in model.named_modules()}
-    parameters, buckets, before = {}, [], []
+    parameters: dict[str, Any] = {}
+    buckets, before = [], []
     for group, own in replicated:
         names = [_name(parameter, module_names) for parameter in group.fsdp_params]
         parameters.update(zip(names, group.fsdp_params, strict=True))
@@ -175,6 +185,7 @@ def _attach_to_replicas(
         replace_replica_group(group, stand_in)
         buckets.append(stand_in.bucket(reduced_dtype(group)))
     found = [bucket for bucket in buckets if bucket is not None]
+    exchange.n_groups = len(found)
     layouts = {
         name: each for bucket in found for name, each in zip(bucket.parameter_names(), bucket.parameters(), strict=True)
     }

@@ -43,15 +43,15 @@ class ShardBucket:
         self._offsets = offsets
         self._table = SegmentTable(self._layouts)
         self._flat: Tensor | None = None
-        self._position = 0
+        self._position, self._is_last = 0, False
         self.device = layouts[0].device
         self.numel = numel
         self.process_group = group
         self.model_parameters: Sequence[Tensor] = self._layouts
 
-    def collect(self, flat: Tensor, position: int, zero_copy: bool) -> None:
+    def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
-        self._flat, self._position, self.zero_copy = flat, position, zero_copy
+        self._flat, self._position, self._is_last, self.zero_copy = flat, position, is_last, zero_copy
 
     def release(self) -> None:
         """Drop the gradients."""
@@ -62,8 +62,8 @@ class ShardBucket:
         return self._position
 
     def is_last(self) -> bool:
-        """Always False: the end of the backward ends the step."""
-        return False
+        """Whether all parameter groups have reduced their gradients."""
+        return self._is_last
 
     def parameters(self) -> list[Tensor]:
         """Tensors in the layouts of the shards, without memory."""
@@ -115,29 +115,40 @@ class Exchange:
     Args:
         state: state of the hook.
         hook: a communication hook.
+
+    Attributes:
+        n_groups: number of parameter groups with gradients; without one of them a step has no last bucket.
     """
 
     def __init__(self, state: Any, hook: CommHook) -> None:
+        self.n_groups = 0
         self.state = state
         self.hook = hook
         self._is_zero_copy = is_zero_copy(hook)
         self._backward = NO_BACKWARD
-        self._n_reduced = 0  # parameter groups reduced in this backward
+        self._reduced: list[ReplicaGroup] = []  # parameter groups that the hook has averaged in this backward
         self._error: Exception | None = None  # of this backward
 
-    def average(self, bucket: ShardBucket, flat: Tensor) -> None:
-        """Average ``flat`` over the replicas, in place. Errors are raised at the end of the backward.
+    def average(self, group: ReplicaGroup, flat: Tensor) -> bool:
+        """Average the gradients of a parameter group over the replicas, in place, and return True.
 
-        Until then FSDP2 makes its other collectives, which all ranks of a replica expect.
+        Returns False, without an effect, for gradients that the hook cannot compress: a trainable parameter has none,
+        or the parameter group has reduced others in this backward. Errors are raised at the end of the backward: until
+        then FSDP2 makes its other collectives, which all ranks of a replica expect.
         """
         self._note_backward()
+        bucket = group.bucket(flat.dtype)
+        if bucket is None or flat.numel() != bucket.numel or group in self._reduced:
+            return False
+        self._reduced.append(group)
         if self._error is None:
             self._average(bucket, flat)
+        return True
 
     def _average(self, bucket: ShardBucket, flat: Tensor) -> None:
         connections = connections_of(bucket.process_group)
-        bucket.collect(flat, self._n_reduced, self._is_zero_copy)
-        self._n_reduced += 1
+        n_reduced = len(self._reduced)
+        bucket.collect(flat, n_reduced - 1, n_reduced == self.n_groups, self._is_zero_copy)
         try:
             with torch.no_grad():
                 connections.check()
@@ -167,7 +178,7 @@ class Exchange:
         queue_callback(self._end_step)
 
     def _end_step(self) -> None:
-        self._backward, self._n_reduced = NO_BACKWARD, 0
+        self._backward, self._reduced = NO_BACKWARD, []
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -187,7 +198,7 @@ class ReplicaGroup(dist.ProcessGroup):
     """
 
     def __init__(self, replicas: dist.ProcessGroup, group: Any, names: Sequence[str], exchange: Exchange) -> None:
-        super().__init__(replicas.rank(), replicas.size())
+        super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.replicas = replicas
         self._parameters = dict(zip(names, group.fsdp_params, strict=True))
         self._device = group.device
@@ -199,13 +210,12 @@ class ReplicaGroup(dist.ProcessGroup):
         return "gradwire"
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work | None:  # type: ignore[override]
-        """All-reduce one flat tensor with the hook; plainly if trainable parameters have no gradient in this step."""
+        """All-reduce one flat tensor: with the hook, or plainly; see `Exchange.average`."""
         (flat,) = tensors
-        bucket, is_mean = self.bucket(flat.dtype), options.reduceOp == dist.ReduceOp.AVG
-        is_compressible = bucket is not None and flat.numel() == bucket.numel
-        if bucket is None or not is_compressible or not (is_mean or options.reduceOp == dist.ReduceOp.SUM):
+        is_mean = options.reduceOp == dist.ReduceOp.AVG
+        is_supported = is_mean or options.reduceOp == dist.ReduceOp.SUM
+        if not is_supported or not self._exchange.average(self, flat):
             return self.replicas.allreduce(tensors, options)
-        self._exchange.average(bucket, flat)
         if not is_mean:
             flat.mul_(self.size())
         return None

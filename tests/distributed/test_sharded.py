@@ -264,7 +264,46 @@ def _folder():
     return tempfile.mkdtemp() if dist.get_rank() == 0 else None
 
 
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_telemetry_reports_each_step(place):
+    model, state = sharded(place), QuantizationState(wire="int4", start_iter=0)
+    gradwire.attach(model, state)
+    state.observe(every=1, exact_every=1)
+    train(model, 3)
+    metrics = state.metrics()
+    assert metrics["step"] == 3
+    assert metrics["compression_ratio"] > 2
+    assert 0.9 < metrics["cosine"] <= 1
+
+
+@on_ranks(4)
+def test_parameter_frozen_after_attach_leaves_the_others_compressed():
+    native, ours = sharded("hsdp"), sharded("hsdp")
+    state = QuantizationState(wire="int4", start_iter=0)
+    gradwire.attach(ours, state)
+    for model in (native, ours):
+        backward(model, 0)
+        model.zero_grad()
+        model.first.weight.requires_grad_(False)
+        backward(model, 1)
+    got, exact = gradients(ours), gradients(native)
+    assert got["first.weight"] is None
+    assert not torch.equal(got["first.bias"], exact["first.bias"])
+    assert state.iter == 2
+
+
 # Errors.
+
+
+@on_ranks(4)
+def test_checkpoint_of_a_state_that_depends_on_the_shards_raises_with_the_remedy():
+    model = sharded("hsdp")
+    attachment = gradwire.attach(model, ScaledCastState())
+    train(model, 3)
+    kind, text = error_of(attachment.state_dict)
+    assert kind == "NotImplementedError"
+    assert "state.state_dict() of every rank" in text
 
 
 @on_ranks(4)
