@@ -73,7 +73,7 @@ class Attachment:
         memory = self.state.memory
         if local := [entry for entry, value in saved.items() if entry not in memory and not isinstance(value, int)]:
             raise NotImplementedError(
-                f"{', '.join(local)} of a {type(self.state).__name__} have no layout that fits other numbers of shards. "
+                f"{', '.join(local)} of a {type(self.state).__name__} do not fit other numbers of shards. "
                 "Save state.state_dict() of every rank in a file of its own, and resume with the same mesh."
             )
         for entry in memory.keys() & saved.keys():
