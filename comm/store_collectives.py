@@ -47,7 +47,7 @@ def gradwire_store(group: dist.ProcessGroup) -> Store:
 
 def collective_timeout(group: dist.ProcessGroup) -> timedelta:
     """The shortest collective timeout of the group's backends."""
-    return min(device_timeouts(group, DEFAULT_TIMEOUT), default=DEFAULT_TIMEOUT)
+    return min(device_timeouts(group, DEFAULT_TIMEOUT).values(), default=DEFAULT_TIMEOUT)
 
 
 def store_all_gather(

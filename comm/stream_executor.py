@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from gradwire.comm.executor import CLOSED, Executor, Task, Workspace
+from gradwire.comm.executor import CLOSED, MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import Driver, GroupTransport
 
 HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
-MAX_TASKS_IN_FLIGHT = 2  # the task that waits at its first collective, and the next one
 
 
 class StreamExecutor(Executor):
@@ -56,7 +55,7 @@ class StreamExecutor(Executor):
         self._kernels.wait_stream(torch.cuda.current_stream(self._device))
         workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
         self._n_submitted += 1
-        before, self._latest = self._latest, StreamTask(Driver(task(workspace), name), future)
+        before, self._latest = self._latest, StreamTask(Driver(task(workspace), self.transport, name), future)
         self._advance(self._latest)
         self._run_to_end(before)
         backward = current_backward()

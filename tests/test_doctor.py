@@ -157,7 +157,7 @@ def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, m
 
 
 WITHOUT_PRIVATE_NAME = """
-import sys, {owner}
+import sys, torch
 del {owner}.{name}
 try:
     import gradwire
@@ -171,6 +171,8 @@ except ImportError as error:
     [
         ("torch.distributed.distributed_c10d", "_world"),
         ("torch.nn.parallel.distributed", "_find_tensors"),
+        ("torch.distributed.ProcessGroupGloo", "_Options"),
+        ("torch.nn.parallel.DistributedDataParallel", "_pre_forward"),
     ],
 )
 def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
