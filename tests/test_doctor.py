@@ -181,3 +181,8 @@ def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
     assert f"torch {torch.__version__} lacks one" in done.stdout
     assert name in done.stdout
     assert f"tested with torch {' to '.join(TESTED_TORCH)}: install one of these, or a newer gradwire" in done.stdout
+
+
+def test_gradwire_imports_in_builds_of_torch_without_gloo():
+    program = "import torch.distributed as dist; del dist.ProcessGroupGloo; import gradwire.reducer, gradwire.testing"
+    subprocess.run([sys.executable, "-c", program], timeout=240, check=True)

@@ -258,7 +258,7 @@ def test_collective_that_is_not_awaited_raises_and_names_the_remedy(wrapper):
 
 def test_hook_of_a_user_without_a_state_says_that_it_needs_one():
     with pytest.raises(
-        TypeError, match=r"The state of forgetful_hook is None; expected an instance of OwnState: model\.register"
+        TypeError, match=r"The state of forgetful_hook is None; expected an instance of OwnState: model"
     ):
         forgetful_hook(None, None)
 
