@@ -379,29 +379,19 @@ class WorkerExecutor(Executor):
 
 
 class WorkerTask:
-    """A submitted task.
-
-    Attributes:
-        thread: number of the submitting thread.
-        driver: runs the task's coroutine; None before it starts.
-        place: index of its workspace.
-        works: handles of the collective that it awaits, one per message; each keeps connections open.
-        messages: done when all messages are.
-        complete: completes the future; set once the task has ended.
-        precedes_error: whether a later task has failed, which does not stop this one.
-    """
+    """A submitted task."""
 
     def __init__(self, task: Task, name: str) -> None:
         self.task = task
         self.name = name
-        self.thread = threading.get_ident()
+        self.thread = threading.get_ident()  # the submitting one
         self.future: Future[Any] = Future()
-        self.driver: Driver[Any] | None = None
-        self.place = 0
-        self.works: list[dist.Work] = []
-        self.messages: Future[Any] = Future()
-        self.complete: Callable[[], None] | None = None
-        self.precedes_error = False
+        self.driver: Driver[Any] | None = None  # None before it starts
+        self.place = 0  # index of its workspace
+        self.works: list[dist.Work] = []  # of the collective that it awaits, one per message; keep connections open
+        self.messages: Future[Any] = Future()  # done when all messages are
+        self.complete: Callable[[], None] | None = None  # completes the future; set once the task has ended
+        self.precedes_error = False  # whether a later task has failed, which does not stop this one
 
 
 class _Command(Enum):

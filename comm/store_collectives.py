@@ -129,7 +129,7 @@ def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequen
         for rank, facts in zip(ranks, facts_by_rank, strict=True):
             holders.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {format_ranks(of)}" for value, of in holders.items()))
+            lines.append(f"{name}: " + "; ".join(f"{value} on {format_ranks(on)}" for value, on in holders.items()))
     if len(lines) > MAX_SHOWN:
         lines[MAX_SHOWN:] = [f"and {len(lines) - MAX_SHOWN} more differences"]
     return "".join(f"\n  {line}" for line in lines)
