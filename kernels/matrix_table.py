@@ -156,6 +156,7 @@ class MatrixTable:
         largest_rank: largest rank of a matrix.
         keys: keys of the matrices' random columns.
         block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
+        fits_triton: False for fp64, ranks above `MAX_RANK`, and rows of more than `MAX_COLUMNS` elements.
         plans: arguments that launches have in common, built once.
 
     Raises:
@@ -188,14 +189,14 @@ class MatrixTable:
         self.plans: dict[object, Any] = {}
         self._uploaded: Upload | None = None
         is_in_range = self.largest_rank <= MAX_RANK and max(self.q.lengths) <= MAX_COLUMNS
-        self._fits_triton = is_in_range and self.compute == torch.float32
+        self.fits_triton = is_in_range and self.compute == torch.float32
 
     def __len__(self) -> int:
         return len(self.matrices)
 
     def can_use_triton(self) -> bool:
-        """Whether the Triton kernels run: not for fp64, ranks above `MAX_RANK`, or rows of more than 2^26 elements."""
-        return self._fits_triton and use_triton(self.device)
+        """Whether the Triton kernels run."""
+        return self.fits_triton and use_triton(self.device)
 
     def packed(self) -> Tensor:
         """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""
@@ -344,11 +345,6 @@ class Operands:
     keep: bool
     uncompressed: Uncompressed | None = None
     renewal: Renewal | None = None
-
-    @cached_property
-    def use_triton(self) -> bool:
-        """`MatrixTable.can_use_triton`, asked once."""
-        return self.table.can_use_triton()
 
     @cached_property
     def addresses(self) -> list[int]:

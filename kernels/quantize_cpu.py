@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import RUN_NUMEL, BlockTable, Section
+from gradwire.kernels.block_table import MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
 from gradwire.kernels.segment_table import Run, memory_order
 from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, decode, encode_with_errors
 
 
 class Buffers(NamedTuple):
-    """Scratch for a run of n blocks, in fp32: three tensors [n, block_size], then four [n, 1]."""
+    """Scratch in fp32 for the blocks of a run: three tensors [n, block_size], then three [n, 1]."""
 
     values: Tensor
     codes: Tensor
@@ -33,30 +33,25 @@ class Buffers(NamedTuple):
     absmax: Tensor
     scales: Tensor
     inverses: Tensor
-    levels: Tensor
 
 
 class Scratch(threading.local):
-    """Buffers of one thread, kept between calls: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
+    """Memory of one thread for the longest run, kept: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, device="cpu")
-        self._buffers: dict[tuple[int, int, int], Buffers] = {}
+        self._memory: Tensor | None = None
+        self._buffers: dict[int, Buffers] = {}  # by block size
 
-    def of(self, section: Section) -> Buffers:
-        """Buffers for the runs of a section. All but ``levels`` are uninitialized."""
-        block_size, levels = section.table.block_size, max(section.format.levels, 1)
-        n = min(RUN_NUMEL // block_size, section.table.n_blocks)
-        key = (n, block_size, levels)
-        if key not in self._buffers:
-            numel = n * block_size
-            if self._memory.numel() < 3 * numel:
-                self._memory = torch.empty(3 * numel, dtype=torch.float32, device="cpu")
-                self._buffers.clear()
-            tiles = [part.view(n, block_size) for part in self._memory[: 3 * numel].split(numel)]
-            columns = torch.full((4, n, 1), levels, dtype=torch.float32, device="cpu")
-            self._buffers[key] = Buffers(*tiles, *columns)
-        return self._buffers[key]
+    def buffers(self, block_size: int) -> Buffers:
+        """Uninitialized buffers, which share their memory with those of other block sizes."""
+        if block_size not in self._buffers:
+            if self._memory is None:
+                numel = 3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE
+                self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+            tiles = self._memory[: 3 * RUN_NUMEL].view(3, -1, block_size)
+            columns = self._memory[3 * RUN_NUMEL :].view(3, -1, 1)[:, : RUN_NUMEL // block_size]
+            self._buffers[block_size] = Buffers(*tiles, *columns)
+        return self._buffers[block_size]
 
 
 SCRATCH = Scratch()
@@ -104,7 +99,7 @@ def _round_scales(wire: WireFormat, scratch: Buffers, absmax: Tensor) -> tuple[T
     # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
     if not largest < wire.max_scale * wire.levels * 0.99:
         return None
-    torch.div(absmax, scratch.levels[:n], out=scale)
+    torch.div(absmax, max(wire.levels, 1), out=scale)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
     if smallest < MIN_SCALE * 2 * wire.levels:
         scale.clamp_(min=MIN_SCALE)
@@ -221,7 +216,7 @@ def quantize_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`quantize` on a CPU."""
-    table, scratch = section.table, SCRATCH.of(section)
+    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
     views = table.run_views(scratch.values.view(-1))
     scales, payload = section.parts(message.flatten(0, 1))
     pending = None if pending is None else pending.view(-1, table.block_size)
@@ -272,7 +267,7 @@ def reduce_quantized_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`reduce_quantized` on a CPU."""
-    scratch, room = SCRATCH.of(section), section.blocks_per_cell
+    scratch, room = SCRATCH.buffers(section.table.block_size), section.blocks_per_cell
     pieces, world_size, _ = received.shape
     scales, payload = section.parts(result)
     errors = None if errors is None else errors.view(pieces, room, -1)
@@ -312,7 +307,7 @@ def reduce_quantized_cpu(
 
 def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """`dequantize` on a CPU."""
-    table, scratch = section.table, SCRATCH.of(section)
+    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
     views = table.run_views(scratch.values.view(-1))
     scales, payload = section.parts(gathered.flatten(0, 1))
     for i, (run, cells) in enumerate(section.run_cells):
