@@ -4,11 +4,11 @@ The scale is 2^exponent. With e = floor(log2(absmax)) and top = floor(log2(limit
 which the contribution of one rank saturates:
 
     target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
-    exponent' = target                                  in the first step
-              = min(target, exponent + growth)          in later steps
-              = min(target, exponent) - backoff         if absmax 2^exponent >= limit / 2: a rank may have saturated
-              = exponent                                if absmax is inf or NaN
-              = min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
+    exponent <- target                                  in the first step
+             <- min(target, exponent + growth)          in later steps
+             <- min(target, exponent) - backoff         if absmax 2^exponent >= limit / 2: a rank may have saturated
+             <- exponent                                if absmax is inf or NaN
+             <- min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
 
 All ranks pass equal inputs and get bitwise equal results. One program; it reads and writes a few dozen bytes.
 """

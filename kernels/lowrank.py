@@ -37,7 +37,7 @@ from gradwire.kernels.dispatch import choose, compute_dtype
 from gradwire.kernels.flatten import flatten, unflatten
 from gradwire.kernels.lowrank_reconstruct_triton import reconstruct_triton, renew_triton
 from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
-from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
+from gradwire.kernels.matrix_table import FactorLayout, Operands
 from gradwire.kernels.program_table import check_step
 
 # Norms whose squares are far from the ends of fp64's range. Outside lie some rows in fp64, zeros, and non-finite rows.
@@ -242,19 +242,6 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
         rows = (largest == 0).nonzero()[:, :1]
         after[rows[:, 0]] = uniform(key, step, rows * q.shape[1] + torch.arange(q.shape[1])).to(after.dtype)
     after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
-
-
-def can_keep(table: MatrixTable) -> bool:
-    """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
-
-    On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
-    """
-    return table.can_use_triton() and table.dtype == table.compute
-
-
-def can_capture(table: MatrixTable) -> bool:
-    """Whether a CUDA graph of a step serves later steps: if the kernels read the matrices' addresses on the device."""
-    return table.can_use_triton()
 
 
 def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:

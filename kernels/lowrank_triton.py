@@ -33,10 +33,10 @@ from gradwire.kernels.matrix_table import (
 from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
-# Pipeline stages of products by `tl.dot`. For M' P they depend on element size and precision: more would spill.
+# Pipeline stages of products by `tl.dot`. For M^T P they depend on element size and precision: more would spill.
 STAGES = 3
 STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
-# Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
+# Columns of a factor in one `tl.dot`. With 64, M^T P in TF32 has the shape of Hopper's and Blackwell's asynchronous
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
 # A program adds up a chunk of this many elements of a factor, this many partial sums at a time.

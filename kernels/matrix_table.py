@@ -195,8 +195,15 @@ class MatrixTable:
         return len(self.matrices)
 
     def can_use_triton(self) -> bool:
-        """Whether the Triton kernels run."""
+        """Whether the Triton kernels run. They read addresses on the device, so CUDA graphs of a step can be reused."""
         return self.fits_triton and use_triton(self.device)
+
+    def can_keep(self) -> bool:
+        """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
+
+        On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
+        """
+        return self.dtype == self.compute and self.can_use_triton()
 
     def packed(self) -> Tensor:
         """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""

@@ -200,8 +200,8 @@ def _decode(wire: WireFormat, scratch: Buffers, scales: Tensor | None, payload: 
         out.mul_(scale)
 
 
-def _piece(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
-    """The elements of a run that is a piece of one tensor, at most ``numel``."""
+def _slice(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
+    """The elements of a run that is a slice of one tensor, at most ``numel``."""
     start = (run.start - table.first_blocks[run.first]) * table.block_size
     return memory_order(tensors[run.first])[start : start + numel]
 
@@ -218,28 +218,28 @@ def quantize_cpu(
     """`quantize` on a CPU."""
     table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
     views = table.run_views(scratch.values.view(-1))
-    scales, payload = section.parts(message.flatten(0, 1))
+    scales, payload = section.views(message.flatten(0, 1))
     pending = None if pending is None else pending.view(-1, table.block_size)
     for i, (run, cells) in enumerate(section.run_cells):
         values = scratch.values[: run.stop - run.start]
         flat = values.view(-1)
         error = None if errors is None else errors[run.start * table.block_size : run.stop * table.block_size]
-        if not run.is_piece:
+        if not run.is_slice:
             flat.zero_()
             torch._foreach_copy_(views[i], table.segments.real(tensors[run.first : run.last]))
             flat.mul_(scale)
         else:
-            piece = _piece(tensors, table, run, flat.numel())
-            present = flat[: piece.numel()]
-            flat[piece.numel() :].zero_()
-            if piece.dtype != torch.float32:
-                present.copy_(piece).mul_(scale)
+            source = _slice(tensors, table, run, flat.numel())
+            present = flat[: source.numel()]
+            flat[source.numel() :].zero_()
+            if source.dtype != torch.float32:
+                present.copy_(source).mul_(scale)
             elif error is None or frexp(scale)[0] != 0.5:
-                torch.mul(piece, scale, out=present)
+                torch.mul(source, scale, out=present)
             else:
                 # One pass, rounded twice as in two: the quotient is the product, and does not fuse with the addition.
                 divisor = torch.tensor(1 / scale, device="cpu")
-                torch.addcdiv(error[: piece.numel()].to(torch.float32), piece, divisor, out=present)
+                torch.addcdiv(error[: source.numel()].to(torch.float32), source, divisor, out=present)
                 error = None
         if error is not None:
             flat += error
@@ -269,14 +269,14 @@ def reduce_quantized_cpu(
     """`reduce_quantized` on a CPU."""
     scratch, room = SCRATCH.buffers(section.table.block_size), section.blocks_per_cell
     pieces, world_size, _ = received.shape
-    scales, payload = section.parts(result)
+    scales, payload = section.views(result)
     errors = None if errors is None else errors.view(pieces, room, -1)
     pending = None if pending is None else pending.view(pieces, room, -1)
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)
         if pending is not None:
             pending[piece, last - first :].zero_()
-        sent_scales, sent_payload = section.parts(received[piece])
+        sent_scales, sent_payload = section.views(received[piece])
         is_finite = True
         for start in range(first, last, len(scratch.values)):
             stop = min(start + len(scratch.values), last)
@@ -309,13 +309,13 @@ def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]
     """`dequantize` on a CPU."""
     table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
     views = table.run_views(scratch.values.view(-1))
-    scales, payload = section.parts(gathered.flatten(0, 1))
+    scales, payload = section.views(gathered.flatten(0, 1))
     for i, (run, cells) in enumerate(section.run_cells):
-        values, piece = scratch.values[: run.stop - run.start], None
-        if run.is_piece:
-            piece = _piece(tensors, table, run, values.numel())
-            if piece.dtype == torch.float32 and piece.numel() == values.numel():
-                values, piece = piece.view_as(values), None
+        values, target = scratch.values[: run.stop - run.start], None
+        if run.is_slice:
+            target = _slice(tensors, table, run, values.numel())
+            if target.dtype == torch.float32 and target.numel() == values.numel():
+                values, target = target.view_as(values), None
         for cell, slot, first, last in cells:
             slots = slice(slot, slot + last - first)
             scale, out = None if scales is None else scales[cell, slots], values[first - run.start : last - run.start]
@@ -326,9 +326,9 @@ def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]
                 values.clamp_(-limit, limit)  # NaN passes, and there is no inf
             else:
                 values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
-        if piece is not None:
-            piece.copy_(values.view(-1)[: piece.numel()])
-        elif not run.is_piece:
+        if target is not None:
+            target.copy_(values.view(-1)[: target.numel()])
+        elif not run.is_slice:
             torch._foreach_copy_(table.segments.real(tensors[run.first : run.last]), views[i])
 
 
