@@ -20,14 +20,14 @@ import typer
 from gradwire.bench.models import JOBS
 from gradwire.bench.timing import backend_of, bench_device
 from gradwire.cli import advice_report
-from gradwire.cli.options import MOST_RANKS, finite, parse_hooks, parse_rate
+from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
 from gradwire.planner import jobs
 from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import GivenLink, measure, on_all_ranks
 
-MOST_LATENCY = 1_000_000  # microseconds
+MAX_LATENCY = 1_000_000  # microseconds
 CHOICES = [name for name in HOOKS if name != "noop"]
 _TIMEOUT = timedelta(minutes=2)
 
@@ -46,13 +46,13 @@ def advise_command(
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option("--world-size", min=2, max=MOST_RANKS, help="Without torchrun: number of ranks to assume."),
+        typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
     ] = None,
     latency: Annotated[
         float,
         typer.Option(
             min=0,
-            max=MOST_LATENCY,
+            max=MAX_LATENCY,
             callback=finite,
             help="Without torchrun: latency between two nodes to assume, in microseconds.",
         ),
@@ -62,7 +62,7 @@ def advise_command(
         typer.Option(
             "--ranks-per-node",
             min=1,
-            max=MOST_RANKS,
+            max=MAX_RANKS,
             envvar="LOCAL_WORLD_SIZE",
             help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
             "unless OMP_NUM_THREADS is set, as under torchrun.",
