@@ -18,7 +18,7 @@ from gradwire.bench.record import Measured, RecordError, load
 from gradwire.bench.report import TABLES
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import machine_line, print_tables
-from gradwire.bench.tasks import TASKS
+from gradwire.bench.tasks import TASKS, TRAINED_HOOKS
 from gradwire.bench.timing import bench_device
 from gradwire.cli.command_runs import measured, report
 from gradwire.cli.options import (
@@ -224,7 +224,7 @@ def bench_auto(
     _run(context, partial(auto_bench.measure, names, links, rounds), output, is_networked=not loopback)
 
 
-@_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=converge.TRAINED_HOOKS)
+@_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=TRAINED_HOOKS)
 def bench_converge(
     context: typer.Context,
     hosts: HostsOption = 2,
@@ -241,7 +241,7 @@ def bench_converge(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     At 100mbit, the task digits takes a few minutes, and the task text 45 minutes.
     """
-    chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, converge.TRAINED_HOOKS)
+    chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, TRAINED_HOOKS)
     link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
     measure = partial(converge.measure, chosen, names, link, seeds, hosts)
     _run(context, measure, output, is_networked=not loopback)
