@@ -47,6 +47,15 @@ def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
 
 
+POWERSGD: dict[str, dict[str, Any]] = {
+    "powersgd": {},
+    "powersgd, rank 32": {"rank": 32},
+    "powersgd, bf16 factors": {"factor_dtype": torch.bfloat16},
+    "powersgd, alternating": {"alternating": True},
+    "powersgd, batched": {"hook": batched_powerSGD_hook},
+}
+
+
 def _quantized(wire: str, **options: Any) -> Callable[[], StateAndHook]:
     """A quantized hook from the third step on."""
     return lambda: (QuantizationState(None, wire, **options), quantization_hook)
@@ -68,11 +77,7 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "scaled-bf16": lambda: (ScaledCastState(dtype=torch.bfloat16), scaled_cast_hook),
     **{f"quantized {wire}": _quantized(wire) for wire in ("bf16", "fp16", "fp32")},
     "int4, stochastic rounding, bf16 errors": _quantized("int4", stochastic_rounding=True, error_dtype=torch.bfloat16),
-    "powersgd": _powersgd(),
-    "powersgd, rank 32": _powersgd(rank=32),
-    "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
-    "powersgd, alternating": _powersgd(alternating=True),
-    "powersgd, batched": _powersgd(batched_powerSGD_hook),
+    **{name: _powersgd(**options) for name, options in POWERSGD.items()},
     "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
@@ -81,14 +86,10 @@ STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
 CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd", "powersgd, CUDA graphs")
 # Options and nets of hooks whose kernels are captured between collectives.
-GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], type[Net | HalfNet]]] = {
-    "powersgd": (_powersgd, Net),
-    "powersgd, rank 32": (partial(_powersgd, rank=32), Net),
-    "powersgd, fp16 gradients": (_powersgd, HalfNet),
-    "powersgd, bf16 factors": (partial(_powersgd, factor_dtype=torch.bfloat16), Net),
-    "powersgd, alternating": (partial(_powersgd, alternating=True), Net),
-    "powersgd, cold start": (partial(_powersgd, warm_start=False), Net),
-    "powersgd, batched": (partial(_powersgd, batched_powerSGD_hook), Net),
+GRAPHED: dict[str, tuple[dict[str, Any], type[Net | HalfNet]]] = {
+    **{name: (options, Net) for name, options in POWERSGD.items()},
+    "powersgd, fp16 gradients": ({}, HalfNet),
+    "powersgd, cold start": ({"warm_start": False}, Net),
 }
 # Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
@@ -184,11 +185,11 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
 def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
     """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
-    make, net = GRAPHED[name]
+    options, net = GRAPHED[name]
     steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
     for wrapper in (OurDDP, TorchDDP):
-        _, eager = train(wrapper, device, make()(), net, steps)
-        _, graphs = train(wrapper, device, make(cuda_graphs=True)(), net, steps)
+        _, eager = train(wrapper, device, _powersgd(**options)(), net, steps)
+        _, graphs = train(wrapper, device, _powersgd(**options, cuda_graphs=True)(), net, steps)
         workspaces = executor_for(None, device).workspaces
         captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
         require(captured > 0, f"{wrapper.__name__}: no graph was captured")

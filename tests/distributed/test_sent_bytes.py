@@ -18,11 +18,11 @@ import gradwire
 from gradwire.bench import launch, namespaces, tasks
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.network import places_of
-from gradwire.cli.advice_report import print_advice
+from gradwire.cli.advise import print_advice
 from gradwire.planner import link_probe, probe
-from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
+from gradwire.planner.recommend import advise
 from tests.support.ranks import on_ranks
 from tests.support.training import sent_bytes
 
