@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire import kernels
-from gradwire.bench import kernel_case
+from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, RecordError, records_of, save
 from gradwire.bench.shapes import SHAPES
@@ -127,7 +127,7 @@ def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
         work()
         return Timing(random.uniform(0.9e-3, 1.1e-3) + sum(planted))
 
-    monkeypatch.setattr(kernel_case, "timed", clocked)
+    monkeypatch.setattr(kernel_cases, "timed", clocked)
 
     def measured(name):
         path = tmp_path / name
