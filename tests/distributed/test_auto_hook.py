@@ -271,7 +271,7 @@ def test_resynchronized_ranks_have_the_same_methods(planned, extra_on):
     state = AutoState(plan=dict.fromkeys(NAMES, "int4") if planned else None)
     ddp = wrapped(hook=(state, auto_hook))
     if dist.get_rank() == extra_on:
-        state.exchange("int4")
+        state.method("int4")
     ddp.resynchronize()
     saved = sorted(state.state_dict()["states"])
     assert_same_on_all_ranks(from_all_ranks((state.replicated_state(), saved)))
@@ -287,8 +287,8 @@ def test_methods_follow_the_process_group_of_the_state(way):
     if way == "pickled":
         state = pickle.loads(pickle.dumps(state))
     state.process_group = group = dist.new_group()
-    exchanges = [*state._exchanges.values(), *(trial.exchange for trial in state._trials)]
-    assert [exchange.state.process_group is group for exchange in exchanges] == [True, True]
+    methods = [*state._methods.values(), *(trial.method for trial in state._trials)]
+    assert [method.state.process_group is group for method in methods] == [True, True]
 
 
 def saved_and_loaded(state, way):
