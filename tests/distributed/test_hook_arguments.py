@@ -18,7 +18,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import WRAPPERS, build, error_of, train_steps, wrapped
+from tests.support.training import WRAPPERS, build, error_of, message_of, train_steps, wrapped
 
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -229,7 +229,7 @@ def forgetful_hook(state, bucket):
 @on_ranks(1)
 def test_collective_that_is_not_awaited_raises_and_names_the_remedy(wrapper):
     ddp = wrapped(wrapper, hook=(OwnState(), forgetful_hook))
-    message = message_of(lambda: train_steps(ddp))
+    message = message_of(train_steps, ddp)
     assert "own_hook, bucket 0: 2 collectives of the transport were created but not awaited" in message
     assert "await step.transport.all_reduce(tensor)" in message
 
