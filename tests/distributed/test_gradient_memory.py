@@ -60,12 +60,11 @@ class Saves(torch.autograd.Function):
         else:
             ctx.kept = gradient
             kept.append((gradient, gradient.clone()))
-        ctx.is_kept = kept is not None
         return x + p
 
     @staticmethod
     def backward(ctx, gradient):
-        saved = ctx.kept if ctx.is_kept else ctx.saved_tensors[0]
+        saved = ctx.saved_tensors[0] if ctx.saved_tensors else ctx.kept
         return gradient, saved[: ROWS * WIDTH].view(ROWS, WIDTH), None
 
 
@@ -112,21 +111,13 @@ def retained(x):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a graph.
+    """A layer of a graph."""
 
-    Attributes:
-        use: a name of `USES`.
-        tied: whether its first parameter is that of the layer before.
-        wait: whether the backward waits for all launched buckets before and after this layer.
-        checkpointed: whether it is recomputed.
-        watched: whether a hook on the parameter keeps its gradient.
-    """
-
-    use: str
-    tied: bool = False
-    wait: bool = True
-    checkpointed: bool = False
-    watched: bool = False
+    use: str  # a name of `USES`
+    tied: bool = False  # its first parameter is that of the layer before
+    wait: bool = True  # the backward waits for all launched buckets before and after this layer
+    checkpointed: bool = False  # recomputed
+    watched: bool = False  # a hook on the parameter keeps its gradient
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,6 @@ def batch_of(rank, step):
 
 
 def watch(module, plan, kept):
-    """Keep the incoming gradients of some parameters."""
     for layer, p in zip(plan.layers, module.p, strict=True):
         if layer.watched:
             p.register_hook(lambda gradient: kept.append((gradient.detach(), gradient.clone())))

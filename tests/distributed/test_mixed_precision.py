@@ -78,13 +78,8 @@ def steps_of(
 ):
     """The gradients of four steps; without a wrapper, this rank's own, of a module in ``param_dtype``.
 
-    The parameters stay what they are, as PyTorch's class averages what lay in memory before in its first steps.
-
-    Args:
-        tied: whether two layers share a weight.
-        skip: ranks that leave a layer out.
-        twice: whether a backward goes over two forwards.
-        evaluate: whether a forward without a graph comes before each step.
+    The parameters stay what they are, as PyTorch's class averages old memory in its first steps. Ranks in
+    ``skip`` leave a layer out; ``twice`` has one backward over two forwards.
     """
     torch.manual_seed(0)
     module = Net(tied)
