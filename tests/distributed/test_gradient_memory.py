@@ -22,7 +22,7 @@ from gradwire.reducer import torch_internals
 from tests.support.bits import assert_same_bits, differences
 from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, own_batches, register
+from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, own_batches, register, train_steps, wrapped
 
 WIDTH, ROWS = 4, 3
 STEPS = 3
@@ -375,30 +375,12 @@ def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(how, hook
         assert_same_bits(seen, theirs)
 
 
-class Ordinary(nn.Module):
-    """Layers whose gradients are their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(10, 16)
-        self.conv = nn.Conv1d(16, 16, 3, padding=1)
-        self.norm = nn.LayerNorm(16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.recurrent = nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, words):
-        x = self.conv(self.table(words).transpose(1, 2)).transpose(1, 2)
-        x = x + self.attention(self.norm(x), x, x)[0]
-        return self.head(self.recurrent(x)[0]).square().mean()
-
-
 @pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
+@pytest.mark.parametrize("model", ["conv", "lstm", "transformer"])
 @on_ranks(2)
-def test_gradients_of_ordinary_layers_are_not_copied(cap):
+def test_gradients_of_ordinary_layers_are_not_copied(model, cap):
     # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
-    ddp, owned = WRAPPERS["gradwire"](Ordinary(), bucket_cap_mb=cap), []
-    register(ddp, "fp16")
+    ddp, owned = wrapped(model=model, hook="fp16", bucket_cap_mb=cap), []
     owns_memory = torch_internals.owns_memory
 
     def observed(*arguments):
@@ -406,8 +388,5 @@ def test_gradients_of_ordinary_layers_are_not_copied(cap):
         return owned[-1]
 
     with mock.patch.object(torch_internals, "owns_memory", observed):
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(torch.arange(20).view(2, 10) % 10).backward()
-    n_parameters = len(list(ddp.parameters()))
-    assert owned == [True] * 4 * n_parameters
+        train_steps(ddp, 4)
+    assert owned == [True] * 4 * len(list(ddp.parameters()))

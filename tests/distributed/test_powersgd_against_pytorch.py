@@ -43,7 +43,6 @@ from tests.support.powersgd_probes import (
     wrapped,
 )
 from tests.support.training import SMALLEST, WRAPPERS, register
-from tests.support.worker import join_group
 
 outcomes = {}
 
@@ -274,7 +273,7 @@ def test_p7_many_buckets_on_gloo(worlds, pytorch):
 
 def train_many_buckets(library):
     """Gradients after 30 steps of PyTorch's DDP, 16 buckets each."""
-    join_group()
+    dist.init_process_group("gloo")
     module = MODULES[library]
     model = torch.nn.Sequential(*(torch.nn.Linear(24 + 4 * i, 28 + 4 * i) for i in range(8)))
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=SMALLEST)

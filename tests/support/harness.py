@@ -42,7 +42,7 @@ class World(_world.World):
         """Call ``case(**arguments)`` on every rank, in a new process without a process group; returns `Outcome`s.
 
         The environment is a launcher's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so the case joins its group with
-        ``dist.init_process_group("gloo")`` or `worker.join_group`, and may do so again after `worker.leave_group`.
+        ``dist.init_process_group("gloo")``, and may do so again after `worker.leave_group`.
         A rank that has returned or raised stays alive, its sockets open, until all have: only an exit or a signal in
         the case takes it away from its peers. Ranks that still run ``limit`` seconds after the start are killed.
         """

@@ -1,10 +1,9 @@
-"""A rank of `World.run_fresh`: one case on its own, which makes its process groups with the functions here."""
+"""A rank of `World.run_fresh`: one case on its own, which makes its process groups."""
 
 import faulthandler
 import os
 import pickle
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,6 @@ def main_fresh(connection, log, environment, message):
     with suppress(EOFError, ConnectionError):
         connection.recv_bytes()
     os._exit(0)  # a group that is still open would wait for its peers
-
-
-def join_group(timeout=None):
-    """Make the default gloo group of a fresh case; ``timeout`` (seconds) limits its collectives, but not the start."""
-    dist.init_process_group("gloo")
-    if timeout is not None:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
 
 
 def leave_group(together, cycle):
