@@ -59,9 +59,9 @@ def store_all_gather(
 ) -> list[str]:
     """Return the value of every rank, a few kilobytes at most, in rank order. A collective call.
 
-    The n-th call on one rank joins the n-th call for the same purpose on every other rank. The first rank that has
-    seen all others, or has given up, decides the outcome for all. A rank that calls after a failed attempt joins the
-    next one. ``check`` is called every `POLL_SECONDS` while waiting and raises to end the wait.
+    The n-th call on one rank joins the n-th call for the same purpose on the others. The first rank that has seen all
+    others, or has given up, decides the outcome for all; a rank that comes after a failed attempt joins the next one.
+    ``check`` is called every `POLL_SECONDS` while waiting and raises to end the wait.
 
     Raises:
         RanksMissing: some ranks did not call within ``timeout``; names them.

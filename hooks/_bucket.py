@@ -1,8 +1,8 @@
 """A bucket of either DDP, and `reduce_bucket`, which runs an algorithm on its gradients, in bucket order.
 
-A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a list of gradients. A hook marked with
-`zero_copy` reads and writes these gradients directly if the reducer calls it. If a wrapper calls it, the same hook gets
-the flat buffer and returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per parameter.
+A bucket of PyTorch's DDP is one flat buffer, a bucket of gradwire's a list of gradients. A hook marked with `zero_copy`
+reads and writes these gradients directly if the reducer calls it; if a wrapper calls it, it gets the flat buffer and
+returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per parameter.
 """
 
 import functools
@@ -48,23 +48,12 @@ def is_zero_copy(hook: Callable[..., object]) -> bool:
     return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
 
 
-class ModelBucket(Protocol):
-    """A bucket of gradwire's DDP, or a copy of one.
-
-    Attributes:
-        process_group: process group of the DDP; None before the reducer launches the bucket.
-        hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
-        model_parameters: all parameters that its DDP averages.
-    """
+class GradwireBucket(Protocol):
+    """The interface of gradwire's buckets in addition to PyTorch's; see `gradwire.reducer.bucket`."""
 
     process_group: dist.ProcessGroup | None
     hook_has_groups: bool
     model_parameters: Sequence[torch.Tensor]
-
-
-class ZeroCopyBucket(ModelBucket, Protocol):
-    """The interface of gradwire's buckets in addition to PyTorch's."""
-
     device: torch.device
     zero_copy: bool  # whether `source` and `target` may be used; else the bucket is a flat buffer
 
@@ -96,7 +85,7 @@ def is_sparse(bucket: GradBucket) -> bool:
 
 def bucket_device(bucket: GradBucket) -> torch.device:
     """The device of the bucket's gradients."""
-    return cast("ZeroCopyBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
+    return cast("GradwireBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
@@ -115,14 +104,12 @@ def real_layouts(bucket: GradBucket) -> list[torch.Tensor]:
 def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
     """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
 
-    Args:
-        bucket: a bucket of either DDP.
-        tables: layouts of flat buckets; a missing one is added.
-        layout: layout of the gradients in a flat buffer; None if the flat buffer need not be taken apart.
+    ``tables`` keeps layouts of flat buckets. ``layout`` is that of the gradients in a flat buffer; None if it need not
+    be taken apart.
     """
     if getattr(bucket, "zero_copy", False):
-        target = cast("ZeroCopyBucket", bucket).target()
-        return BucketWork(cast("ZeroCopyBucket", bucket).source(), target, target.tensors[0])
+        target = cast("GradwireBucket", bucket).target()
+        return BucketWork(cast("GradwireBucket", bucket).source(), target, target.tensors[0])
     buffer = bucket.buffer()
     key = (bucket.index(), buffer.numel(), buffer.dtype)
     if key not in tables:
@@ -184,8 +171,8 @@ def reduce_bucket(
 def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
     """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
 
-    Everything but the flattening happens in gloo's threads. A task in the executor, whose thread competes with the
-    backward for the interpreter lock, would gain nothing: nothing is computed after the collective.
+    Nothing is computed after the collective, so a task in the executor, whose thread competes with the backward for the
+    interpreter lock, would gain nothing.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)
     transport = connections.transport("backward", device)
@@ -193,7 +180,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
         connections.start_step()
     source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
     if getattr(bucket, "zero_copy", False) and target.flat is None:
-        result = cast("ZeroCopyBucket", bucket).empty_buffer()
+        result = cast("GradwireBucket", bucket).empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
     source.flatten(wire, scale=1 / transport.world_size)
 

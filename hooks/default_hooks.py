@@ -24,7 +24,7 @@ from gradwire.hooks._bucket import (
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._handshake import HookSettings, settings_of
 from gradwire.hooks.quantization_hooks import quantized_reduction
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-_SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
 _BLOCK_NUMEL = 64  # fp32 accumulation distributes blocks of this size over the ranks; 16-bit formats have no scales
 
 
@@ -95,7 +94,7 @@ def _cast_hook(
         state.hook_name = hook
         process_group, settings = state.process_group, state
     else:
-        process_group, settings = state, _SETTINGS[hook]
+        process_group, settings = state, settings_of(hook)
     if isinstance(state, CastState) and state.accumulate == "fp32":
         if dtype is None:
             raise ValueError(
@@ -176,7 +175,7 @@ def bf16_compress_hook(
     return _cast_hook(process_group, bucket, torch.bfloat16, "bf16_compress_hook")
 
 
-def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
+def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
     @zero_copy
     @ddp_hook(needs_nothing)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
@@ -196,6 +195,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
         return hook(hook_state, bucket).then(decompress)
 
+    wrapper.__name__ = wrapper.__qualname__ = name
     return wrapper
 
 
@@ -211,9 +211,7 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
         >>> model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))
     """
-    wrapper = _compress_wrapper(hook, torch.float16)
-    wrapper.__name__ = wrapper.__qualname__ = "fp16_compress_wrapper_hook"
-    return wrapper
+    return _compress_wrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
@@ -226,6 +224,4 @@ def bf16_compress_wrapper(hook: CommHook) -> CommHook:
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
         >>> model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     """
-    wrapper = _compress_wrapper(hook, torch.bfloat16)
-    wrapper.__name__ = wrapper.__qualname__ = "bf16_compress_wrapper_hook"
-    return wrapper
+    return _compress_wrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")

@@ -37,10 +37,7 @@ _CPP_DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "
 class DDPReducer(Reducer):
     """The reducer with the preparation of a backward, static graphs, mixed precision, `join` and changing ranks.
 
-    The method names are PyTorch's, because PyTorch's DistributedDataParallel calls them.
-
-    Attributes:
-        watch: finds parameters that were added or unfrozen after the model was wrapped.
+    Method names are those that PyTorch's DistributedDataParallel calls.
     """
 
     watch: ModelWatch | None = None
@@ -76,8 +73,8 @@ class DDPReducer(Reducer):
     def _check_not_cast(self, indices: Sequence[int]) -> None:
         """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
 
-        A cast that was undone shows in the autograd node. To save time, only some nodes are compared: of the
-        first parameter, and of parameters that seem unused. Others are missing at the end of the backward.
+        A cast that was undone shows in the autograd node. To save time, only those of ``indices`` are compared; others
+        are missing at the end of the backward.
         """
         if self._upcast_stream is not None:
             return
@@ -92,10 +89,10 @@ class DDPReducer(Reducer):
 
     @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets in rank 0's order of ready gradients; returns whether that was done.
+        """Rebuild the buckets in rank 0's order of ready gradients, once, after the first backward; returns whether
+        that was done.
 
-        A collective call, made once, after the first synchronized backward. Buckets are never rebuilt if backwards may
-        leave out different parameters: ranks could not agree on when.
+        A collective call. Never if backwards may leave out different parameters: ranks could not agree on when.
         """
         self._check_reducer_finalized()
         order = self._backward.ready_order

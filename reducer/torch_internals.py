@@ -76,9 +76,8 @@ def gradient_node(tensor: Tensor) -> Node:
 def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
     """Whether the memory of a parameter's ``.grad`` can be reached only through ``.grad``.
 
-    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But the
-    tensor may be a view of one that other nodes of the graph read later, or that a hook or a function has kept:
-    ``h + p.view(...)`` gives both h and p views of one gradient.
+    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But it may
+    be a view of one that others read later: ``h + p.view(...)`` gives both h and p views of one gradient.
 
     Args:
         gradient: ``.grad``, dense.

@@ -21,13 +21,7 @@ RESUMED_STEPS = 2
 
 
 class Trained(NamedTuple):
-    """The results of a training run.
-
-    Attributes:
-        gradients: reduced gradients of every step.
-        plain: reduced gradients of the steps before the first compressed one, with `allreduce_hook`.
-        errors: error memory in a checkpoint.
-    """
+    """The results of a training run."""
 
     gradients: Gradients
     plain: Gradients
@@ -159,8 +153,8 @@ def lost(
 ) -> str | None:
     """Law 1: where mean gradient + old error - applied update - new error exceeds the rounding.
 
-    Per step and rank, a few numbers round: the share of the mean, its compensation, and the sums; every one to the
-    precision of fp32 or of the gradient, and every one no larger than the sum of all magnitudes.
+    Per step and rank, a few numbers round, each to the precision of fp32 or of the gradient, and none larger than the
+    sum of all magnitudes: the share of the mean, its compensation, and the sums.
     """
     for index, name in enumerate(case.names):
         dtype = case.parameters[index].dtype
@@ -198,7 +192,7 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
             yield law, "; ".join(lines[:5])
     if found := [label for label, each in ours.items() if each.isnan().any()]:
         yield "no new NaN", f"{', '.join(found)} has NaN, although all gradients are finite"
-    if text := strange_errors(case, [{name: run.errors for name, run in runs.items()} for runs in results]):
+    if text := error_memory_problem(case, [{name: run.errors for name, run in runs.items()} for runs in results]):
         yield "checkpoints resume", text
     for wrapper in WRAPPERS:
         run, steps = runs[wrapper], range(start + case.steps)
@@ -208,11 +202,11 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
             yield "nothing lost", f"on {wrapper}, {text}"
 
 
-def strange_errors(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:
+def error_memory_problem(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:
     """A wrong key in the error memory of several runs, or a difference between ranks; None if there is none."""
     names = [name for errors in results[0].values() for name in errors]
-    if strange := set(names) - set(case.names):
-        return f"the error memory has keys {sorted(map(repr, strange))}; expected parameter names, such as 'weights.0'"
+    if unknown := set(names) - set(case.names):
+        return f"the error memory has keys {sorted(map(repr, unknown))}; expected parameter names, such as 'weights.0'"
     return rank_differences(results)
 
 
@@ -242,7 +236,7 @@ def after_save(case: Case, results: Sequence[tuple[bytes, Gradients]]) -> Iterat
     except Exception as error:
         yield "checkpoints resume", f"torch.load(weights_only=True) raises {type(error).__name__}: {error}"
         return
-    if text := strange_errors(case, [{"": errors_of(each)} for each in saved]) or rank_differences(saved):
+    if text := error_memory_problem(case, [{"": errors_of(each)} for each in saved]) or rank_differences(saved):
         yield "checkpoints resume", text
 
 
