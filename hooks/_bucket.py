@@ -191,9 +191,6 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
     return transport.start_all_reduce(wire).then(finished)
 
 
-StateCheck = Callable[[str, object], None]  # takes the hook's name and its state
-
-
 def described(value: object) -> str:
     """A value for an error message: short values in full, others by type."""
     if value is None or isinstance(value, str | int | float):
@@ -210,39 +207,32 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
         )
 
 
-def needs_process_group(hook_name: str, state: object) -> None:
-    """Raise TypeError unless the state of a hook is a process group or None."""
-    check_process_group(state, f"The state of {hook_name}")
+def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
+    if dist.ProcessGroup in kinds:
+        check_process_group(state, f"The state of {hook_name}")
+        return
+    kind = kinds[0]
+    what = "a gradwire" if kind.__module__.startswith("gradwire.") else "an instance of"  # PyTorch has the same names
+    raise TypeError(
+        f"The state of {hook_name} is {described(state)}; expected {what} {kind.__name__}: "
+        f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
+    )
 
 
-def needs_state(kind: type) -> StateCheck:
-    """A check for `ddp_hook`: the state must be a ``kind``."""
+def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
+    """Decorate a hook to raise TypeError for a state of no such class, or a wrong bucket, before it does anything.
 
-    def check(hook_name: str, state: object) -> None:
-        if not isinstance(state, kind):
-            # PyTorch has some of gradwire's names, too.
-            what = "a gradwire" if kind.__module__.startswith("gradwire.") else "an instance of"
-            raise TypeError(
-                f"The state of {hook_name} is {described(state)}; expected {what} {kind.__name__}: "
-                f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
-            )
-
-    return check
-
-
-def needs_nothing(_: str, __: object) -> None:
-    """A check for `ddp_hook`: any state is accepted."""
-
-
-def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
-    """Decorate a hook to raise TypeError for a wrong state or bucket before it does anything."""
+    No class means any state. Where a process group will do, so will None.
+    """
 
     def decorate(hook: Hook) -> Hook:
         names = list(inspect.signature(hook).parameters)
 
         @functools.wraps(hook)
         def checked(*arguments: Any, **named: Any) -> Any:
-            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
+            state = arguments[0] if arguments else named.get(names[0])
+            if kinds and not isinstance(state, kinds):
+                _check_state(checked.__name__, state, kinds)
             bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
             if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
                 raise TypeError(

@@ -255,7 +255,8 @@ def _parameters_in_pytorchs_ddp(
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
     # Only DDPs with a hook of gradwire's: other hooks may have their own process groups.
     checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
-    if checked and not any(_have_same_ranks(group, ddp.process_group) for ddp in checked):
+    ranks = set(dist.get_process_group_ranks(group))
+    if checked and not any(ranks == set(dist.get_process_group_ranks(ddp.process_group)) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
     return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
 
@@ -295,10 +296,6 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     if state.serves_one_model:
         state.process_group, state.follows_model = group, True
     return state
-
-
-def _have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
 def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:

@@ -19,8 +19,6 @@ from gradwire.hooks._bucket import (
     bucket_work,
     ddp_hook,
     is_sparse,
-    needs_nothing,
-    needs_process_group,
     reduce_bucket,
     zero_copy,
 )
@@ -81,11 +79,6 @@ class CastState(HookSettings):
         return {"hook": self.hook_name, "accumulate": self.accumulate}
 
 
-def _needs_cast_state(hook_name: str, state: object) -> None:
-    if state is not None and not isinstance(state, CastState | dist.ProcessGroup):
-        needs_process_group(hook_name, state)
-
-
 def _cast_hook(
     state: dist.ProcessGroup | CastState | None, bucket: GradBucket, dtype: torch.dtype | None, hook: str
 ) -> torch.futures.Future[torch.Tensor]:
@@ -115,7 +108,7 @@ def _cast_hook(
 
 
 @zero_copy
-@ddp_hook(_needs_cast_state)
+@ddp_hook(CastState, dist.ProcessGroup)
 def allreduce_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -132,7 +125,7 @@ def allreduce_hook(
 
 
 @zero_copy
-@ddp_hook(_needs_cast_state)
+@ddp_hook(CastState, dist.ProcessGroup)
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -154,7 +147,7 @@ def fp16_compress_hook(
 
 
 @zero_copy
-@ddp_hook(_needs_cast_state)
+@ddp_hook(CastState, dist.ProcessGroup)
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -177,7 +170,7 @@ def bf16_compress_hook(
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
     @zero_copy
-    @ddp_hook(needs_nothing)
+    @ddp_hook()
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         if is_sparse(bucket):
             return hook(hook_state, bucket)

@@ -25,7 +25,6 @@ from gradwire.hooks._bucket import (
     bucket_dtype,
     ddp_hook,
     is_sparse,
-    needs_process_group,
     real_layouts,
     reduce_bucket,
     zero_copy,
@@ -214,7 +213,7 @@ def _quantized(step: Step) -> Algorithm[None]:
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -235,7 +234,7 @@ def quantization_pertensor_hook(
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
