@@ -7,7 +7,7 @@ world size, resynchronization after errors, pickling and telemetry follow from t
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -159,6 +159,11 @@ class HookState(Checkpointed):
                 options matches no parameter of ``module``.
         """
         self._names.bind(module)
+        self._check_patterns()
+
+    def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
+        """Take the parameter names of a sharded model, with tensors in the layouts of this rank's gradients."""
+        self._names.bind_layouts(layouts)
         self._check_patterns()
 
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:

@@ -191,7 +191,7 @@ class PowerSGDState(HookState):
 
     __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {
-        ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
+        ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M^T P are linear in M: only the mean error matters
         "q": Memory(merge="same", shape=None),
         "p": Memory(merge="same", shape=None),
     }

@@ -30,7 +30,7 @@ from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
 WARM_UP = 3  # steps: the first builds buckets, the second rebuilds them
 FIRST_COMPRESSED = 2
-LEAST_STEPS, MOST_STEPS = 3, 10
+MIN_STEPS, MAX_STEPS = 3, 10
 
 
 class Buckets(NamedTuple):
@@ -45,7 +45,7 @@ def measure_model(
 ) -> tuple[ModelCost, Buckets]:
     """Time a step of the model without gradient exchange; also return its buckets. A collective call.
 
-    No more steps start after ``budget`` seconds; at least `LEAST_STEPS` are timed.
+    No more steps start after ``budget`` seconds; at least `MIN_STEPS` are timed.
     """
     launches: list[Mark] = []
     specs: list[BucketSpec] = []
@@ -59,7 +59,7 @@ def measure_model(
 
     ddp.register_comm_hook(None, note_launch)
     samples: list[list[float]] = []
-    for step in range(WARM_UP + MOST_STEPS):
+    for step in range(WARM_UP + MAX_STEPS):
         if step == WARM_UP:
             started = time.monotonic()
         ddp.zero_grad(set_to_none=True)
@@ -75,7 +75,7 @@ def measure_model(
         synchronize(device)
         if step >= WARM_UP:
             samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
-            if _all_agree(len(samples) >= LEAST_STEPS and time.monotonic() - started > budget, group, device):
+            if _all_agree(len(samples) >= MIN_STEPS and time.monotonic() - started > budget, group, device):
                 break
     forward, *ready, backward = map(median, zip(*samples, strict=True))
     parameters = [p for spec in specs for p in spec.parameters]
@@ -189,7 +189,7 @@ class HookProbe:
         """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""
         before = _tensor_bytes()
         started = time.monotonic()
-        for step in range(FIRST_COMPRESSED + 1 + MOST_STEPS):
+        for step in range(FIRST_COMPRESSED + 1 + MAX_STEPS):
             if step == FIRST_COMPRESSED + 1:
                 self._samples = [[] for _ in self._buckets]
                 started = time.monotonic()

@@ -100,8 +100,8 @@ class Link:
 
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
-        factor = self.bandwidth / bandwidth
-        costs = {kind: cost._replace(per_byte=factor * cost.per_byte) for kind, cost in self.costs.items()}
+        scale = self.bandwidth / bandwidth
+        costs = {kind: cost._replace(per_byte=scale * cost.per_byte) for kind, cost in self.costs.items()}
         return replace(self, bandwidth=bandwidth, costs=costs)
 
     def latency(self, message: Message) -> float:

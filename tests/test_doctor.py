@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.bench.gpu import kernel_cases, quantization_cases
+from gradwire.bench.gpu import kernel_checks
 from gradwire.bench.launch import LaunchError
 from gradwire.cli import __main__, doctor, self_test
 from gradwire.comm.torch_internals import TESTED_TORCH
@@ -43,7 +43,7 @@ def test_doctor_finds_this_installation_in_order():
 
 
 def test_self_test_covers_a_case_of_every_kernel_family():
-    cases = {**kernel_cases.KERNEL_CASES, **quantization_cases.QUANTIZATION_CASES}
+    cases = kernel_checks.KERNEL_CHECKS
     assert set(self_test.KERNELS.values()) <= cases.keys()
     for family in self_test.KERNELS:
         self_test.check_kernels(family, torch.device("cpu"))
