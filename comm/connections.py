@@ -183,10 +183,7 @@ class Connections:
             raise RuntimeError(f"{reason}\n{ADVICE}")
 
     def failure_elsewhere(self, wait: bool = False) -> str | None:
-        """Why another rank has left since the ranks last agreed; None if none has.
-
-        With ``wait``, a rank whose connection has closed gets a moment to tell.
-        """
+        """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""
         if wait:
             with suppress(RuntimeError):
                 self._store.wait([f"{self.generation}/{NOTICE}"], timedelta(seconds=2 * POLL_SECONDS))
@@ -290,9 +287,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:
-    """The executor of a process group, None for the default one, on the device of the gradients.
-
-    Raises:
-        RuntimeError: the group was destroyed, or an exchange on it has failed.
+    """The executor of a process group, None for the default one, on a device; RuntimeError if an exchange
+    has failed.
     """
     return connections_of(group).executor(device)

@@ -85,9 +85,8 @@ class Workspace:
         return self.wires((numel, dtype))[0]
 
     def wires(self, *sizes: tuple[int, torch.dtype]) -> list[Tensor]:
-        """Return an uninitialized 1-D tensor for each (number of elements, dtype), valid until the next call.
-
-        Use them in the current stream only.
+        """Return an uninitialized 1-D tensor per (number of elements, dtype), valid in this stream until the
+        next call.
         """
         starts, nbytes = [], 0
         for numel, dtype in sizes:
@@ -121,11 +120,9 @@ Task = Callable[[Workspace], Algorithm[Any]]
 
 
 class Executor:
-    """Runs tasks in order. One per process group and device; see `gradwire.comm.connections.executor_for`.
+    """Runs tasks in order, over ``transport``. One per process group and device; see `executor_for`.
 
-    Attributes:
-        transport: the collectives that tasks await.
-        workspaces: wire buffers, one for each task that may be in flight.
+    A task that is in flight has one of the ``workspaces``.
     """
 
     def __init__(self, transport: Transport, workspaces: list[Workspace]) -> None:
@@ -138,12 +135,7 @@ class Executor:
         return False
 
     def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
-        """Queue ``task``; its future gets the result or the exception. Futures complete in order.
-
-        Args:
-            task: function from a workspace to the algorithm's coroutine.
-            name: name of its profiler ranges; see `Driver`.
-        """
+        """Queue ``task``; its future gets the result or the exception. ``name`` is that of its profiler ranges."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -219,10 +211,7 @@ class WorkerExecutor(Executor):
         return submitted.future
 
     def close(self, timeout: float) -> None:
-        """Let the worker end once its tasks are done; at the interpreter's exit after ``timeout`` in any case.
-
-        A collective that ends after the interpreter aborts the process.
-        """
+        """Let the worker end once its tasks are done; at the interpreter's exit after ``timeout`` in any case."""
         self._is_closed = True
         self._events.put(_Command.END)
         if self._thread is not threading.current_thread():

@@ -325,9 +325,8 @@ class GroupTransport(Transport):
         collective.run(self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective of CPU tensors and return one `dist.Work` per message.
-
-        ``group`` is a process group of the same ranks, by default the transport's own.
+        """Launch a collective of CPU tensors, by default on the transport's own group; returns one `dist.Work` per
+        message.
         """
         self.payload_bytes += collective.payload_bytes
         return collective.start(group or self.group)

@@ -139,8 +139,7 @@ def slowest_times(
 ) -> tuple[list[float], list[dict[str, Cost]]]:
     """`predicted_ms`' arguments for every candidate, from the times of the slowest rank. A collective call.
 
-    The plain candidate counts with its minimum time, all others with their median: background load favors the plain
-    one.
+    The plain candidate counts with its minimum time, all others with their median: background load favors it.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -168,10 +167,7 @@ def _samples(times: Sequence[Any]) -> Tensor:
 
 
 def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
-    """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
-
-    ``ready`` is the time at which each bucket is ready (ms), not decreasing; ``costs`` are those of its exchange.
-    """
+    """Milliseconds from the first complete gradient to the last result, of buckets that are ready at ``ready`` (ms)."""
     times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
     return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 

@@ -104,8 +104,7 @@ def real_layouts(bucket: GradBucket) -> list[torch.Tensor]:
 def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
     """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
 
-    ``tables`` keeps layouts of flat buckets. ``layout`` is that of the gradients in a flat buffer; None if it need not
-    be taken apart.
+    ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
     """
     if getattr(bucket, "zero_copy", False):
         target = cast("GradwireBucket", bucket).target()
@@ -171,8 +170,7 @@ def reduce_bucket(
 def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
     """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
 
-    Nothing is computed after the collective, so a task in the executor, whose thread competes with the backward for the
-    interpreter lock, would gain nothing.
+    Nothing is computed after it, so a task in the executor's thread would only compete for the interpreter lock.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)
     transport = connections.transport("backward", device)
@@ -212,9 +210,10 @@ def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None
         check_process_group(state, f"The state of {hook_name}")
         return
     kind = kinds[0]
-    what = "a gradwire" if kind.__module__.startswith("gradwire.") else "an instance of"  # PyTorch has the same names
+    # PyTorch has some of gradwire's names, too.
+    what = f"{'a gradwire' if kind.__module__.startswith('gradwire.') else 'an instance of'} {kind.__name__}"
     raise TypeError(
-        f"The state of {hook_name} is {described(state)}; expected {what} {kind.__name__}: "
+        f"The state of {hook_name} is {described(state)}; expected {what}: "
         f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
     )
 

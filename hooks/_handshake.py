@@ -249,7 +249,7 @@ def _parameters_in_pytorchs_ddp(
 ) -> Sequence[torch.Tensor]:
     """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
 
-    Raises ValueError if the DDP averages over other ranks than ``group``, and the group was not passed explicitly.
+    Raises ValueError if the DDP averages over other ranks than a group that was not passed explicitly.
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]

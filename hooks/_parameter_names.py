@@ -153,9 +153,8 @@ class ParameterNames:
             raise self._unknown(needed_by)
 
     def of(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
-        """The names of the parameters of a bucket of PyTorch's DDP, in its order.
-
-        ``needed_by`` returns the subject of the error message if numbers do not suffice, else None.
+        """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
+        suffice.
         """
         parameters = bucket.parameters()
         names: list[str | None] = list(map(self._names.get, parameters))
@@ -186,8 +185,7 @@ class ParameterNames:
 
 
 def live_wrappers() -> list[TorchDDP]:
-    """All live DistributedDataParallel wrappers, PyTorch's, gradwire's and other subclasses, unless ``gc.freeze()`` hid
-    them.
+    """All live wrappers, PyTorch's, gradwire's and other subclasses, unless ``gc.freeze()`` hid them.
 
     One pass over all objects of Python's garbage collector: 50 ms for a million.
     """
@@ -201,8 +199,7 @@ def live_wrappers() -> list[TorchDDP]:
 def registered_wrappers(state: object, parameters: Sequence[torch.Tensor] = ()) -> list[TorchDDP]:
     """The live wrappers that hold ``state`` with a hook and have these parameters.
 
-    If none holds the state, because the user's own hook passes it on: all that have a hook and these parameters, if
-    any.
+    If none holds the state, because the user's own hook passes it on: all with a hook and these parameters.
     """
     wanted = set(map(id, parameters))
     hooked = [ddp for ddp in live_wrappers() if getattr(ddp, "_comm_hooks", None)]

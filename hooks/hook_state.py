@@ -213,7 +213,7 @@ class HookState(Checkpointed):
         self.expect_handshake()
 
     def continue_at(self, iteration: int) -> None:
-        """Let ``iteration`` be the number of the next step."""
+        """Set the number of the next step."""
         self._iter, self._is_counted = iteration, True
 
     def run(self, bucket: GradBucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
@@ -312,7 +312,8 @@ class HookState(Checkpointed):
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply options that were assigned or modified since the last step: make buckets anew, which keep the errors.
+        """Apply options that were assigned or modified since the last step: new buckets, which start from the old
+        errors.
 
         Raises:
             ValueError: an option has the wrong type or is out of range.

@@ -313,7 +313,7 @@ class PowerSGDState(HookState):
         return made
 
     def _warn_if_idle(self) -> None:
-        """Warn after the first compressed step if it has compressed nothing, and tell why."""
+        """Warn, with the reason, if the first compressed step has compressed nothing."""
         if any(low_rank for _, low_rank in self._buckets.values()):
             return
         known = self._names.known()
@@ -347,7 +347,7 @@ class PowerSGDState(HookState):
                 kept[name] = error_like(None, as_real(layout), dtype, name)
 
     def keeps(self, entry: str) -> bool:
-        """No entries besides those of `initialize`."""
+        """Whether further entries start from zeros: none, `initialize` has made them all."""
         return False
 
     def counts(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Exchange:
         self._number = self.connect().new_user()
 
     def restart(self) -> None:
-        """Count forwards and backwards anew: the ranks have agreed to."""
+        """Reset the counts of forwards and backwards, on which all ranks have agreed."""
         self._n_forwards = self._n_backwards = 0  # synchronized ones
 
     def connect(self) -> connections.Connections:
@@ -196,10 +196,7 @@ class AutogradHooks:
         self._deferred[:] = mask
 
     def expect_one(self, members: Iterable[int], ready: bytearray) -> int | None:
-        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred.
-
-        The next ``notify`` takes an index that was recorded before its hook stopped being deferred.
-        """
+        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred."""
         for index in members:
             if self._deferred[index] and not ready[index]:
                 self._deferred[index] = 0

@@ -354,11 +354,7 @@ class SparseBucket(BucketBase):
     def collect(
         self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
     ) -> None:
-        """Copy the gradient; an undefined gradient becomes a sparse tensor without entries.
-
-        Raises:
-            RuntimeError: the gradient is dense.
-        """
+        """Copy the gradient; an undefined one becomes a tensor without entries. Raises RuntimeError if it is dense."""
         gradient = self._parameter.grad
         if gradient is not None and not gradient.is_sparse:
             raise RuntimeError(errors.DENSE_GRADIENT.format(name=self._names[0]))

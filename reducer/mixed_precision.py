@@ -35,8 +35,7 @@ def check_config(config: Any) -> None:
 class LowPrecisionBucket(DenseBucket):
     """A bucket of low-precision gradients, whose mean becomes gradients in the parameters' own dtype.
 
-    PyTorch's hook, which casts on ``stream``, makes every ``.grad`` a tensor of that dtype: none is a view of the
-    bucket.
+    PyTorch's hook, which casts on ``stream``, makes every ``.grad`` a tensor of its own: none is a view of the bucket.
     """
 
     _absent: list[int]  # positions of the stand-ins that have no gradient at all

@@ -34,9 +34,8 @@ def verify_model(
 ) -> None:
     """Raise RuntimeError, on every rank, unless all have the same model, as far as their collectives depend on it.
 
-    A collective call: an all-gather of 16 bytes per rank, and of the full description if these differ. Parameters must
-    agree in number, shapes, strides and dtypes; states, which are frozen parameters and buffers that are broadcast, in
-    number, shapes, dtypes and device types.
+    An all-gather of 16 bytes per rank, and of the full description if these differ. Parameters must agree in number,
+    shapes, strides and dtypes; frozen parameters and broadcast buffers in number, shapes, dtypes and device types.
     """
     layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters.values()]
     facts = {name: f"{tuple(each.shape)} {each.dtype} on {each.device.type}" for name, each in states.items()}
@@ -112,11 +111,10 @@ def _unpack(
 def resynchronize(
     reducer: DDPReducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
 ) -> None:
-    """Replace the connections, restart the reducer, and share one rank's state; see
+    """Replace the connections, restart the reducer, and share one rank's state:
     `DistributedDataParallel.resynchronize`.
 
-    A collective call. All checks come before any change, on facts exchanged through the store: collectives may be
-    stuck.
+    All checks come before any change, on facts exchanged through the store: collectives may be stuck.
     """
     group = reducer.exchange.process_group
     reducer.leave(f"{CALL} was called")

@@ -151,9 +151,8 @@ class ModelWatch:
 
 
 def find_sharing_wrappers(wrapper: Any) -> None:
-    """Before its first forward, tell ``wrapper`` and other live wrappers which parameters they share.
-
-    See `DDPReducer.share`. The garbage collector finds PyTorch's wrappers, in 50 ms for a million objects.
+    """Before its first forward, find the live wrappers that share parameters with ``wrapper``; see
+    `DDPReducer.share`.
     """
     if wrapper not in _used:
         _used.add(wrapper)
@@ -177,8 +176,7 @@ def _share(wrapper: Any) -> None:
 def refuse_wrappers_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
-    Raises:
-        ValueError: the inner wrapper has a communication hook, or is FSDP2's.
+    Raises ValueError if that wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without importing FSDP
@@ -201,10 +199,8 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
 
 
 def refuse_wrapper_around(inner: TorchDDP) -> None:
-    """Warn once if ``inner`` runs within the forward of another wrapper and both reduce a parameter.
-
-    Raises:
-        RuntimeError: ``inner`` has a communication hook.
+    """Warn once if ``inner`` runs in the forward of a wrapper of its parameters; RuntimeError if ``inner``
+    has a hook.
     """
     outer = TorchDDP._active_ddp_module
     if outer is None or outer is inner or outer in _checked.get(inner, ()):
