@@ -17,7 +17,7 @@ from gradwire.kernels.counter_random import uniform_triton
 from gradwire.kernels.dispatch import jit, kernel, tl, triton_dtype
 from gradwire.kernels.flatten import unflatten
 from gradwire.kernels.flatten_triton import unflatten_chunk
-from gradwire.kernels.lowrank_triton import as_aligned, load_m
+from gradwire.kernels.lowrank_triton import as_aligned, load_m, strip_arguments
 from gradwire.kernels.matrix_table import (
     ELEMENTWISE_RANK,
     FactorLayout,
@@ -25,8 +25,6 @@ from gradwire.kernels.matrix_table import (
     Operands,
     Uncompressed,
     padded_rank,
-    strips,
-    tiling,
 )
 from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
@@ -345,22 +343,10 @@ NO_ROWS: dict[str, Any] = {
 
 
 def _plan(table: MatrixTable) -> dict[str, Any]:
-    """The arguments that launches have in common from step to step."""
-    rank, cut = padded_rank(table), tiling(table)
-    strip_table = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
-    return {
-        "layout_ptr": table.packed(),
-        "strips_ptr": strip_table,
-        "n_matrices": len(table),
-        "n_programs": strip_table.shape[1],
-        "SOURCE": triton_dtype(table.dtype),
-        "LIMIT": table.limit,
-        "ELEMENTWISE": rank <= ELEMENTWISE_RANK,
-        "RANK": rank,
-        "ROWS": cut.rows,
-        "COLUMNS": cut.columns,
-        "num_warps": 4 if rank <= ELEMENTWISE_RANK else 8,
-    }
+    """The arguments that all steps share."""
+    is_elementwise = padded_rank(table) <= ELEMENTWISE_RANK
+    own = {"LIMIT": table.limit, "ELEMENTWISE": is_elementwise, "num_warps": 4 if is_elementwise else 8}
+    return strip_arguments(table, to_p=True) | own
 
 
 def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:

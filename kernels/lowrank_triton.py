@@ -359,29 +359,31 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Number of elements of the partial sums, and the arguments of the two kernels that all steps share."""
-    device = table.device
-    strip_table = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
-    chunk_table = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
-    rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
-    n_partials = sum(
-        -(-across // length) * size
-        for (_, across, length), size in zip(sides(table, to_p), (table.p if to_p else table.q).sizes, strict=True)
-    )
-    multiply = {
+def strip_arguments(table: MatrixTable, to_p: bool) -> dict[str, Any]:
+    """The arguments of a kernel whose programs work through strips, for all steps."""
+    cut = tiling(table)
+    strip_table = table.on_device.get(("strips", to_p), table.device, lambda: strips(table, to_p))
+    return {
         "layout_ptr": table.packed(),
         "strips_ptr": strip_table,
         "n_matrices": len(table),
         "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
-        "TO_P": to_p,
-        "PRECISION": precision,
-        "RANK": rank,
-        "DOT_WIDTH": DOT_WIDTH,
+        "RANK": padded_rank(table),
         "ROWS": cut.rows,
         "COLUMNS": cut.columns,
-        "num_warps": 4 if rank <= 16 else 8,
+    }
+
+
+def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Number of elements of the partial sums, and the arguments of the two kernels, for all steps."""
+    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
+    last, precision = sides(table, to_p)[-1], dot_precision(table)
+    multiply = strip_arguments(table, to_p) | {
+        "TO_P": to_p,
+        "PRECISION": precision,
+        "DOT_WIDTH": DOT_WIDTH,
+        "num_warps": 4 if padded_rank(table) <= 16 else 8,
         "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
     }
     add = {
@@ -395,7 +397,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str
         "PACK": CHUNK_NUMEL,
         "num_warps": 8,
     }
-    return n_partials, multiply, add
+    return last.start + last.n_strips * last.size, multiply, add
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
