@@ -31,10 +31,7 @@ def _saturating_cast(
     COMPUTE: tl.constexpr,
     WIRE: tl.constexpr,
 ):
-    """Scale, saturate and cast.
-
-    Also return a mark per element: 1 if it is not finite, 2^16 if it saturated, else 0.
-    """
+    """The wire elements, and a mark for each: 1 if it is not finite, 2^16 if it saturated, else 0."""
     x = x.to(COMPUTE)
     scaled = x * scale
     finite = tl.abs(x) < float("inf")

@@ -131,7 +131,7 @@ def _multiply_elementwise(
     stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
-    offs = offs_n * stride + offs_m
+    offs = offs_n * stride + offs_m  # [ROWS, COLUMNS]
     totals = tl.tuple(())
     for _ in tl.static_range(RANK):
         totals += (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),)
@@ -146,7 +146,7 @@ def _multiply_elementwise(
         m = load_m(memory, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
         if KEEP and TO_P:
             keep_m(memory[1], first_m, offs, mask, m, SOURCE, ALIGNED)
-        added = tl.tuple(())
+        added = tl.tuple(())  # a loop carries a tuple as a whole: its elements cannot be replaced one by one
         for r in tl.static_range(RANK):
             # The columns added to the rank are copies of the last, whose sums are not stored.
             column_ptr = factor.to(tl.pointer_type(tl.float32)) + (tl.minimum(r, rank - 1) * across + start)
@@ -190,7 +190,7 @@ def _multiply_dot(
     stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_block = tl.arange(0, BLOCK)
     offs_r = tl.arange(0, WIDTH)
-    offs = offs_block[:, None] * stride + offs_block[None, :]
+    offs = offs_block[:, None] * stride + offs_block[None, :]  # [BLOCK, BLOCK]
     factor_ptr = factor.to(tl.pointer_type(tl.float32))
     totals = tl.tuple(())
     for _ in tl.static_range(RANK // WIDTH):

@@ -39,19 +39,12 @@ ELEMENTWISE_RANK = 8
 
 
 class Tiling(NamedTuple):
-    """How the kernels cut matrices.
+    """How the kernels cut matrices into tiles and strips. Lengths of strips are approximate."""
 
-    Attributes:
-        rows: rows of a tile of M.
-        columns: columns of a tile of M.
-        strip_rows: the number of rows that a program for Q sums over, about.
-        strip_columns: the number of columns that a program for P, or for the result, works through, about.
-    """
-
-    rows: int
-    columns: int
-    strip_rows: int
-    strip_columns: int
+    rows: int  # of a tile of M
+    columns: int  # of a tile of M
+    strip_rows: int  # that a program for Q sums over
+    strip_columns: int  # that a program for P, or for the result, works through
 
 
 # A tile of 8 elements a thread: with 16, the registers of `project` leave room for 12 warps on a multiprocessor, not
@@ -290,22 +283,13 @@ def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, i
 
 @dataclass(frozen=True, eq=False)
 class Uncompressed:
-    """The gradients of a bucket that are sent uncompressed, next to the factors.
+    """The gradients of a bucket that are sent uncompressed, next to the factors."""
 
-    Attributes:
-        table: their layout.
-        source: the gradients.
-        target: where the result goes. May be the source.
-        wire: 1-D, ``table.numel`` elements of the gradients' dtype.
-        sent_with: layout of the factors that are sent at the same time, P or Q. The product that computes them also
-            writes these gradients onto the wire.
-    """
-
-    table: SegmentTable
-    source: Sequence[Tensor]
-    target: Sequence[Tensor]
-    wire: Tensor
-    sent_with: FactorLayout
+    table: SegmentTable  # layout of the gradients
+    source: Sequence[Tensor]  # the gradients
+    target: Sequence[Tensor]  # where the mean goes; may be ``source``
+    wire: Tensor  # 1-D, ``table.numel`` elements of the gradients' dtype
+    sent_with: FactorLayout  # the factors in the same message, P or Q: their product also writes ``wire``
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError unless the source, or target, and the wire fit the table."""
@@ -320,19 +304,12 @@ class Uncompressed:
 
 
 class Renewal(NamedTuple):
-    """The factors, P or Q, that `reconstruct` renews for the next step.
-
-    Attributes:
-        layout: layout of the factors.
-        following: the packed factors of the next step. Overwritten.
-        step: int64, one element, on the device: the number of the step, for the random columns. Modified.
-        advance_to: new value of ``step``; None: one more than it is, as in a CUDA graph, which repeats numbers.
-    """
+    """The factors, P or Q, that `reconstruct` renews for the next step."""
 
     layout: FactorLayout
-    following: Tensor
-    step: Tensor
-    advance_to: int | None
+    following: Tensor  # packed factors of the next step. Overwritten
+    step: Tensor  # int64, one element, on the device: number of the step, for the random columns. Modified
+    advance_to: int | None  # new value of ``step``; None adds 1, as a CUDA graph must, which repeats numbers
 
 
 @dataclass(frozen=True, eq=False)
