@@ -31,17 +31,7 @@ from gradwire.bench.implementations import (
 from gradwire.bench.launch import HERE, Place
 from gradwire.bench.models import time_in_turn
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.record import (
-    EXPOSED_MS,
-    LINK_RATE,
-    SENT_PER_STEP,
-    STEP_MS,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-    unique,
-)
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Table,
     count,
@@ -103,7 +93,9 @@ def time_steps(
     records: list[Record] = []
     for rate in rates:
         limit_to(rate.name)
-        records += records_of("network", {"rate": rate.name}, "all_reduce", hosts, {LINK_RATE: _probe(hosts, device)})
+        records += records_of(
+            "network", {"rate": rate.name}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts, device)}
+        )
         sent_bytes = namespaces.sent_bytes if has_interface else None
         time_in_turn(implementations, range(first, first + steps), rate.name, sent_bytes)
         first += steps
@@ -146,11 +138,11 @@ def summarize(rate: str, hosts: int, implementations: Sequence[Implementation]) 
     for i in implementations:
         case = {"rate": rate, "hook": i.hook, "one_bucket": i.one_bucket}
         metrics: dict[str, Any] = {
-            STEP_MS: percentiles_ms(i.seconds),
-            EXPOSED_MS: round(1e3 * (median(i.seconds) - noop[i.name, i.one_bucket]), 3),
+            Metric.STEP_MS: percentiles_ms(i.seconds),
+            Metric.EXPOSED_MS: round(1e3 * (median(i.seconds) - noop[i.name, i.one_bucket]), 3),
         }
         if i.link_bytes:
-            metrics[SENT_PER_STEP] = median(i.link_bytes)
+            metrics[Metric.SENT_PER_STEP] = median(i.link_bytes)
         records += records_of("network", case, i.name, hosts, metrics)
     return records
 
@@ -166,17 +158,17 @@ def tables(records: Sequence[Record]) -> list[Table]:
     settings, result = facts["settings"], []
     groups = groups_of(records, "rate")
     for (rate,), group in groups:
-        reached = find(group, LINK_RATE)
+        reached = find(group, Metric.LINK_RATE)
         assert reached is not None and reached.p50 is not None
         link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_rate(rate)}"
-        title = f"{STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
+        title = f"{Metric.STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
         columns = [
-            *((name, value(STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
-            ("speed-up", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
-            *((f"exposed, {name}", value(EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
-            ("sent per step", value(SENT_PER_STEP, GRADWIRE)),
+            *((name, value(Metric.STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
+            ("speed-up", speed_up(Metric.STEP_MS, PYTORCH, GRADWIRE)),
+            *((f"exposed, {name}", value(Metric.EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
+            ("sent per step", value(Metric.SENT_PER_STEP, GRADWIRE)),
         ]
-        steps = [record for record in group if record.metric != LINK_RATE]
+        steps = [record for record in group if record.metric != Metric.LINK_RATE]
         notes = _notes(facts) if rate == groups[-1][0][0] else ()
         names = {"hook": hook_label}
         result.append(pivot(f"{title}{format_number(reached.p50)} Mb/s)", steps, names, columns, notes))

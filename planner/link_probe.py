@@ -80,7 +80,11 @@ class _Probe:
 
     def measure(self, kind: str, nbytes: int, repetitions: int) -> MessageTime:
         """Time one message: the median on the slowest rank."""
-        task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
+        make = message_maker(kind, nbytes, self._executor.transport, self._device)
+
+        async def task(_: Workspace) -> None:
+            await make()
+
         seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
         return MessageTime(nbytes, float(seconds))
@@ -93,13 +97,6 @@ class _Probe:
         self._executor.submit(task).wait()
         synchronize(self._device)
         return time.perf_counter() - start
-
-
-def _task(make: Callable[[], Collective]) -> Task:
-    async def task(_: Workspace) -> None:
-        await make()
-
-    return task
 
 
 def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.device) -> Callable[[], Collective]:

@@ -3,19 +3,19 @@
 import pytest
 
 from gradwire.bench.network import LOOPBACK
-from gradwire.bench.record import STEP_MS, Measured, records_of
+from gradwire.bench.record import Measured, Metric, records_of
 from tools import auto_choice as auto
 
 
 def test_tables_show_choice_and_speed_up_and_step_times(facts):
     slow, fast = ({"model": "linear", "rate": rate} for rate in ("1gbit", "unlimited"))
     rows = [
-        (slow, auto.AUTO, {STEP_MS: 100.0}),
-        (slow, auto.NO_HOOK, {STEP_MS: 400.0}),
-        (slow, "int4", {STEP_MS: 98.0, auto.PARAMETERS: 3}),
+        (slow, auto.AUTO, {Metric.STEP_MS: 100.0}),
+        (slow, auto.NO_HOOK, {Metric.STEP_MS: 400.0}),
+        (slow, "int4", {Metric.STEP_MS: 98.0, auto.PARAMETERS: 3}),
         (slow, "plain", {auto.PARAMETERS: 9}),
-        (fast, auto.AUTO, {STEP_MS: 51.0}),
-        (fast, auto.NO_HOOK, {STEP_MS: 50.0}),
+        (fast, auto.AUTO, {Metric.STEP_MS: 51.0}),
+        (fast, auto.NO_HOOK, {Metric.STEP_MS: 50.0}),
         (fast, "plain", {auto.PARAMETERS: 12}),
     ]
     records = [record for case, name, metrics in rows for record in records_of("auto", case, name, 2, metrics)]
@@ -32,6 +32,6 @@ def test_tables_show_choice_and_speed_up_and_step_times(facts):
 @pytest.mark.slow
 def test_bench_times_choice_and_candidates_on_loopback():
     outcome = auto.measure(["tiny-layers"], [LOOPBACK], rounds=1)
-    timed = {each.implementation for each in outcome.records if each.metric == STEP_MS}
+    timed = {each.implementation for each in outcome.records if each.metric == Metric.STEP_MS}
     assert timed == {auto.AUTO, auto.NO_HOOK, *auto.CANDIDATES}
     assert sum(each.p50 for each in outcome.records if each.metric == auto.PARAMETERS) > 0

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from gradwire.bench.record import STEP_MS, Measured, load, records_of
+from gradwire.bench.record import Measured, Metric, load, records_of
 from gradwire.bench.telemetry import COMPARED, HOOKS, MEASURED, PLAIN, tables
 from gradwire.cli.app import app
 
@@ -12,7 +12,7 @@ def test_overhead_is_spread_over_the_steps_between_measurements(facts):
     records = [
         record
         for kind, time in times.items()
-        for record in records_of("telemetry", {"hook": "int4"}, kind, 2, {STEP_MS: time})
+        for record in records_of("telemetry", {"hook": "int4"}, kind, 2, {Metric.STEP_MS: time})
     ]
     settings = {"model": "a model", "steps": 3}
     (table,) = tables(Measured(settings, records).with_provenance(facts))
