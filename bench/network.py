@@ -43,7 +43,6 @@ from gradwire.bench.tables import (
     speed_up,
     value,
 )
-from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
@@ -79,27 +78,22 @@ def limit_to(name: str) -> None:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    rates = [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in settings["rates"]]
-    return time_steps(make_implementations(settings["hooks"], device), rates, settings["steps"], settings["hosts"])
+    made = make_implementations(settings["hooks"], device)
+    return time_steps(made, settings["rates"], settings["steps"], settings["hosts"])
 
 
-def time_steps(
-    implementations: Sequence[Implementation], rates: Sequence[Rate], steps: int, hosts: int
-) -> list[Record]:
+def time_steps(implementations: Sequence[Implementation], rates: Sequence[str], steps: int, hosts: int) -> list[Record]:
     """Check all gradients, then time all steps. A collective call. Raises RuntimeError if a gradient is wrong."""
-    device, has_interface = implementations[0].device, list(rates) != [LOOPBACK]
-    prepare(implementations, device)
+    sent_bytes = None if rates == [LOOPBACK.name] else namespaces.sent_bytes
+    prepare(implementations, implementations[0].device)
     first = WARM_UP + 1
     records: list[Record] = []
     for rate in rates:
-        limit_to(rate.name)
-        records += records_of(
-            "network", {"rate": rate.name}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts, device)}
-        )
-        sent_bytes = namespaces.sent_bytes if has_interface else None
-        time_in_turn(implementations, range(first, first + steps), rate.name, sent_bytes)
+        limit_to(rate)
+        records += records_of("network", {"rate": rate}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts)})
+        time_in_turn(implementations, range(first, first + steps), rate, sent_bytes)
         first += steps
-        records += summarize(rate.name, hosts, implementations)
+        records += summarize(rate, hosts, implementations)
     return records
 
 
@@ -117,16 +111,14 @@ def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Imp
     return made
 
 
-def _probe(hosts: int, device: torch.device) -> float:
+def _probe(hosts: int) -> float:
     """The rate in Mb/s at which each rank sends in a plain all-reduce."""
-    tensor = torch.zeros(_PROBE_BYTES // 4, device=device)
+    tensor = torch.zeros(_PROBE_BYTES // 4)
     times = []
     for _ in range(3):
         dist.barrier()
-        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        synchronize(device)
         times.append(time.perf_counter() - start)
     return round(2 * (hosts - 1) / hosts * 8e-6 * _PROBE_BYTES / median(times), 1)
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace, executor_for
-from gradwire.comm.executor import Task
 from gradwire.comm.transport import Collective
 from gradwire.planner.clock import synchronize
 from gradwire.planner.model import Link, Message, MessageCost
@@ -81,16 +80,16 @@ class _Probe:
     def measure(self, kind: str, nbytes: int, repetitions: int) -> MessageTime:
         """Time one message: the median on the slowest rank."""
         make = message_maker(kind, nbytes, self._executor.transport, self._device)
+        seconds = torch.tensor(median(self._once(make) for _ in range(repetitions)), device=self._device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
+        return MessageTime(nbytes, float(seconds))
+
+    def _once(self, make: Callable[[], Collective]) -> float:
+        """Time one message on this rank."""
 
         async def task(_: Workspace) -> None:
             await make()
 
-        seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
-        return MessageTime(nbytes, float(seconds))
-
-    def _once(self, task: Task) -> float:
-        """Time one message on this rank."""
         dist.barrier(self._group)
         synchronize(self._device)
         start = time.perf_counter()

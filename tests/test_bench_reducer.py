@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.models import MODELS
-from gradwire.bench.record import Measured, Metric, load, records_of
+from gradwire.bench.record import Measured, Metric, records_of
 from gradwire.bench.reducer import NO_REDUCER, REDUCERS, summarize, tables, time_backwards
-from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
 
 MADE_UP_MS = dict(zip(REDUCERS, (10.0, 20.0, 15.0, 18.0, 12.0, 30.0, 15.0), strict=True))
@@ -68,14 +66,3 @@ def test_wrong_gradients_are_refused_before_timing(world_of_one, monkeypatch):
     monkeypatch.setitem(HOOKS, "fp16", replace(HOOKS["fp16"], make=lambda *_: (None, doubles)))
     with pytest.raises(RuntimeError, match=r"gradwire, fp16: .* nothing is timed"):
         time_backwards("tiny-layers", 2, torch.device("cpu"))
-
-
-def test_command_with_two_ranks_writes_the_results_it_prints(tmp_path):
-    path = tmp_path / "reducer.jsonl"
-    options = ["--models", "tiny-layers", "--ranks", "2", "--steps", "2", "--output", str(path)]
-    done = CliRunner().invoke(app, ["bench", "reducer", *options])
-    assert done.exit_code == 0, done.output
-    records = load(path)
-    assert [(record["hook"], record.implementation) for record in records] == list(REDUCERS)
-    assert {(record.ranks, record.metric) for record in records} == {(2, Metric.BACKWARD_MS)}, "memory is the mlp's"
-    assert "tiny-layers: 200 of 0.027 M" in " ".join(done.output.split())

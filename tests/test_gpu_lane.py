@@ -125,7 +125,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     monkeypatch.setattr(lane, "_source", lambda _: "this code")
     output = tmp_path / "records.jsonl"
     only = [
-        "fp16: equal bits",
+        "no hook: PyTorch's gradients",
         "low-rank passes, float16, rank 4,",
         "scaled-fp16: equal bits",
         "quantize float32 to int4, errors in float32",

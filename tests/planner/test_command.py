@@ -123,9 +123,7 @@ def test_single_process_predicts_for_a_given_network(folder):
     ],
     ids=str,
 )
-def test_single_process_computes_with_the_threads_that_torchrun_gives_a_rank(
-    monkeypatch, environment, arguments, is_limited
-):
+def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, environment, arguments, is_limited):
     """One thread if several ranks share a node and OMP_NUM_THREADS is not set."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
