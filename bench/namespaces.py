@@ -59,14 +59,14 @@ class Rate(NamedTuple):
     mbit: float | None  # megabits per second; None for no limit
 
     @classmethod
-    def parse(cls, text: str, most_mbit: int = MAX_MODELED_MBIT) -> "Rate":
-        """The rate of that name, of at most ``most_mbit``. Raises ValueError for any other text."""
+    def parse(cls, text: str, max_mbit: int = MAX_MODELED_MBIT) -> "Rate":
+        """The rate of that name, of at most ``max_mbit``. Raises ValueError for any other text."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
         mbit = None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1)
-        if text != "unlimited" and (mbit is None or not _MIN_MBIT <= mbit <= most_mbit):
+        if text != "unlimited" and (mbit is None or not _MIN_MBIT <= mbit <= max_mbit):
             raise ValueError(
                 f"{text!r} is not a rate; expected one like 100mbit or 1gbit, from {_MIN_MBIT}mbit to "
-                f"{most_mbit // 1000}gbit, or unlimited"
+                f"{max_mbit // 1000}gbit, or unlimited"
             )
         return cls(text, mbit)
 

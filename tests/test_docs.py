@@ -264,7 +264,8 @@ def test_api_reference_has_every_public_name():
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     public |= {f"gradwire.testing.{name}" for name in gradwire.testing.__all__}
-    public |= public_names_of_integrations() | {"gradwire.DistributedDataParallel"}
+    public |= public_names_of_integrations() | {"gradwire.DistributedDataParallel", "gradwire.attach"}
+    public |= {"gradwire.sharded.Attachment"}
     assert public == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
 
 

@@ -157,7 +157,7 @@ def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, m
 
 
 WITHOUT_PRIVATE_NAME = """
-import sys, {owner}
+import sys, torch
 del {owner}.{name}
 try:
     import gradwire
@@ -171,6 +171,8 @@ except ImportError as error:
     [
         ("torch.distributed.distributed_c10d", "_world"),
         ("torch.nn.parallel.distributed", "_find_tensors"),
+        ("torch.distributed.ProcessGroupGloo", "_Options"),
+        ("torch.nn.parallel.DistributedDataParallel", "_pre_forward"),
     ],
 )
 def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
@@ -179,3 +181,8 @@ def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
     assert f"torch {torch.__version__} lacks one" in done.stdout
     assert name in done.stdout
     assert f"tested with torch {' to '.join(TESTED_TORCH)}: install one of these, or a newer gradwire" in done.stdout
+
+
+def test_gradwire_imports_in_builds_of_torch_without_gloo():
+    program = "import torch.distributed as dist; del dist.ProcessGroupGloo; import gradwire.reducer, gradwire.testing"
+    subprocess.run([sys.executable, "-c", program], timeout=240, check=True)
