@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
+from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -60,7 +61,13 @@ class Implementation:
     """
 
     def __init__(
-        self, hook: str, name: str, device: torch.device, one_bucket: bool = False, model: nn.Module | None = None
+        self,
+        hook: str,
+        name: str,
+        device: torch.device,
+        one_bucket: bool = False,
+        model: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.hook = hook
         self.name = name
@@ -74,7 +81,7 @@ class Implementation:
         cap = ONE_BUCKET_MB if one_bucket else None
         ddp = DistributedDataParallel if name == GRADWIRE else TorchDDP
         module = make_model() if model is None else model
-        self.ddp, self.state = wrap(module.to(device), self._make, ddp, bucket_cap_mb=cap)
+        self.ddp, self.state = wrap(module.to(device), self._make, ddp, group=group, bucket_cap_mb=cap)
 
     def _make(self, group: dist.ProcessGroup | None, start: int) -> Registration | None:
         """The hook of the implementation; on PyTorch's DDP it records buckets, and has another name.
@@ -172,7 +179,7 @@ def check_hook(hook: str, device: torch.device) -> list[float]:
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(NARROW, 256, bias=False), nn.Linear(256, 128, bias=False))
-    implementation = Implementation(hook, GRADWIRE, device, model=model)
+    implementation = Implementation(hook, GRADWIRE, device, model=model, group=default_group())
     batches = [make_batch(step, dist.get_rank(), device) for step in range(FIRST_COMPRESSED + 2)]
     seconds = [implementation.step(batch) for batch in batches[:-1]]
     implementation.check(batches[-1])
@@ -210,13 +217,15 @@ def wrap(
     make: Make,
     ddp: type[TorchDDP] = DistributedDataParallel,
     start: int = FIRST_COMPRESSED,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[TorchDDP, Any]:
     """A module in a DDP with a hook that compresses from step ``start`` on, and the hook's state.
 
-    It has a process group of its own: hooks of one group share their wire memory, and would resize it for one another.
+    By default, it has a process group of its own: hooks of one group share their wire memory, and would resize it for
+    one another.
     """
-    group = dist.new_group()
+    group = dist.new_group() if group is None else group
     wrapped = ddp(module, process_group=group, **options)
     state, hook = make(group, start) or (None, None)
     if hook is not None:

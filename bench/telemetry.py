@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import (
-    FIRST_COMPRESSED,
-    GRADWIRE,
-    MODEL,
-    WARM_UP,
-    Implementation,
-    prepare,
-)
+from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, prepare
 from gradwire.bench.models import time_in_turn
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
