@@ -21,7 +21,7 @@ U = 2.0**-24
 
 @dataclass
 class Run:
-    """What a run left on one rank: the gradients of every step until it ended, and the errors that were raised."""
+    """The outcome of a run on one rank: the gradients of every step until it ended, and the errors that were raised."""
 
     gradients: list = field(default_factory=list)
     errors: list = field(default_factory=list)
@@ -81,7 +81,7 @@ def run_steps(library, values, batched=False, options=None, wrapper="pytorch", *
 
 
 def probe(world, case, **arguments):
-    """What the case returns on rank 0 of a run of PyTorch's hook, or None if that ended the processes or hung."""
+    """The result of the case on rank 0 of a run of PyTorch's hook, or None if that ended the processes or hung."""
     try:
         return world.run(case, limit=PROBE_LIMIT, **arguments)[0]
     except CaseFailed as failure:
