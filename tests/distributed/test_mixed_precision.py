@@ -226,7 +226,7 @@ def test_option_incompatible_with_mixed_precision_raises(world_of_one, action, k
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @on_ranks(2)
-def test_machine_without_an_accelerator_raises_before_the_module_is_changed():
+def test_machine_without_accelerator_raises_before_module_is_changed():
     module = Net()
     kind, text = error_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
     assert kind == "RuntimeError"
