@@ -1,8 +1,8 @@
 """Quantized all-reduce, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, and more.
 
 `quantization_hook` is gradwire's own: 1.25 to 16 bits per element, with error feedback. The two hooks with PyTorch's
-names send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other rank.
-gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
+names send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other
+rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
 """
 
 import weakref
