@@ -30,7 +30,7 @@ from gradwire.bench.implementations import (
     needs_one_bucket,
     prepare,
 )
-from gradwire.bench.models import turns
+from gradwire.bench.models import time_in_turn
 from gradwire.bench.record import (
     HOST_MS,
     LAUNCHES,
@@ -46,7 +46,7 @@ from gradwire.bench.record import (
     unique,
 )
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
-from gradwire.bench.timing import bench_device, driver_calls, peak_memory, slowest
+from gradwire.bench.timing import bench_device, driver_calls, peak_memory
 from gradwire.planner.hook_registry import STAR_NOTE, label
 
 DEFAULT_HOOKS = (
@@ -107,17 +107,10 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
         Implementation(hook, PYTORCH, device, one_bucket=one_bucket),
     ]
     everything = [*references.values(), *implementations]
-    rank = dist.get_rank()
     prepare(everything, device)
-    for implementation in everything:
-        implementation.host_seconds = []
     title = f"{hook}, {count(dist.get_world_size(), 'rank')}"
-    for step, implementation in turns(range(WARM_UP + 1, WARM_UP + 1 + steps), everything, title):
-        batch = make_batch(step, rank, device)
-        dist.barrier()
-        implementation.seconds.append(implementation.step(batch))
-    for implementation in everything:
-        implementation.seconds = slowest(implementation.seconds)
+    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), title)
+    batch = make_batch(WARM_UP + 1 + steps, dist.get_rank(), device)
     for implementation in implementations:
         implementation.calls = driver_calls(partial(implementation.backward, batch), device)
     return summarize(dist.get_world_size(), implementations, references)

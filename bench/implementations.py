@@ -19,7 +19,7 @@ from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize
-from gradwire.planner.hook_registry import HOOKS, Make, Registration
+from gradwire.planner.hook_registry import HOOKS, HookEntry, Make, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -80,12 +80,12 @@ class Implementation:
     def label(self) -> str:
         return f"{self.hook}, {self.name}{', one bucket' if self.one_bucket else ''}"
 
-    def _make(self, group: dist.ProcessGroup, start: int) -> Registration | None:
+    def _make(self, group: dist.ProcessGroup | None, start: int) -> Registration | None:
         """The hook of the implementation; on PyTorch's DDP it records buckets, and has another name.
 
         Without NCCL, PyTorch's DDP refuses bf16 hooks by name.
         """
-        registration = maker_of(self.hook, self.name)(group, start)
+        registration = maker_of(HOOKS[self.hook], self.name)(group, start)
         if registration is None or self.name == GRADWIRE:
             return registration
         state, hook = registration
@@ -190,13 +190,12 @@ def needs_one_bucket(hook: str, device: torch.device) -> bool:
     return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
 
 
-def maker_of(hook: str, name: str) -> Make:
+def maker_of(entry: HookEntry, name: str) -> Make:
     """The function that makes the state and the hook of an implementation."""
-    entry = HOOKS[hook]
     if name != PYTORCH:
         return entry.make
     if entry.pytorch is None:
-        raise ValueError(f"PyTorch has no hook like {hook}.")
+        raise ValueError(f"PyTorch has no hook for {entry.description}.")
     return entry.pytorch.make
 
 

@@ -16,8 +16,15 @@ import torch
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import KernelCase, check, copy_bandwidth, time_cases
-from gradwire.bench.kernel_cases import CASES, COMPARED, COMPILED
+from gradwire.bench.kernel_cases import (
+    CASES,
+    COMPARED,
+    COMPILED,
+    KernelCase,
+    check,
+    copy_bandwidth,
+    time_cases,
+)
 from gradwire.bench.record import (
     BANDWIDTH,
     HOST_MS,

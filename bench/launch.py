@@ -123,6 +123,7 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log, _reserved_port() as port:
         environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the modules that are found here
         environment |= {
             "MASTER_ADDR": places[0].address,
             "MASTER_PORT": str(port),  # a port of this machine; in a namespace of its own every port is free

@@ -31,10 +31,10 @@ _QUEUE_MS = 50
 # The burst of the token bucket: the smallest with which gloo reaches 80 to 90 % of the rate. With half of it at
 # 1 Gb/s, gloo reaches half of the rate, because the system hands over 64 KiB at a time.
 _BURST_MS = 1
-_LEAST_BURST = 16_384
-_LEAST_MBIT = 0.1  # below, a step takes hours
-MOST_LIMITED_MBIT = 30_000  # above, the count of bytes per second of a token bucket overflows
-MOST_MODELED_MBIT = 10_000_000  # limit for links that are computed, not limited
+_MIN_BURST = 16_384
+_MIN_MBIT = 0.1  # below, a step takes hours
+MAX_LIMITED_MBIT = 30_000  # above, the count of bytes per second of a token bucket overflows
+MAX_MODELED_MBIT = 10_000_000  # limit for links that are computed, not limited
 
 
 class NamespaceError(Exception):
@@ -59,14 +59,14 @@ class Rate(NamedTuple):
     mbit: float | None  # megabits per second; None for no limit
 
     @classmethod
-    def parse(cls, text: str, most_mbit: int = MOST_MODELED_MBIT) -> "Rate":
-        """The rate of that name, of at most ``most_mbit``. Raises ValueError for any other text."""
+    def parse(cls, text: str, max_mbit: int = MAX_MODELED_MBIT) -> "Rate":
+        """The rate of that name, of at most ``max_mbit``. Raises ValueError for any other text."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
         mbit = None if match is None else float(match[1]) * (1000 if match[2] == "gbit" else 1)
-        if text != "unlimited" and (mbit is None or not _LEAST_MBIT <= mbit <= most_mbit):
+        if text != "unlimited" and (mbit is None or not _MIN_MBIT <= mbit <= max_mbit):
             raise ValueError(
-                f"{text!r} is not a rate; expected one like 100mbit or 1gbit, from {_LEAST_MBIT}mbit to "
-                f"{most_mbit // 1000}gbit, or unlimited"
+                f"{text!r} is not a rate; expected one like 100mbit or 1gbit, from {_MIN_MBIT}mbit to "
+                f"{max_mbit // 1000}gbit, or unlimited"
             )
         return cls(text, mbit)
 
@@ -127,7 +127,7 @@ def limit(rate: Rate) -> None:
             here.tc("del", index=index, parent=TC_H_ROOT)
         if rate.mbit is not None:
             bits = round(1e6 * rate.mbit)
-            burst = max(_LEAST_BURST, round(bits / 8 * _BURST_MS / 1e3))
+            burst = max(_MIN_BURST, round(bits / 8 * _BURST_MS / 1e3))
             here.tc("add", "tbf", index=index, rate=f"{bits}bit", burst=burst, latency=f"{_QUEUE_MS}ms")
 
 

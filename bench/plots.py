@@ -30,6 +30,7 @@ from gradwire.bench.record import (
 from gradwire.bench.tables import (
     count,
     find,
+    format_bandwidth,
     format_bytes,
     format_number,
     format_rate,
@@ -37,6 +38,9 @@ from gradwire.bench.tables import (
     median_of,
 )
 from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
+from gradwire.planner.model import step_seconds
+from gradwire.planner.probe import PLAIN, Measurement
+from gradwire.planner.recommend import Advice
 
 Records = Sequence[Record]
 
@@ -84,12 +88,13 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _logarithmic(axes: Axes) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+def _logarithmic(axes: Axes, name: str = "x", multiples: Sequence[int] = (1, 2, 5)) -> None:
+    """Make an axis logarithmic, with plain numbers at the multiples of powers of ten."""
+    axes.set(**{f"{name}scale": "log"})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=multiples))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, width: float, height: float) -> Figure:
@@ -252,6 +257,41 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of each ``window`` consecutive values."""
     sums = [0.0, *itertools.accumulate(values)]
     return [(high - low) / window for low, high in zip(sums, sums[window:], strict=False)]
+
+
+def draw_advice(measured: Measurement, advice: Advice, path: Path) -> None:
+    """Plot the predicted step time of each hook against the bandwidth; mark the measured or given bandwidth."""
+    figure = _figure(9, 5.5)
+    axes = figure.subplots()
+    here = measured.link.bandwidth
+    bandwidths = [here * 30 ** (i / 30) for i in range(-30, 31)]
+    styles = itertools.product(("-", "--", ":"), _HOOK_COLORS[1:])
+    for hook in measured.hooks:
+        style, color = ("-", _BLACK) if hook.name == PLAIN else next(styles)
+        width = 2.6 if hook.name in (PLAIN, advice.recommended) else 1.3
+        times = [1e3 * step_seconds(measured.model, hook, measured.link.at(bandwidth)) for bandwidth in bandwidths]
+        label = display_name(hook.name)
+        axes.plot([b / 1e6 for b in bandwidths], times, style, color=color, linewidth=width, label=label)
+    for each in advice.predictions:
+        axes.plot([here / 1e6], [1e3 * each.step_seconds], "o", color=_BLACK, markersize=3)
+    word = "measured" if measured.is_link_measured else "given"
+    axes.axvline(here / 1e6, color="#888888", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{word}: {format_bandwidth(here)}",
+        (here / 1e6, 0.99),
+        (4, -10),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        fontsize=9,
+    )
+    _logarithmic(axes, "x", (1,))
+    _logarithmic(axes, "y")
+    axes.set_xlabel("bandwidth (Mb/s)")
+    axes.set_ylabel("predicted step time (ms)")
+    axes.grid(alpha=0.3, which="both")
+    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
+    size = format_bytes(measured.model.gradient_bytes)
+    _save(figure, f"{advice.headline}: {measured.link.world_size} ranks, {size} of gradients", path)
 
 
 DRAWINGS: dict[str, Callable[[Records, Path], None]] = {

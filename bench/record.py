@@ -40,9 +40,6 @@ MEMORY = "peak memory (B)"
 VS_GRADWIRE = "time vs. gradwire"
 LAUNCHES = "launches"
 SYNCHRONIZATIONS = "host waits"
-BITS = "bits per element"
-RELATIVE_ERROR = "relative error"
-RELATIVE_ERROR_OF_STEPS = "relative error of several steps"
 ACCURACY = "test accuracy (%)"
 TRAINING_LOSS = "training loss"
 
@@ -55,7 +52,7 @@ class RecordError(Exception):
 class Record:
     """One measured quantity."""
 
-    # the bench that measured it, such as "hooks"; a key of `gradwire.bench.report.TABLES`, or "compiled"
+    # the bench that measured it, such as "hooks": a module of gradwire.bench or tools
     bench: str
     case: dict[str, Any]  # the workload: hook, model, bucket size, link rate, seed, as far as the bench has them
     implementation: str  # gradwire, PyTorch, or a baseline

@@ -38,7 +38,7 @@ from gradwire.bench.tables import (
 )
 from gradwire.bench.timing import bench_device, peak_memory, slowest
 from gradwire.planner.clock import synchronize
-from gradwire.planner.hook_registry import label
+from gradwire.planner.hook_registry import HOOKS, label
 
 WARM_UP = 5  # the first steps build and rebuild buckets
 MEMORY_MODEL = "mlp"  # the model of the memory measurement
@@ -59,7 +59,7 @@ class ReducedModel:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(MODELS[model].input_shape, generator=generator).to(device)
         if implementation != NO_REDUCER:
-            self.model, _ = wrap(self.model, maker_of(hook, implementation), WRAPPERS[implementation])
+            self.model, _ = wrap(self.model, maker_of(HOOKS[hook], implementation), WRAPPERS[implementation])
 
     def step(self) -> float:
         """Run a forward, and time the backward until every gradient is final."""

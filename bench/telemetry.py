@@ -19,13 +19,12 @@ from gradwire.bench.implementations import (
     MODEL,
     WARM_UP,
     Implementation,
-    make_batch,
     prepare,
 )
-from gradwire.bench.models import turns
+from gradwire.bench.models import time_in_turn
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
-from gradwire.bench.timing import bench_device, slowest
+from gradwire.bench.timing import bench_device
 from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
@@ -42,20 +41,16 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    hook, steps, rank = settings["hook"], settings["steps"], dist.get_rank()
+    hook, steps = settings["hook"], settings["steps"]
     kinds = {kind: Implementation(hook, GRADWIRE, device) for kind in (PLAIN, MEASURED, COMPARED)}
     kinds[MEASURED].state.observe(every=1)
     kinds[COMPARED].state.observe(every=1, exact_every=1)
     everything = list(kinds.values())
     prepare(everything, device)
-    for step, implementation in turns(range(WARM_UP + 1, WARM_UP + 1 + steps), everything, hook):
-        batch = make_batch(step, rank, device)
-        kinds[PLAIN].step(batch)  # untimed: what comes before a step, such as its caches, is equal for all kinds
-        dist.barrier()
-        implementation.seconds.append(implementation.step(batch))
+    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), hook, untimed=kinds[PLAIN])
     case, ranks, records = {"hook": hook}, dist.get_world_size(), []
     for kind, implementation in kinds.items():
-        metrics = {STEP_MS: percentiles_ms(slowest(implementation.seconds))}
+        metrics = {STEP_MS: percentiles_ms(implementation.seconds)}
         records += records_of("telemetry", case, kind, ranks, metrics)
     return records
 

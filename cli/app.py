@@ -17,8 +17,8 @@ from gradwire.cli.advise import advise_command
 from gradwire.cli.bench import bench
 from gradwire.cli.command_runs import measured, report
 from gradwire.cli.options import (
-    MOST_SEED,
-    MOST_STEPS,
+    MAX_SEED,
+    MAX_STEPS,
     HooksOption,
     LoopbackOption,
     listed,
@@ -80,8 +80,8 @@ def demo(
         Path, typer.Option(help="Folder for the results and the plot.", file_okay=False, writable=True)
     ] = Path("demo"),
     processes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes (ranks) on this machine.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Epochs to train with each hook.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed for initial weights and data order.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Epochs to train with each hook.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed for initial weights and data order.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
     loopback: LoopbackOption = False,

@@ -10,22 +10,23 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench.namespaces import MOST_LIMITED_MBIT, MOST_MODELED_MBIT, Rate
+from gradwire.bench.namespaces import MAX_LIMITED_MBIT, MAX_MODELED_MBIT, Rate
+from gradwire.bench.network import LOOPBACK
 from gradwire.planner.hook_registry import HookEntry
 
 # Upper bounds of options. Larger values would take weeks or exceed any machine.
-MOST_STEPS = 1_000_000
-MOST_SEED = 2**32 - 1
-MOST_THREADS = 1024
-MOST_RANKS = 65_536
+MAX_STEPS = 1_000_000
+MAX_SEED = 2**32 - 1
+MAX_THREADS = 1024
+MAX_RANKS = 65_536
 
 
-def number(help: str, least: int = 1, most: int = MOST_STEPS) -> Any:
+def number(help: str, least: int = 1, most: int = MAX_STEPS) -> Any:
     """An option that takes a whole number."""
     return typer.Option(min=least, max=most, help=help)
 
 
-ThreadsOption = Annotated[int, number("CPU threads of each process.", most=MOST_THREADS)]
+ThreadsOption = Annotated[int, number("CPU threads of each process.", most=MAX_THREADS)]
 ModelsOption = Annotated[str, typer.Option(help="Models, comma-separated.")]
 RatesOption = Annotated[str, typer.Option(help="Link rates such as 2.5gbit, comma-separated.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Run for a minute or less; see below.")]
@@ -117,9 +118,15 @@ def finite(number: float | None) -> float | None:
 def parse_rate(text: str, option: str, *, is_modeled: bool = False) -> Rate:
     """Parse the rate of a link: of an interface, or, if ``is_modeled``, of a link that is only computed."""
     try:
-        return Rate.parse(text, MOST_MODELED_MBIT if is_modeled else MOST_LIMITED_MBIT)
+        return Rate.parse(text, MAX_MODELED_MBIT if is_modeled else MAX_LIMITED_MBIT)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.", param_hint=option) from None
+
+
+def parse_links(rates: str, loopback: bool) -> list[Rate]:
+    """The links to measure; wrong rates are refused with ``--loopback`` too."""
+    links = [parse_rate(name, "--rates") for name in parse_list(rates)]
+    return [LOOPBACK] if loopback else links
 
 
 def refuse_beside(context: typer.Context, option: str, *others: str) -> None:

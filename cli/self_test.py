@@ -55,8 +55,6 @@ def check_kernels(family: str, device: torch.device) -> None:
     """Run a family's Triton kernels on ``device`` twice, and compare the results with each other and the reference.
     Raises AssertionError if a result is wrong. Raises RuntimeError if a kernel cannot be compiled or launched.
     """
-    from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
-    from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+    from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 
-    case = {**KERNEL_CASES, **QUANTIZATION_CASES}[KERNELS[family]]
-    case(device)
+    KERNEL_CHECKS[KERNELS[family]](device)

@@ -17,13 +17,14 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
-from gradwire.comm.store_collectives import gradwire_store
+from gradwire.comm.store_collectives import POLL_SECONDS, gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
@@ -189,8 +190,14 @@ class Connections:
         if (reason := self.failure_elsewhere()) is not None:
             raise RuntimeError(f"{reason}\n{ADVICE}")
 
-    def failure_elsewhere(self) -> str | None:
-        """Why another rank has left since the ranks last agreed; None if none has."""
+    def failure_elsewhere(self, wait: bool = False) -> str | None:
+        """Why another rank has left since the ranks last agreed; None if none has.
+
+        With ``wait``, a rank whose connection has closed gets a moment to tell.
+        """
+        if wait:
+            with suppress(RuntimeError):
+                self._store.wait([f"{self.generation}/{NOTICE}"], timedelta(seconds=2 * POLL_SECONDS))
         return self.announced(NOTICE)
 
     def fail(self, reason: str) -> None:

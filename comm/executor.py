@@ -24,6 +24,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.futures import Future, collect_all
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.groups import DESTROY_SECONDS, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
-from gradwire.comm.transport import Driver, GroupTransport, Steps, Transport
+from gradwire.comm.transport import Algorithm, Driver, GroupTransport, Transport
 
 ALIGN_BYTES = 64  # every allocator aligns the start of a buffer at least as much
 CLOSED = "The executor is closed: an exchange on its process group failed, or it was destroyed."
@@ -42,7 +43,7 @@ TWO_THREADS = (
     "Two threads exchange gradients on one process group at the same time. Their collectives could be in a different "
     "order on each rank. Train in one thread, or give each model a process group of its own: dist.new_group()."
 )
-MAX_TASKS_IN_FLIGHT = 2  # gloo works on two collectives of a group at a time
+MAX_TASKS_IN_FLIGHT = 2  # one waits at its first collective while the next is computed; gloo works on as many
 EXIT_TIMEOUT_SECONDS = 2.0  # how long tasks in flight may delay the interpreter's exit
 
 _future_of = methodcaller("get_future")
@@ -123,7 +124,7 @@ class Workspace:
         return any(buffer is self._buffer for buffer in self._captured)
 
 
-Task = Callable[[Workspace], Steps[Any]]
+Task = Callable[[Workspace], Algorithm[Any]]
 
 
 class Executor:
@@ -350,7 +351,7 @@ class WorkerExecutor(Executor):
                 return
             is_first = task.driver is None
             if task.driver is None:
-                task.driver = Driver(task.task(self.workspaces[task.place]), task.name)
+                task.driver = Driver(task.task(self.workspaces[task.place]), self.transport, task.name)
             collective = task.driver.advance()
             if collective is None:
                 task.complete = partial(task.future.set_result, task.driver.result)
@@ -378,29 +379,19 @@ class WorkerExecutor(Executor):
 
 
 class WorkerTask:
-    """A submitted task.
-
-    Attributes:
-        thread: number of the submitting thread.
-        driver: runs the task's coroutine; None before it starts.
-        place: index of its workspace.
-        works: handles of the collective that it awaits, one per message; each keeps connections open.
-        messages: done when all messages are.
-        complete: completes the future; set once the task has ended.
-        precedes_error: whether a later task has failed, which does not stop this one.
-    """
+    """A submitted task."""
 
     def __init__(self, task: Task, name: str) -> None:
         self.task = task
         self.name = name
-        self.thread = threading.get_ident()
+        self.thread = threading.get_ident()  # the submitting one
         self.future: Future[Any] = Future()
-        self.driver: Driver[Any] | None = None
-        self.place = 0
-        self.works: list[dist.Work] = []
-        self.messages: Future[Any] = Future()
-        self.complete: Callable[[], None] | None = None
-        self.precedes_error = False
+        self.driver: Driver[Any] | None = None  # None before it starts
+        self.place = 0  # index of its workspace
+        self.works: list[dist.Work] = []  # of the collective that it awaits, one per message; keep connections open
+        self.messages: Future[Any] = Future()  # done when all messages are
+        self.complete: Callable[[], None] | None = None  # completes the future; set once the task has ended
+        self.precedes_error = False  # whether a later task has failed, which does not stop this one
 
 
 class _Command(Enum):
@@ -408,16 +399,26 @@ class _Command(Enum):
     ABANDON = "unfinished tasks must fail"
 
 
+def _is_machinery(frame: FrameType) -> bool:
+    """Whether a frame only leads to the algorithm."""
+    module: str = frame.f_globals.get("__name__", "")
+    return module.startswith(("gradwire.comm.", "gradwire.hooks."))
+
+
 async def _refuse(_: Workspace) -> None:
     raise RuntimeError(TWO_THREADS)
 
 
 def _with_traceback_as_text(error: Exception) -> Exception:
-    """The error, with its traceback as a note.
+    """The error, with its traceback from the algorithm's own frame on as a note.
 
     Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
     """
-    error.add_note(f"In gradwire's worker thread:\n{''.join(traceback.format_exception(error))}")
+    start = error.__traceback__
+    while start is not None and start.tb_next is not None and _is_machinery(start.tb_frame):
+        start = start.tb_next
+    lines = traceback.format_exception(error.with_traceback(start))
+    error.add_note(f"In gradwire's worker thread:\n{''.join(lines)}")
     each: BaseException | None = error
     while each is not None:
         each.__traceback__, each = None, each.__context__

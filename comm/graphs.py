@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradwire.comm.transport import Collective, Driver, Steps
+from gradwire.comm.transport import Algorithm, Collective, Driver
 
 # Eager steps before a capture. Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
@@ -44,7 +44,7 @@ class PiecewiseGraphs:
         return sum(len(each.stretches) for variants in self._recordings.values() for each in variants.values())
 
     async def run(
-        self, owner: object, variant: Hashable, make_steps: Callable[[], Steps[None]], refresh: Callable[[], None]
+        self, owner: object, variant: Hashable, start: Callable[[], Algorithm[None]], refresh: Callable[[], None]
     ) -> None:
         """Run one step of an algorithm in the current stream, which is the same in every call, and not the default one.
 
@@ -53,32 +53,32 @@ class PiecewiseGraphs:
         Args:
             owner: the object with the algorithm's memory. Compared by identity, referenced weakly.
             variant: the decisions of the host about the step, such as its parity.
-            make_steps: creates the coroutine of the algorithm. Called in eager and captured steps only.
+            start: creates the coroutine of the algorithm. Called in eager and captured steps only.
             refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
                 must not contain such uploads, and before replays.
         """
         if torch.cuda.is_current_stream_capturing():
-            await make_steps()
+            await start()
             return
         recording = self._recordings.setdefault(owner, {}).setdefault(variant, _Recording())
         if recording.eager_steps < WARM_UP_STEPS:
-            await make_steps()
+            await start()
             recording.eager_steps += 1
             return
         refresh()
         if not recording.stretches:
-            recording.stretches = await self._record(make_steps())
+            recording.stretches = await self._record(start())
             return
         for graph, collective in recording.stretches:
             graph.replay()
             if collective is not None:
                 await collective
 
-    async def _record(self, steps: Steps[None]) -> list[Stretch]:
+    async def _record(self, algorithm: Algorithm[None]) -> list[Stretch]:
         """Capture every stretch of a step and run it."""
         stretches: list[Stretch] = []
         try:
-            driver = Driver(steps)
+            driver = Driver(algorithm)
             while True:
                 graph, collective = self._capture(driver)
                 graph.replay()
@@ -87,7 +87,7 @@ class PiecewiseGraphs:
                     return stretches
                 await collective
         finally:
-            steps.close()
+            algorithm.close()
 
     def _capture(self, driver: Driver[None]) -> Stretch:
         """Capture the kernels up to the next collective, or to the end.

@@ -47,7 +47,7 @@ def gradwire_store(group: dist.ProcessGroup) -> Store:
 
 def collective_timeout(group: dist.ProcessGroup) -> timedelta:
     """The shortest collective timeout of the group's backends."""
-    return min(device_timeouts(group, DEFAULT_TIMEOUT), default=DEFAULT_TIMEOUT)
+    return min(device_timeouts(group, DEFAULT_TIMEOUT).values(), default=DEFAULT_TIMEOUT)
 
 
 def store_all_gather(
@@ -129,7 +129,7 @@ def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequen
         for rank, facts in zip(ranks, facts_by_rank, strict=True):
             holders.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {format_ranks(of)}" for value, of in holders.items()))
+            lines.append(f"{name}: " + "; ".join(f"{value} on {format_ranks(on)}" for value, on in holders.items()))
     if len(lines) > MAX_SHOWN:
         lines[MAX_SHOWN:] = [f"and {len(lines) - MAX_SHOWN} more differences"]
     return "".join(f"\n  {line}" for line in lines)

@@ -4,8 +4,8 @@ For each matrix M of n x m, with Q (m x r) from the step before:
 
     M = G + E                                   error feedback
     P = all-reduce(M Q),  P = orthogonalize(P)  one step of power iteration; P: n x r
-    Q = all-reduce(M' P)
-    G = P Q',             E = M - G
+    Q = all-reduce(M^T P)
+    G = P Q^T,            E = M - G
 
 Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent together with P. In
 memory, factors are transposed, P as r x n and Q as r x m: each column is contiguous.
@@ -38,8 +38,6 @@ from gradwire.kernels import (
     SegmentTable,
     Uncompressed,
     backproject,
-    can_capture,
-    can_keep,
     compute_dtype,
     draw,
     is_capturing,
@@ -103,12 +101,12 @@ async def powersgd_all_reduce(
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     project(m, bucket.q, p_wire, scale=scale)
     await transport.all_reduce(*step.messages)
-    # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P' a projection: the
-    # result P Q' = P P' M is the best approximation of M in the column space of P.
+    # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P^T a projection:
+    # the result P Q^T = P P^T M is the best approximation of M in the column space of P.
     orthogonalize(p_wire, table.p, p, bucket.finite)
     backproject(m, p, q_wire, scale=scale)
     await transport.all_reduce(q_wire)
-    # Each rank keeps E = M - P Q' of its own M (algorithm 2), and all keep Q with columns of unit length.
+    # Each rank keeps E = M - P Q^T of its own M (algorithm 2), and all keep Q with columns of unit length.
     reconstruct(m, p, q_wire, bucket.finite)
 
 
@@ -122,8 +120,8 @@ async def alternating_all_reduce(
 ) -> None:
     """PowerSGD that sends one factor per step, P or Q: one all-reduce and about half the bytes.
 
-        even steps:  Q = orthogonalize(Q of the last step),  P = all-reduce(M Q),   G = P Q',  E = M - G
-        odd steps:   P = orthogonalize(P of the last step),  Q = all-reduce(M' P),  G = P Q',  E = M - G
+        even steps:  Q = orthogonalize(Q of the last step),  P = all-reduce(M Q),    G = P Q^T,  E = M - G
+        odd steps:   P = orthogonalize(P of the last step),  Q = all-reduce(M^T P),  G = P Q^T,  E = M - G
 
     The other factor is one step old, so each approximation is slightly worse.
 
@@ -210,7 +208,7 @@ class LowRankBucket:
         seed: seed of the random columns, equal on all ranks.
         iteration: number of the current step, for the random columns of new factors.
         alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
-        precision: precision of the products M Q and M' P, "tf32" or "fp32"; see `MatrixTable`.
+        precision: precision of the products M Q and M^T P, "tf32" or "fp32"; see `MatrixTable`.
 
     Attributes:
         layout: position of each gradient in a flat buffer of the bucket.
@@ -294,7 +292,7 @@ class LowRankBucket:
         gradients = self._matrices([source[i] for i, _ in self._compressed])
         results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
         # A step that reads M twice may leave it in the target.
-        keep = len(sends) == 2 and self._errors is not None and can_keep(self.table)
+        keep = len(sends) == 2 and self._errors is not None and self.table.can_keep()
 
         dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
         sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
@@ -325,7 +323,7 @@ class LowRankBucket:
     @property
     def can_capture(self) -> bool:
         """Whether a CUDA graph of a step can serve later steps, after a `refresh`."""
-        return can_capture(self.table)
+        return self.table.can_use_triton()
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.

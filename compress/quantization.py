@@ -2,9 +2,9 @@
 
 On each of n ranks, with the error memories E and E2 from the step before:
 
-    M = G / n + E,   m = Q(M),   E' = M - m             quantize; one scale for each block
+    M = G / n + E,   m = Q(M),   E <- M - m             quantize; one scale for each block
     all-to-all: rank j gets the j-th shard of every m
-    S = sum of the n shards + E2,   s = Q(S),   E2' = S - s       in fp32, in rank order
+    S = sum of the n shards + E2,   s = Q(S),   E2 <- S - s       in fp32, in rank order
     all-gather: every rank gets every s
     G = s                                               the mean
 
@@ -209,8 +209,8 @@ class QuantizedBucket:
         self._members = {wire: [i for i, each in enumerate(formats) if each == wire] for wire in dict.fromkeys(formats)}
         keys = [random_key(options.seed, name) for name in names]
         groups = [
-            (wire, BlockTable([layouts[i] for i in of], options.block_size, [keys[i] for i in of]))
-            for wire, of in self._members.items()
+            (wire, BlockTable([layouts[i] for i in members], options.block_size, [keys[i] for i in members]))
+            for wire, members in self._members.items()
         ]
         whole = MessageLayout(groups, transport.world_size)
         pieces = transport.pieces(transport.world_size * whole.cell_bytes)

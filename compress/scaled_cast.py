@@ -1,7 +1,7 @@
 """All-reduce in 16 bits with delayed scaling: each bucket is multiplied by a power of two chosen one step earlier.
 
     w_k = cast(clamp(g_k s / n, -limit, limit)),   w = sum over the n ranks of w_k,   g = w / s
-    s'  = the power of two that places max |g| a margin below the limit             (kernels/delayed_scaling.py)
+    s  <- the power of two that places max |g| a margin below the limit             (kernels/delayed_scaling.py)
 
 The reduced gradient is bitwise equal on all ranks, so all choose the same scale without a message. Only the first step
 of a bucket in a process group sends one, of 12 bytes: the ranks agree on their remembered exponents and on the largest

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.comm import Steps, Transport, Workspace, connections_of
+from gradwire.comm import Algorithm, Transport, Workspace, connections_of
 from gradwire.compress import Gradients, sparse_all_reduce
-from gradwire.hooks.telemetry import Algorithm, Stopwatch
+from gradwire.hooks.telemetry import Stopwatch
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None 
 def reduce_bucket(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
-    algorithm: Algorithm,
+    algorithm: Callable[[Gradients, Gradients, Transport, Workspace], Algorithm[None]],
     name: str,
     *,
     layout: SegmentTable | None = None,
@@ -165,7 +165,7 @@ def reduce_bucket(
         if index == 0:
             for each in workspaces:
                 each.start_step()
-        steps: Steps[Any]
+        steps: Algorithm[Any]
         if work is None:
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
@@ -233,8 +233,10 @@ def needs_state(kind: type) -> StateCheck:
 
     def check(hook_name: str, state: object) -> None:
         if not isinstance(state, kind):
+            # PyTorch has some of gradwire's names, too.
+            what = "a gradwire" if kind.__module__.startswith("gradwire.") else "an instance of"
             raise TypeError(
-                f"The state of {hook_name} is {described(state)}; expected a gradwire {kind.__name__}: "
+                f"The state of {hook_name} is {described(state)}; expected {what} {kind.__name__}: "
                 f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
             )
 
@@ -253,6 +255,7 @@ def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
 
         @functools.wraps(hook)
         def checked(*arguments: Any, **named: Any) -> Any:
+            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
             bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
             if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
                 raise TypeError(
@@ -260,7 +263,6 @@ def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
                     "a communication hook for DistributedDataParallel, of PyTorch or of gradwire; neither "
                     "FullyShardedDataParallel nor compiled autograd's Python reducer can call it."
                 )
-            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
             return hook(*arguments, **named)
 
         _gradwire_hooks.add(checked)

@@ -223,8 +223,8 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
         raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
     if len(set(digests)) == 1:
         return
-    everybodys = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
-    lines = format_differences(everybodys, dist.get_process_group_ranks(group))
+    facts_by_rank = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
+    lines = format_differences(facts_by_rank, dist.get_process_group_ranks(group))
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
 
 

@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -86,6 +86,7 @@ class ParameterNames:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
+        self._layouts: dict[str, torch.Tensor] = {}  # of `bind_layouts`
         self.is_closed = False  # whether every parameter has appeared: no further one is numbered
 
     @property
@@ -119,6 +120,19 @@ class ParameterNames:
         self._names.update(parameter_names(module))
         self._module = weakref.ref(module)
 
+    def bind_layouts(self, layouts: Mapping[str, torch.Tensor]) -> None:
+        """Take the names of all parameters, with tensors in the layouts of their gradients: shards of a model."""
+        self._layouts = dict(layouts)
+        self._names.update((layout, name) for name, layout in layouts.items())
+        self.is_closed = True
+
+    def compressible(self) -> dict[torch.Tensor, str]:
+        """The trainable parameters with dense gradients; empty if the model is unknown."""
+        module = self.module
+        if module is None:
+            return {layout: name for name, layout in self._layouts.items()}
+        return compressible_parameters(module)
+
     @property
     def module(self) -> torch.nn.Module | None:
         """The model that the names are from; None if there is none or it no longer exists."""
@@ -132,7 +146,7 @@ class ParameterNames:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the module, if there is one."""
         module = self.module
-        return list(module.parameters()) if module is not None else []
+        return list(module.parameters()) if module is not None else list(self._layouts.values())
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Steps, Transport, Workspace
+from gradwire.comm import Algorithm, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import (
     CommHook,
@@ -105,7 +105,7 @@ def _cast_hook(
         wire = "fp16" if dtype == torch.float16 else "bf16"
         return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings)
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
     group, recorder = settings.agree(bucket, process_group), settings._recorder

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Steps, Transport
+from gradwire.comm import Algorithm, Transport
 from gradwire.compress import (
     LowRankBucket,
     LowRankPolicy,
@@ -191,7 +191,7 @@ class PowerSGDState(HookState):
 
     __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {
-        ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M' P are linear in M: only the mean error matters
+        ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M^T P are linear in M: only the mean error matters
         "q": Memory(merge="same", shape=None),
         "p": Memory(merge="same", shape=None),
     }
@@ -265,8 +265,6 @@ class PowerSGDState(HookState):
     def count_step(self) -> None:
         """Count a step that has ended."""
         super().count_step()
-        if self._iter == self._start:
-            logger.info("PowerSGD starts after %s steps.", self._iter)
         if self._iter <= self._start:
             return
         if not self._has_compressed:
@@ -432,11 +430,11 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
-def _powersgd(options: PowerSGDOptions, step: Step) -> Steps[None]:
+def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
     bucket, gradients, results, workspace = step.memory, step.gradients, step.results, step.workspace
     arguments = (bucket, gradients, results, step.iteration, step.transport, workspace)
 
-    def steps() -> Steps[None]:
+    def steps() -> Algorithm[None]:
         if options.alternating:
             return alternating_all_reduce(*arguments)
         return powersgd_all_reduce(*arguments, warm_start=options.warm_start)

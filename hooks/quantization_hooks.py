@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.comm import Algorithm, Executor, Transport, Workspace, executor_for
 from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
 from gradwire.compress._validation import check_flag, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
@@ -209,7 +209,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, _quantized)
 
 
-def _quantized(step: Step) -> Steps[None]:
+def _quantized(step: Step) -> Algorithm[None]:
     return quantized_all_reduce(
         step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace
     )
@@ -283,7 +283,7 @@ def quantized_reduction(
         executor = executor_for(group, bucket_device(bucket))
         quantized = _quantized_bucket(executor, bucket, wire, block_size)
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
         return quantized_all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
 

@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm import Collective, Driver, Steps, Transport, Workspace
+from gradwire.comm import Algorithm, Collective, Driver, Transport
 from gradwire.compress import Gradients
 from gradwire.compress._validation import check_whole_number
 from gradwire.kernels import compute_dtype
@@ -148,7 +148,6 @@ class Observed:
 
 
 T = TypeVar("T")
-Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 
 
 class Mark:
@@ -183,9 +182,9 @@ class Timeline:
         self._marks: list[Mark] = []  # begin and end of each stretch between collectives
 
     @coroutine
-    def measured(self, steps: Steps[T]) -> Generator[Collective, None, T]:
+    def measured(self, algorithm: Algorithm[T]) -> Generator[Collective, None, T]:
         """Run an algorithm, measured; await the result."""
-        driver = Driver(steps)
+        driver = Driver(algorithm)
         try:
             while True:
                 self._marks.append(Mark(self._device))
@@ -196,7 +195,7 @@ class Timeline:
                 self.sent_bytes += collective.payload_bytes
                 yield collective
         finally:
-            steps.close()
+            algorithm.close()
 
     def milliseconds(self) -> tuple[float, float, float]:
         """Encode, wire and decode time (ms): before, in and after the collectives."""
@@ -230,19 +229,19 @@ class Stopwatch:
         return self
 
     def measured(
-        self, steps: Steps[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
-    ) -> Steps[T]:
+        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+    ) -> Algorithm[T]:
         """The algorithm of a bucket, measured; its result has the same bits.
 
         Args:
-            steps: the algorithm.
+            algorithm: its coroutine.
             is_last: whether the bucket is the last one of its step.
             device: device of the gradients.
             work: source and target; None for a sparse bucket, which is never compressed.
             transport: transport of the algorithm.
         """
         self.timelines.append(timeline := Timeline(device))
-        return timeline.measured(steps)
+        return timeline.measured(algorithm)
 
 
 class Telemetry(Stopwatch):
@@ -309,14 +308,14 @@ class Sample:
         self._copied: Mark | None = None
 
     async def measured(
-        self, steps: Steps[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
     ) -> T:
         """Run the algorithm of a bucket, measured; see `Stopwatch.measured`."""
         exact, timeline = None, Timeline(device)
         if work is not None and self._is_exact:
             exact = _flat(work[0], 1 / transport.world_size)
             await transport.all_reduce(exact)
-        result = await timeline.measured(steps)
+        result = await timeline.measured(algorithm)
         self._timelines.append(timeline)
         if work is None:
             self._gradient_bytes.append(timeline.sent_bytes)

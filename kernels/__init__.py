@@ -34,8 +34,6 @@ from gradwire.kernels.flatten import (
 from gradwire.kernels.lowrank import (
     backproject,
     backproject_reference,
-    can_capture,
-    can_keep,
     draw,
     lowrank_bytes,
     project,
@@ -107,8 +105,6 @@ __all__ = [
     "as_real",
     "backproject",
     "backproject_reference",
-    "can_capture",
-    "can_keep",
     "commit_errors",
     "commit_errors_bytes",
     "commit_errors_reference",

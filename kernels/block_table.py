@@ -29,7 +29,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.kernels.program_table import pinned
+from gradwire.kernels.program_table import upload
 from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs
 from gradwire.kernels.wire_formats import SCALE_BYTES, Blocks, WireFormat
 
@@ -91,18 +91,14 @@ class BlockTable:
     @cached_property
     def layout(self) -> Tensor:
         """Lengths, first blocks and keys of the tensors, on the device: int64 [3, S]."""
-        rows = [*self.lengths, *self.first_blocks, *self.keys]
-        return pinned(rows, self.device).to(self.device, non_blocking=True).view(3, -1)
+        return upload([*self.lengths, *self.first_blocks, *self.keys], self.device).view(3, -1)
 
     @cached_property
     def block_segments(self) -> Tensor:
         """The index of each block's tensor, on the device: [n_blocks], int32."""
-        counts = pinned(self.block_counts, torch.device("cpu"))
-        indices = torch.arange(len(self), device="cpu").repeat_interleave(counts)
-        host = indices.to(torch.int32)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        indices = torch.arange(len(self), dtype=torch.int32, device=self.device)
+        counts = upload(self.block_counts, self.device)
+        return indices.repeat_interleave(counts, output_size=self.n_blocks)  # with its size, no synchronization
 
     def blocks(self, first: int, last: int) -> Blocks:
         """The blocks ``first`` to ``last - 1``, on the device."""
@@ -135,12 +131,13 @@ class BlockTable:
     def run_views(self, memory: Tensor) -> list[list[Tensor]]:
         """For each run of whole tensors, views of the run's blocks in ``memory``, as in `error_views`. Cached."""
         if self._views[0] != memory.data_ptr():
-            views: list[list[Tensor]] = [[] for _ in self.runs]
-            for run_tensors, run in zip(views, self.runs, strict=True):
-                for i in range(run.first, run.last) if not run.is_piece else ():
-                    run_tensors.append(
-                        self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size)
-                    )
+            views = [
+                [
+                    self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size)
+                    for i in range(run.first, 0 if run.is_slice else run.last)
+                ]
+                for run in self.runs
+            ]
             self._views = (memory.data_ptr(), views)
         return self._views[1]
 
@@ -170,7 +167,7 @@ class Section:
         first = cell * self.blocks_per_cell
         return min(first, n_blocks), min(first + self.blocks_per_cell, n_blocks)
 
-    def parts(self, cells: Tensor) -> tuple[Tensor | None, Tensor]:
+    def views(self, cells: Tensor) -> tuple[Tensor | None, Tensor]:
         """Views of the section in ``cells``, [cells, cell_bytes].
 
         Returns:

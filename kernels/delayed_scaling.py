@@ -4,11 +4,11 @@ The scale is 2^exponent. With e = floor(log2(absmax)) and top = floor(log2(limit
 which the contribution of one rank saturates:
 
     target    = top - 1 - margin - e                    the largest reduced value lies `margin` binades below limit / 2
-    exponent' = target                                  in the first step
-              = min(target, exponent + growth)          in later steps
-              = min(target, exponent) - backoff         if absmax 2^exponent >= limit / 2: a rank may have saturated
-              = exponent                                if absmax is inf or NaN
-              = min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
+    exponent <- target                                  in the first step
+             <- min(target, exponent + growth)          in later steps
+             <- min(target, exponent) - backoff         if absmax 2^exponent >= limit / 2: a rank may have saturated
+             <- exponent                                if absmax is inf or NaN
+             <- min(exponent + growth, 32) or exponent  if absmax is 0: the gradient may be too small to see
 
 All ranks pass equal inputs and get bitwise equal results. One program; it reads and writes a few dozen bytes.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import jit, kernel, tl, use_triton
+from gradwire.kernels.dispatch import choose, jit, kernel, tl
 
 # How far the scale rises while absmax is 0. At 2^32, fp16's smallest number, 2^-24, stands for a gradient of 2^-56.
 BLIND_EXPONENT = 32
@@ -109,6 +109,24 @@ def _update_scale_kernel(
         tl.store(counters_ptr + 3, skip)
 
 
+def _update_scale_triton(
+    exponent: Tensor, scales: Tensor, absmax: Tensor, counters: Tensor, *, is_last: bool, **numbers: float
+) -> None:
+    """`update_scale` in one launch."""
+    with torch.cuda.device_of(exponent):
+        _update_scale_kernel[(1,)](
+            exponent_ptr=exponent,
+            scales_ptr=scales,
+            absmax_ptr=absmax,
+            counters_ptr=counters,
+            **numbers,
+            IS_LAST=is_last,
+            BLIND_EXPONENT=BLIND_EXPONENT,
+            MAX_EXPONENT=MAX_EXPONENT,
+            num_warps=1,
+        )
+
+
 def update_scale(
     exponent: Tensor,
     scales: Tensor,
@@ -136,33 +154,16 @@ def update_scale(
         inverse_world: 1 / world size.
         is_last: whether this is the last bucket of the step.
     """
-    if use_triton(exponent.device):
-        with torch.cuda.device_of(exponent):
-            _update_scale_kernel[(1,)](
-                exponent_ptr=exponent,
-                scales_ptr=scales,
-                absmax_ptr=absmax,
-                counters_ptr=counters,
-                top=top,
-                margin=margin,
-                growth=growth,
-                backoff=backoff,
-                inverse_world=inverse_world,
-                IS_LAST=is_last,
-                BLIND_EXPONENT=BLIND_EXPONENT,
-                MAX_EXPONENT=MAX_EXPONENT,
-                num_warps=1,
-            )
-    else:
-        update_scale_reference(
-            exponent,
-            scales,
-            absmax,
-            counters,
-            top=top,
-            margin=margin,
-            growth=growth,
-            backoff=backoff,
-            inverse_world=inverse_world,
-            is_last=is_last,
-        )
+    run = choose(exponent.device, _update_scale_triton, update_scale_reference, update_scale_reference)
+    run(
+        exponent,
+        scales,
+        absmax,
+        counters,
+        top=top,
+        margin=margin,
+        growth=growth,
+        backoff=backoff,
+        inverse_world=inverse_world,
+        is_last=is_last,
+    )

@@ -90,20 +90,20 @@ def flatten_cpu(
     scratch = table.scratch(compute_dtype(table.dtype))
     multiplier = torch.tensor(scale, dtype=scratch.dtype, device=scratch.device)  # made once, not in each `mul`
     for index, run in enumerate(table.runs):
-        parts, views = table.parts(index, tensors)
+        members, views = table.run_tensors(index, tensors)
         x = scratch[: run.stop - run.start]
         if x.numel() == 0:
             continue
-        if run.is_piece and table.dtype == scratch.dtype:
-            torch.mul(parts[0], multiplier, out=x)
+        if run.is_slice and table.dtype == scratch.dtype:
+            torch.mul(members[0], multiplier, out=x)
         else:
-            torch._foreach_copy_(views, parts)
+            torch._foreach_copy_(views, members)
             x.mul_(multiplier)
         wire = out[run.start : run.stop]
         if _all_within(x, limit):
             wire.copy_(x if x.dtype == wire.dtype else x.float())
         else:
-            torch._foreach_copy_(views, parts)
+            torch._foreach_copy_(views, members)
             saturating_cast(x, wire, scale, limit, counters)
 
 
@@ -120,10 +120,10 @@ def _scale(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: f
     """`flatten` to the tensors' own dtype where nothing can saturate: large ones in one pass, small ones together."""
     views = table.views(out)
     for run in table.runs:
-        if not run.is_piece:
+        if not run.is_slice:
             torch._foreach_copy_(views[run.first : run.last], table.real(tensors[run.first : run.last]))
             out[run.start : run.stop].mul_(scale)
-        elif run.start == table.offsets[run.first]:  # the first piece: all pieces of the tensor at once
+        elif run.start == table.offsets[run.first]:  # the first slice: all slices of the tensor at once
             stop = run.start + table.lengths[run.first]
             torch.mul(memory_order(tensors[run.first]), scale, out=out[run.start : stop])
 
@@ -138,12 +138,12 @@ def unflatten_cpu(
         return
     scratch = table.scratch(compute_dtype(wire.dtype, table.dtype))
     for index, run in enumerate(table.runs):
-        parts, views = table.parts(index, tensors)
+        members, views = table.run_tensors(index, tensors)
         x = scratch[: run.stop - run.start]
         if x.numel() == 0:
             continue
         x.copy_(wire[run.start : run.stop]).mul_(scale)
-        torch._foreach_copy_(parts, views)
+        torch._foreach_copy_(members, views)
         if absmax is not None:
             low, high = torch.aminmax(x)
             # Rounding is monotonic, so this is the maximum of the rounded elements.

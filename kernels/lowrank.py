@@ -27,7 +27,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from gradwire.kernels.dispatch import choose, compute_dtype
 from gradwire.kernels.flatten import flatten, unflatten
 from gradwire.kernels.lowrank_reconstruct_triton import reconstruct_triton, renew_triton
 from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
-from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
+from gradwire.kernels.matrix_table import FactorLayout, Operands
 from gradwire.kernels.program_table import check_step
 
 # Norms whose squares are far from the ends of fp64's range. Outside lie some rows in fp64, zeros, and non-finite rows.
@@ -60,6 +60,7 @@ def renew_bytes(numel: int, wire: torch.dtype, following: torch.dtype) -> int:
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """`project` in plain PyTorch, matrix by matrix."""
     table = operands.table
+    _prepare_wire(operands, table.p, p, scale)
     for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(p), strict=True)):
         m = operands.source[i].to(table.compute)
         if operands.error is not None:
@@ -72,13 +73,15 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
 def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """`backproject` in plain PyTorch, matrix by matrix."""
     table = operands.table
+    _prepare_wire(operands, table.q, q, scale)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         q_i.copy_(scale * (p_i @ _compensated(operands, i)))
 
 
 def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """`reconstruct` in plain PyTorch, matrix by matrix, of the matrices alone."""
+    """`reconstruct` in plain PyTorch, matrix by matrix."""
     table = operands.table
+    _renew_and_unflatten(operands, p, q, finite, renew)  # `renew` may use Triton even where the matrices cannot
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).clamp(-table.limit, table.limit).to(table.dtype)
         out = torch.where(finite[i] > 0, out, torch.nan)
@@ -86,6 +89,29 @@ def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tens
             error = _compensated(operands, i) - out.to(table.compute)
             operands.error[i].copy_(torch.where(finite[i] > 0, error, operands.error[i]))
         operands.target[i].copy_(out)
+
+
+def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, scale: float) -> None:
+    """Write all that is sent with factors: zeros between them, and the uncompressed gradients."""
+    others = operands.uncompressed
+    if layout.has_gaps:
+        factors.zero_()
+    if others is not None and others.sent_with is layout:
+        flatten(others.source, others.wire, table=others.table, scale=scale)
+
+
+def _renew_and_unflatten(operands: Operands, p: Tensor, q: Tensor, finite: Tensor, renew: Callable[..., None]) -> None:
+    """Renew factors and advance the step, and read the uncompressed gradients from their wire."""
+    table, renewal, others = operands.table, operands.renewal, operands.uncompressed
+    if renewal is not None:
+        if renewal.advance_to is None:
+            renewal.step.add_(1)
+        else:
+            renewal.step.fill_(renewal.advance_to)
+        wire = p if renewal.layout is table.p else q
+        renew(wire, renewal.layout, table.keys, renewal.step, renewal.following, finite)
+    if others is not None:
+        unflatten(others.wire, others.target, table=others.target_table)
 
 
 def _compensated(operands: Operands, index: int) -> Tensor:
@@ -129,6 +155,7 @@ def _products(layout: FactorLayout, wire: Tensor, compute: torch.dtype) -> list[
 def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """`project` on a CPU."""
     table, keep, error = operands.table, operands.keep, operands.error
+    _prepare_wire(operands, table.p, p, scale)
     products = zip(table.q.cached_views(q), _products(table.p, p, table.compute), table.p.cached_views(p), strict=True)
     for i, (q_i, product, p_i) in enumerate(products):
         by_rows = [operands.source[i], operands.target[i], *([] if error is None else [error[i]])]
@@ -143,6 +170,7 @@ def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
 def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """`backproject` on a CPU."""
     table, error = operands.table, None if operands.keep else operands.error
+    _prepare_wire(operands, table.q, q, scale)
     products = zip(table.p.cached_views(p), _products(table.q, q, table.compute), table.q.cached_views(q), strict=True)
     for i, (p_i, product, q_i) in enumerate(products):
         by_rows = [(operands.target if operands.keep else operands.source)[i], *([] if error is None else [error[i]])]
@@ -159,8 +187,9 @@ def _add(m: Tensor, error: Sequence[Tensor], scratch: Tensor) -> Tensor:
 
 
 def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """`reconstruct` on a CPU, of the matrices alone."""
+    """`reconstruct` on a CPU."""
     table = operands.table
+    _renew_and_unflatten(operands, p, q, finite, renew_cpu)
     factors = [
         layout.cached_views(factor) if factor.dtype == table.compute else layout.views(factor.to(table.compute))
         for layout, factor in ((table.p, p), (table.q, q))
@@ -215,19 +244,6 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
     after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 
-def can_keep(table: MatrixTable) -> bool:
-    """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
-
-    On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
-    """
-    return table.can_use_triton() and table.dtype == table.compute
-
-
-def can_capture(table: MatrixTable) -> bool:
-    """Whether a CUDA graph of a step serves later steps: if the kernels read the matrices' addresses on the device."""
-    return table.can_use_triton()
-
-
 def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket.
 
@@ -243,11 +259,8 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    if operands.use_triton:
-        project_triton(operands, q, p, scale)
-    else:
-        _prepare_wire(operands, operands.table.p, p, scale)
-        (project_cpu if p.device.type == "cpu" else project_reference)(operands, q, p, scale)
+    run = choose(p.device, project_triton, project_cpu, project_reference, operands.table.fits_triton)
+    run(operands, q, p, scale)
 
 
 def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
@@ -264,20 +277,8 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    if operands.use_triton:
-        backproject_triton(operands, p, q, scale)
-    else:
-        _prepare_wire(operands, operands.table.q, q, scale)
-        (backproject_cpu if q.device.type == "cpu" else backproject_reference)(operands, p, q, scale)
-
-
-def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, scale: float) -> None:
-    """Write all that is sent with factors: zeros between them, and the uncompressed gradients."""
-    others = operands.uncompressed
-    if layout.has_gaps:
-        factors.zero_()
-    if others is not None and others.sent_with is layout:
-        flatten(others.source, others.wire, table=others.table, scale=scale)
+    run = choose(q.device, backproject_triton, backproject_cpu, backproject_reference, operands.table.fits_triton)
+    run(operands, p, q, scale)
 
 
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -296,23 +297,9 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
     Raises:
         ValueError: an operand does not fit the table.
     """
-    table, renewal, others = operands.table, operands.renewal, operands.uncompressed
     operands.check(p, q)
-    if operands.use_triton:
-        reconstruct_triton(operands, p, q, finite)
-        if renewal is not None:
-            return  # its launch has read the uncompressed gradients, too
-    else:
-        if renewal is not None:
-            if renewal.advance_to is None:
-                renewal.step.add_(1)
-            else:
-                renewal.step.fill_(renewal.advance_to)
-            wire = p if renewal.layout is table.p else q
-            _renew(wire, renewal.layout, table.keys, renewal.step, renewal.following, finite)
-        (reconstruct_cpu if p.device.type == "cpu" else reconstruct_reference)(operands, p, q, finite)
-    if others is not None:
-        unflatten(others.wire, others.target, table=others.target_table)
+    run = choose(p.device, reconstruct_triton, reconstruct_cpu, reconstruct_reference, operands.table.fits_triton)
+    run(operands, p, q, finite)
 
 
 def renew(
@@ -335,12 +322,6 @@ def renew(
     layout.check(wire, "wire")
     layout.check(following, "following")
     check_step(step, "step", following.device)
-    _renew(wire, layout, keys, step, following, finite)
-
-
-def _renew(
-    wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
-) -> None:
     run = choose(following.device, renew_triton, renew_cpu, renew_reference, following.dtype == torch.float32)
     run(wire, layout, keys, step, following, finite)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform_triton
 from gradwire.kernels.dispatch import jit, kernel, tl, triton_dtype
+from gradwire.kernels.flatten import unflatten
 from gradwire.kernels.flatten_triton import unflatten_chunk
-from gradwire.kernels.lowrank_triton import load_m
+from gradwire.kernels.lowrank_triton import as_aligned, load_m
 from gradwire.kernels.matrix_table import (
     ELEMENTWISE_RANK,
     FactorLayout,
@@ -179,9 +180,7 @@ def _reconstruct_strip(
     """The result and the error of a strip of M."""
     _, target, error = memory
     rows, columns, rank = sizes
-    stride = columns.to(tl.int32)
-    if ALIGNED:
-        stride = stride // 8 * 8  # same value, but the compiler now knows that it is a multiple of 8
+    stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs_r = tl.arange(0, RANK)
@@ -197,9 +196,7 @@ def _reconstruct_strip(
         p_ptrs = p_ptr + row + (offs_r.to(tl.int64) * rows)[None, :] + offs_n
         p = tl.load(p_ptrs, mask=mask_n & (offs_r < rank)[None, :], other=0).to(tl.float32)  # [ROWS, RANK]
     for start in range(begin, end, COLUMNS):
-        n_columns = (columns - start).to(tl.int32)
-        if ALIGNED:
-            n_columns = n_columns // 8 * 8
+        n_columns = as_aligned((columns - start).to(tl.int32), ALIGNED)
         mask_m = offs_m < n_columns
         mask = mask_n & mask_m
         first = row * columns + start
@@ -385,6 +382,10 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
                 advances=True,
                 advance_to=renewal.advance_to,
                 unpack=operands.uncompressed,
+            )
+        elif operands.uncompressed is not None:
+            unflatten(
+                operands.uncompressed.wire, operands.uncompressed.target, table=operands.uncompressed.target_table
             )
         _reconstruct_kernel[(plan["n_programs"] + row_arguments["n_rows"],)](
             addresses_ptr=table.on_device_addresses(operands.addresses),

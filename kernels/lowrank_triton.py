@@ -33,15 +33,21 @@ from gradwire.kernels.matrix_table import (
 from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
-# Pipeline stages of products by `tl.dot`. For M' P they depend on element size and precision: more would spill.
+# Pipeline stages of products by `tl.dot`. For M^T P they depend on element size and precision: more would spill.
 STAGES = 3
 STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
-# Columns of a factor in one `tl.dot`. With 64, M' P in TF32 has the shape of Hopper's and Blackwell's asynchronous
+# Columns of a factor in one `tl.dot`. With 64, M^T P in TF32 has the shape of Hopper's and Blackwell's asynchronous
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
 # A program adds up a chunk of this many elements of a factor, this many partial sums at a time.
 SUM_NUMEL = 128
 SUM_STRIPS = 32
+
+
+@jit
+def as_aligned(x, ALIGNED: tl.constexpr):
+    """``x`` itself; if ALIGNED, the compiler learns that it is a multiple of 8."""
+    return x // 8 * 8 if ALIGNED else x
 
 
 @jit
@@ -102,9 +108,9 @@ def _multiply_elementwise(
     memory,  # addresses of source, target and error, [n, m]
     factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
     first,  # row of M to compute P, column to compute Q
-    begin,  # column of M to compute P, row to compute Q
-    end,
+    end,  # column of M to compute P, row to compute Q
     sizes,  # rows, columns, rank
+    begin,  # like end
     SOURCE: tl.constexpr,
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
@@ -122,9 +128,7 @@ def _multiply_elementwise(
     """
     rows, columns, rank = sizes
     across = columns if TO_P else rows  # the side that is summed over
-    stride = columns.to(tl.int32)
-    if ALIGNED:
-        stride = stride // 8 * 8  # same value, but the compiler now knows that it is a multiple of 8
+    stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs = offs_n * stride + offs_m
@@ -134,9 +138,7 @@ def _multiply_elementwise(
     for start in range(begin, end, STEP):
         row = first if TO_P else start
         column = start if TO_P else first
-        n_columns = (columns - column).to(tl.int32)
-        if ALIGNED:
-            n_columns = n_columns // 8 * 8
+        n_columns = as_aligned((columns - column).to(tl.int32), ALIGNED)
         mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
         mask_m = offs_m < n_columns
         mask = mask_n & mask_m
@@ -169,9 +171,9 @@ def _multiply_dot(
     memory,  # addresses of source, target and error, [n, m]
     factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
     first,  # row of M to compute P, column to compute Q
-    begin,  # column of M to compute P, row to compute Q
-    end,
+    end,  # column of M to compute P, row to compute Q
     sizes,  # rows, columns, rank
+    begin,  # like end
     SOURCE: tl.constexpr,
     TO_P: tl.constexpr,
     KEEP: tl.constexpr,
@@ -185,9 +187,7 @@ def _multiply_dot(
     """The product of a strip of M and a factor by `tl.dot`, in parts: [BLOCK, WIDTH] for P, [WIDTH, BLOCK] for Q."""
     rows, columns, rank = sizes
     across = columns if TO_P else rows  # the side that is summed over
-    stride = columns.to(tl.int32)
-    if ALIGNED:
-        stride = stride // 8 * 8
+    stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_block = tl.arange(0, BLOCK)
     offs_r = tl.arange(0, WIDTH)
     offs = offs_block[:, None] * stride + offs_block[None, :]
@@ -198,9 +198,7 @@ def _multiply_dot(
     for start in range(begin, end, BLOCK):
         row = first if TO_P else start
         column = start if TO_P else first
-        n_columns = (columns - column).to(tl.int32)
-        if ALIGNED:
-            n_columns = n_columns // 8 * 8
+        n_columns = as_aligned((columns - column).to(tl.int32), ALIGNED)
         mask_n = offs_block < rows - row
         mask_m = offs_block < n_columns
         mask = mask_n[:, None] & mask_m[None, :]
@@ -254,36 +252,31 @@ def _multiply_kernel(
     memory = load_fields(addresses_ptr, n_matrices, matrix, 0, 3)
     # An integer: AMD's compiler forgets the alignment of a pointer derived from an argument.
     factor = (factor_ptr + (q_offset if TO_P else p_offset)).to(tl.int64)
+    strip = (memory, factor, first, end, sizes)
     # The aligned branch moves 16 bytes at a time, the other one element.
     is_aligned = (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0
     if PRECISION is None:
         partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
         # Both branches add in the same order, so that the bits do not depend on the alignment.
+        STEP: tl.constexpr = COLUMNS if TO_P else ROWS
+        HALF: tl.constexpr = COLUMNS // 2
         if is_aligned:
             totals = _multiply_elementwise(
-                memory, factor, first, begin, end, sizes,
-                SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS, COLUMNS if TO_P else ROWS,
-            )  # fmt: skip
+                *strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS, STEP
+            )
+        elif TO_P:
+            # Half a tile at a time: an address and a mask per element take registers.
+            left = _multiply_elementwise(*strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, STEP)
+            right = _multiply_elementwise(
+                *strip, begin + HALF, SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, STEP
+            )
+            totals = tl.tuple(())
+            for r in tl.static_range(RANK):
+                totals += (left[r] + right[r],)
         else:
-            if TO_P:
-                # Half a tile at a time: an address and a mask per element take registers.
-                HALF: tl.constexpr = COLUMNS // 2
-                left = _multiply_elementwise(
-                    memory, factor, first, begin, end, sizes,
-                    SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, COLUMNS,
-                )  # fmt: skip
-                right = _multiply_elementwise(
-                    memory, factor, first, begin + HALF, end, sizes,
-                    SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, COLUMNS,
-                )  # fmt: skip
-                totals = tl.tuple(())
-                for r in tl.static_range(RANK):
-                    totals += (left[r] + right[r],)
-            else:
-                totals = _multiply_elementwise(
-                    memory, factor, first, begin, end, sizes,
-                    SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, COLUMNS, ROWS,
-                )  # fmt: skip
+            totals = _multiply_elementwise(
+                *strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, COLUMNS, STEP
+            )
         along = rows if TO_P else columns
         offs_along = tl.arange(0, ROWS if TO_P else COLUMNS)
         mask_along = offs_along < along - first
@@ -293,15 +286,9 @@ def _multiply_kernel(
     else:
         WIDTH: tl.constexpr = min(RANK, DOT_WIDTH)
         if is_aligned:
-            totals = _multiply_dot(
-                memory, factor, first, begin, end, sizes,
-                SOURCE, TO_P, KEEP, HAS_ERROR, True, PRECISION, RANK, WIDTH, ROWS,
-            )  # fmt: skip
+            totals = _multiply_dot(*strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, True, PRECISION, RANK, WIDTH, ROWS)
         else:
-            totals = _multiply_dot(
-                memory, factor, first, begin, end, sizes,
-                SOURCE, TO_P, KEEP, HAS_ERROR, False, PRECISION, RANK, WIDTH, ROWS,
-            )  # fmt: skip
+            totals = _multiply_dot(*strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, False, PRECISION, RANK, WIDTH, ROWS)
         # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
         partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
         if TO_P:
@@ -372,13 +359,8 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any], dict[str, Any]]:
-    """The arguments that the launches of a product share from step to step.
-
-    Returns:
-        The programs of `_multiply_kernel`, those of `_sum_partials_kernel` that add, the elements of the partial sums,
-        and the arguments of the two kernels.
-    """
+def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Number of elements of the partial sums, and the arguments of the two kernels that all steps share."""
     device = table.device
     strip_table = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
     chunk_table = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
@@ -413,7 +395,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, int, int, dict[str, Any]
         "PACK": CHUNK_NUMEL,
         "num_warps": 8,
     }
-    return strip_table.shape[1], chunk_table.shape[1], n_partials, multiply, add
+    return n_partials, multiply, add
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
@@ -424,11 +406,11 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     if pack is not None:
         pack.check(pack.source)
     plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _plan(table, to_p))
-    n_strips, n_sums, n_partials, multiply, add = plan
+    n_partials, multiply, add = plan
     partials = torch.empty(n_partials, dtype=torch.float32, device=table.device)
     n_packs = 0 if pack is None else pack.table.n_chunks
     with torch.cuda.device_of(out):
-        _multiply_kernel[(n_strips,)](
+        _multiply_kernel[(multiply["n_programs"],)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
             factor_ptr=factor,
             partial_ptr=partials,
@@ -436,7 +418,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             HAS_ERROR=operands.error is not None,
             **multiply,
         )
-        _sum_partials_kernel[(n_sums + n_packs,)](
+        _sum_partials_kernel[(add["n_sums"] + n_packs,)](
             partial_ptr=partials,
             out_ptr=out,
             segments_ptr=None if pack is None else pack.table.packed(pack.source),

@@ -156,6 +156,7 @@ class MatrixTable:
         largest_rank: largest rank of a matrix.
         keys: keys of the matrices' random columns.
         block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
+        fits_triton: False for fp64, ranks above `MAX_RANK`, and rows of more than `MAX_COLUMNS` elements.
         plans: arguments that launches have in common, built once.
 
     Raises:
@@ -188,14 +189,21 @@ class MatrixTable:
         self.plans: dict[object, Any] = {}
         self._uploaded: Upload | None = None
         is_in_range = self.largest_rank <= MAX_RANK and max(self.q.lengths) <= MAX_COLUMNS
-        self._fits_triton = is_in_range and self.compute == torch.float32
+        self.fits_triton = is_in_range and self.compute == torch.float32
 
     def __len__(self) -> int:
         return len(self.matrices)
 
     def can_use_triton(self) -> bool:
-        """Whether the Triton kernels run: not for fp64, ranks above `MAX_RANK`, or rows of more than 2^26 elements."""
-        return self._fits_triton and use_triton(self.device)
+        """Whether the Triton kernels run. They read addresses on the device, so CUDA graphs of a step can be reused."""
+        return self.fits_triton and use_triton(self.device)
+
+    def can_keep(self) -> bool:
+        """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
+
+        On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
+        """
+        return self.dtype == self.compute and self.can_use_triton()
 
     def packed(self) -> Tensor:
         """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""
@@ -344,11 +352,6 @@ class Operands:
     keep: bool
     uncompressed: Uncompressed | None = None
     renewal: Renewal | None = None
-
-    @cached_property
-    def use_triton(self) -> bool:
-        """`MatrixTable.can_use_triton`, asked once."""
-        return self.table.can_use_triton()
 
     @cached_property
     def addresses(self) -> list[int]:

@@ -173,7 +173,7 @@ def _sum_grams(
 def _gram_kernel(
     wire_ptr,  # packed factors, of any dtype
     layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
-    tiles_ptr,  # [4, programs] int64: `tiles_of`
+    tiles_ptr,  # [4, programs] int64: `tile_programs`
     grams_ptr,  # [programs, RANK * RANK + RANK] fp32
     n_factors,
     n_programs,
@@ -236,7 +236,7 @@ def _inverse_cholesky(
 def _factorize_kernel(
     grams_ptr,  # [tiles, RANK * RANK + RANK] fp32: the Gram matrix of each tile
     layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
-    members_ptr,  # [3, members] int64: `members_of`
+    members_ptr,  # [3, members] int64: `factor_programs`
     transforms_ptr,  # [members, RANK * RANK + RANK] fp32, as `_store_gram`: L^-1, and the divisors of the rows before
     finite_ptr,  # [factors] int32
     n_factors,
@@ -269,7 +269,7 @@ def _apply_kernel(
     in_ptr,  # packed factors, of any dtype
     transforms_ptr,  # [members, RANK * RANK + RANK] fp32: of `_factorize_kernel`
     layout_ptr,  # [3, factors] int64: `FactorLayout.packed`
-    tiles_ptr,  # [4, programs] int64: `tiles_of`
+    tiles_ptr,  # [4, programs] int64: `tile_programs`
     out_ptr,  # packed factors, fp32; may be `in_ptr`
     next_grams_ptr,  # [programs, RANK * RANK + RANK] fp32, of `out_ptr`; None in the second round
     n_factors,
@@ -298,7 +298,7 @@ def _apply_kernel(
         _store_gram(next_grams_ptr + program * SIZE, gram, tl.full((RANK,), 1.0, tl.float32), RANK)
 
 
-def tiles_of(layout: FactorLayout, large: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
+def tile_programs(layout: FactorLayout, large: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
     """The programs that handle a tile each. Fields: factor, first and last column, its number in ``large``."""
     programs = []
     for member, i in enumerate(large):
@@ -308,7 +308,7 @@ def tiles_of(layout: FactorLayout, large: Sequence[int], block: int) -> list[tup
     return programs
 
 
-def members_of(tiles: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int]]:
+def factor_programs(tiles: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int]]:
     """The programs that handle a large factor each. Fields: factor, its first tile, number of tiles."""
     factors, _, _, members = zip(*tiles, strict=True)
     firsts = [members.index(member) for member in range(members[-1] + 1)]
@@ -340,8 +340,8 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
     device, cache, eps = out.device, layout.on_device, torch.finfo(torch.float32).eps
     rank = max(16, next_power_of_2(max(layout.ranks)))  # `tl.dot` accepts no side shorter than 16
     block, size = BLOCK_NUMEL // rank, rank * rank + rank
-    tiles = cache.get("tiles", device, lambda: tiles_of(layout, large, block))
-    members = cache.get("members", device, lambda: members_of(tiles_of(layout, large, block)))
+    tiles = cache.get("tiles", device, lambda: tile_programs(layout, large, block))
+    members = cache.get("members", device, lambda: factor_programs(tile_programs(layout, large, block)))
     n_programs, n_members = tiles.shape[1], members.shape[1]
     grams = torch.empty(n_programs, size, dtype=torch.float32, device=device)
     transforms = torch.empty(n_members, size, dtype=torch.float32, device=device)

@@ -175,7 +175,7 @@ def _store(cells: Tensor, section: Section, encoded: tuple[Tensor | None, Tensor
     scales, payload = encoded
     index = torch.arange(payload.shape[0], device=cells.device)
     at = index // section.blocks_per_cell, index % section.blocks_per_cell
-    scale_slots, payload_slots = section.parts(cells)
+    scale_slots, payload_slots = section.views(cells)
     payload_slots[at] = payload
     if scales is not None and scale_slots is not None:
         scale_slots.view(torch.int16)[at] = scales.squeeze(1).view(torch.int16)
@@ -183,7 +183,7 @@ def _store(cells: Tensor, section: Section, encoded: tuple[Tensor | None, Tensor
 
 def _decode_cells(cells: Tensor, section: Section, n_blocks: int) -> Tensor:
     """Decode the first ``n_blocks`` blocks of ``cells``, [cells, cell_bytes]: [n_blocks, block_size], fp32."""
-    scales, payload = (None if part is None else part.flatten(0, 1)[:n_blocks] for part in section.parts(cells))
+    scales, payload = (None if view is None else view.flatten(0, 1)[:n_blocks] for view in section.views(cells))
     assert payload is not None
     return decode(None if scales is None else scales.unsqueeze(1), payload.contiguous(), section.format)
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import RUN_NUMEL, BlockTable, Section
+from gradwire.kernels.block_table import MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
 from gradwire.kernels.segment_table import Run, memory_order
 from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, decode, encode_with_errors
 
 
 class Buffers(NamedTuple):
-    """Scratch for a run of n blocks, in fp32: three tensors [n, block_size], then four [n, 1]."""
+    """Scratch in fp32 for the blocks of a run: three tensors [n, block_size], then three [n, 1]."""
 
     values: Tensor
     codes: Tensor
@@ -33,30 +33,25 @@ class Buffers(NamedTuple):
     absmax: Tensor
     scales: Tensor
     inverses: Tensor
-    levels: Tensor
 
 
 class Scratch(threading.local):
-    """Buffers of one thread, kept between calls: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
+    """Memory of one thread for the longest run, kept: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, device="cpu")
-        self._buffers: dict[tuple[int, int, int], Buffers] = {}
+        self._memory: Tensor | None = None
+        self._buffers: dict[int, Buffers] = {}  # by block size
 
-    def of(self, section: Section) -> Buffers:
-        """Buffers for the runs of a section. All but ``levels`` are uninitialized."""
-        block_size, levels = section.table.block_size, max(section.format.levels, 1)
-        n = min(RUN_NUMEL // block_size, section.table.n_blocks)
-        key = (n, block_size, levels)
-        if key not in self._buffers:
-            numel = n * block_size
-            if self._memory.numel() < 3 * numel:
-                self._memory = torch.empty(3 * numel, dtype=torch.float32, device="cpu")
-                self._buffers.clear()
-            tiles = [part.view(n, block_size) for part in self._memory[: 3 * numel].split(numel)]
-            columns = torch.full((4, n, 1), levels, dtype=torch.float32, device="cpu")
-            self._buffers[key] = Buffers(*tiles, *columns)
-        return self._buffers[key]
+    def buffers(self, block_size: int) -> Buffers:
+        """Uninitialized buffers, which share their memory with those of other block sizes."""
+        if block_size not in self._buffers:
+            if self._memory is None:
+                numel = 3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE
+                self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+            tiles = self._memory[: 3 * RUN_NUMEL].view(3, -1, block_size)
+            columns = self._memory[3 * RUN_NUMEL :].view(3, -1, 1)[:, : RUN_NUMEL // block_size]
+            self._buffers[block_size] = Buffers(*tiles, *columns)
+        return self._buffers[block_size]
 
 
 SCRATCH = Scratch()
@@ -104,7 +99,7 @@ def _round_scales(wire: WireFormat, scratch: Buffers, absmax: Tensor) -> tuple[T
     # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
     if not largest < wire.max_scale * wire.levels * 0.99:
         return None
-    torch.div(absmax, scratch.levels[:n], out=scale)
+    torch.div(absmax, max(wire.levels, 1), out=scale)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
     if smallest < MIN_SCALE * 2 * wire.levels:
         scale.clamp_(min=MIN_SCALE)
@@ -205,8 +200,8 @@ def _decode(wire: WireFormat, scratch: Buffers, scales: Tensor | None, payload: 
         out.mul_(scale)
 
 
-def _piece(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
-    """The elements of a run that is a piece of one tensor, at most ``numel``."""
+def _slice(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
+    """The elements of a run that is a slice of one tensor, at most ``numel``."""
     start = (run.start - table.first_blocks[run.first]) * table.block_size
     return memory_order(tensors[run.first])[start : start + numel]
 
@@ -221,30 +216,30 @@ def quantize_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`quantize` on a CPU."""
-    table, scratch = section.table, SCRATCH.of(section)
+    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
     views = table.run_views(scratch.values.view(-1))
-    scales, payload = section.parts(message.flatten(0, 1))
+    scales, payload = section.views(message.flatten(0, 1))
     pending = None if pending is None else pending.view(-1, table.block_size)
     for i, (run, cells) in enumerate(section.run_cells):
         values = scratch.values[: run.stop - run.start]
         flat = values.view(-1)
         error = None if errors is None else errors[run.start * table.block_size : run.stop * table.block_size]
-        if not run.is_piece:
+        if not run.is_slice:
             flat.zero_()
             torch._foreach_copy_(views[i], table.segments.real(tensors[run.first : run.last]))
             flat.mul_(scale)
         else:
-            piece = _piece(tensors, table, run, flat.numel())
-            present = flat[: piece.numel()]
-            flat[piece.numel() :].zero_()
-            if piece.dtype != torch.float32:
-                present.copy_(piece).mul_(scale)
+            source = _slice(tensors, table, run, flat.numel())
+            present = flat[: source.numel()]
+            flat[source.numel() :].zero_()
+            if source.dtype != torch.float32:
+                present.copy_(source).mul_(scale)
             elif error is None or frexp(scale)[0] != 0.5:
-                torch.mul(piece, scale, out=present)
+                torch.mul(source, scale, out=present)
             else:
                 # One pass, rounded twice as in two: the quotient is the product, and does not fuse with the addition.
                 divisor = torch.tensor(1 / scale, device="cpu")
-                torch.addcdiv(error[: piece.numel()].to(torch.float32), piece, divisor, out=present)
+                torch.addcdiv(error[: source.numel()].to(torch.float32), source, divisor, out=present)
                 error = None
         if error is not None:
             flat += error
@@ -272,16 +267,16 @@ def reduce_quantized_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`reduce_quantized` on a CPU."""
-    scratch, room = SCRATCH.of(section), section.blocks_per_cell
+    scratch, room = SCRATCH.buffers(section.table.block_size), section.blocks_per_cell
     pieces, world_size, _ = received.shape
-    scales, payload = section.parts(result)
+    scales, payload = section.views(result)
     errors = None if errors is None else errors.view(pieces, room, -1)
     pending = None if pending is None else pending.view(pieces, room, -1)
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)
         if pending is not None:
             pending[piece, last - first :].zero_()
-        sent_scales, sent_payload = section.parts(received[piece])
+        sent_scales, sent_payload = section.views(received[piece])
         is_finite = True
         for start in range(first, last, len(scratch.values)):
             stop = min(start + len(scratch.values), last)
@@ -312,15 +307,15 @@ def reduce_quantized_cpu(
 
 def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """`dequantize` on a CPU."""
-    table, scratch = section.table, SCRATCH.of(section)
+    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
     views = table.run_views(scratch.values.view(-1))
-    scales, payload = section.parts(gathered.flatten(0, 1))
+    scales, payload = section.views(gathered.flatten(0, 1))
     for i, (run, cells) in enumerate(section.run_cells):
-        values, piece = scratch.values[: run.stop - run.start], None
-        if run.is_piece:
-            piece = _piece(tensors, table, run, values.numel())
-            if piece.dtype == torch.float32 and piece.numel() == values.numel():
-                values, piece = piece.view_as(values), None
+        values, target = scratch.values[: run.stop - run.start], None
+        if run.is_slice:
+            target = _slice(tensors, table, run, values.numel())
+            if target.dtype == torch.float32 and target.numel() == values.numel():
+                values, target = target.view_as(values), None
         for cell, slot, first, last in cells:
             slots = slice(slot, slot + last - first)
             scale, out = None if scales is None else scales[cell, slots], values[first - run.start : last - run.start]
@@ -331,9 +326,9 @@ def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]
                 values.clamp_(-limit, limit)  # NaN passes, and there is no inf
             else:
                 values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
-        if piece is not None:
-            piece.copy_(values.view(-1)[: piece.numel()])
-        elif not run.is_piece:
+        if target is not None:
+            target.copy_(values.view(-1)[: target.numel()])
+        elif not run.is_slice:
             torch._foreach_copy_(table.segments.real(tensors[run.first : run.last]), views[i])
 
 

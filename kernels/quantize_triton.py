@@ -49,7 +49,7 @@ def _locate(blocks, message, blocks_per_cell, cell_units, scales_unit, payload_u
 
 
 @jit
-def _quantize_parts(
+def _quantize_tiles(
     source,  # address of [remaining]
     errors,  # address of [blocks * BLOCK]
     pending,  # address of [blocks * BLOCK]
@@ -66,11 +66,11 @@ def _quantize_parts(
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
+    TILE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode a chunk of one gradient part by part. It has all its elements if FULL."""
-    N: tl.constexpr = PART // BLOCK
+    """Encode a chunk of one gradient tile by tile. No element is missing if FULL."""
+    N: tl.constexpr = TILE // BLOCK
     ERROR_BYTES: tl.constexpr = 0 if ERROR is None else ERROR.primitive_bitwidth // 8
     while remaining > 0:
         source_ptr = source.to(tl.pointer_type(SOURCE))
@@ -79,9 +79,8 @@ def _quantize_parts(
         counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK)
         mask = counts > 0
         if FULL:
-            values = tl.load(tl.multiple_of(source_ptr, 16) + offs)
-        else:
-            values = tl.load(source_ptr + offs, mask=offs < remaining, other=0)
+            source_ptr = tl.multiple_of(source_ptr, 16)
+        values = tl.load(source_ptr + offs, mask=None if FULL else offs < remaining, other=None if FULL else 0)
         values = values.to(tl.float32) * multiplier
         if ERROR is not None:
             values += load_errors(errors, mask, ERROR, BLOCK, N, FULL)
@@ -92,12 +91,12 @@ def _quantize_parts(
         store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
         if ERROR is not None:
             store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
-        source += PART * SOURCE.primitive_bitwidth // 8
-        errors += PART * ERROR_BYTES
-        pending += PART * ERROR_BYTES
-        first_block += PART // BLOCK
-        remaining -= PART
-        start += PART
+        source += TILE * SOURCE.primitive_bitwidth // 8
+        errors += TILE * ERROR_BYTES
+        pending += TILE * ERROR_BYTES
+        first_block += N
+        remaining -= TILE
+        start += TILE
 
 
 @kernel
@@ -121,7 +120,7 @@ def _quantize_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    PART: tl.constexpr,
+    TILE: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """One chunk of one gradient into the message."""
@@ -141,11 +140,11 @@ def _quantize_kernel(
     pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
     memory = (source, errors, pending)
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch. Scalar
-    # accesses take many registers, so the other branch works on smaller parts of the chunk.
+    # accesses take many registers, so the other branch works on smaller tiles.
     if (remaining == CHUNK) & (source % 16 == 0):
-        _quantize_parts(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, PART, True)
+        _quantize_tiles(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TILE, True)
     else:
-        _quantize_parts(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
+        _quantize_tiles(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
 
 
 @jit
@@ -172,9 +171,8 @@ def _dequantize_chunk(
         values = tl.where(tl.abs(values) < float("inf"), saturated, values)
     values = values.to(TARGET)
     if FULL:
-        tl.store(tl.multiple_of(target_ptr, 16) + offs, values)
-    else:
-        tl.store(target_ptr + offs, values, mask=offs < remaining)
+        target_ptr = tl.multiple_of(target_ptr, 16)
+    tl.store(target_ptr + offs, values, mask=None if FULL else offs < remaining)
 
 
 @kernel
@@ -369,7 +367,7 @@ def quantize_triton(
             **random,
             **OPTIONS,
             CHUNK=CHUNK_NUMEL,
-            PART=CHUNK_NUMEL if random["step_ptr"] is None else CHUNK_NUMEL // 2,
+            TILE=CHUNK_NUMEL if random["step_ptr"] is None else CHUNK_NUMEL // 2,
             TAIL=TAIL_NUMEL,
         )
 

@@ -85,13 +85,13 @@ def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 class Run(NamedTuple):
-    """The elements that a CPU path handles at once: several whole tensors, or a piece of a large one."""
+    """The elements that a CPU path handles at once: several whole tensors, or a slice of a large one."""
 
     first: int  # index of the first tensor
     last: int  # one past the index of the last tensor
     start: int  # the first element, or block, of all tensors
     stop: int  # one past the last
-    is_piece: bool
+    is_slice: bool
 
 
 def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
@@ -101,7 +101,7 @@ def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
         start = stop - size
         if size > room:
             runs += [Run(i, i + 1, at, min(at + room, stop), True) for at in range(start, stop, room)]
-        elif runs and not runs[-1].is_piece and stop - runs[-1].start <= room:
+        elif runs and not runs[-1].is_slice and stop - runs[-1].start <= room:
             runs[-1] = runs[-1]._replace(last=i + 1, stop=stop)
         else:
             runs.append(Run(i, i + 1, start, stop, False))
@@ -185,7 +185,7 @@ class SegmentTable:
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
         self._scratch: Tensor | None = None
-        self._scratch_views: list[list[Tensor]] = []  # views of each run; empty for a piece
+        self._scratch_views: list[list[Tensor]] = []  # views of each run; empty for a slice
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -267,17 +267,18 @@ class SegmentTable:
         if self._scratch is None or self._scratch.dtype != dtype:
             self._scratch = torch.empty(max(run.stop - run.start for run in self.runs), dtype=dtype, device=self.device)
             self._scratch_views = [
-                [self.view(i, self._scratch, self.offsets[i] - run.start) for i in range(run.first, run.last)]
-                if not run.is_piece
-                else []
+                [
+                    self.view(i, self._scratch, self.offsets[i] - run.start)
+                    for i in range(run.first, 0 if run.is_slice else run.last)
+                ]
                 for run in self.runs
             ]
         return self._scratch
 
-    def parts(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors, or the piece, of run ``index``, and views of the scratch in the same shapes."""
+    def run_tensors(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors, or the slice, of run ``index``, and views of the scratch in the same shapes."""
         run = self.runs[index]
-        if not run.is_piece:
+        if not run.is_slice:
             return self.real(tensors[run.first : run.last]), self._scratch_views[index]
         assert self._scratch is not None
         begin, length = run.start - self.offsets[run.first], run.stop - run.start

@@ -241,17 +241,11 @@ def store_blocks(
 ):
     """Store what `encode_blocks` returned into a message."""
     payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
-    if FULL:
-        tl.store(payload_ptrs, encoded)
-    else:
-        tl.store(payload_ptrs, encoded, mask=mask[:, None])
+    tl.store(payload_ptrs, encoded, mask=None if FULL else mask[:, None])
     if FORMAT.levels > 0:
         bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
         scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))
-        if FULL:
-            tl.store(scale_ptrs, bits)
-        else:
-            tl.store(scale_ptrs, bits, mask=mask)
+        tl.store(scale_ptrs, bits, mask=None if FULL else mask)
 
 
 @jit
@@ -291,7 +285,4 @@ def store_errors(
     error += 0.0  # the error of -0 is 0, whatever the sign of its code
     if ERROR == tl.bfloat16:
         error = _round_to_bf16(error, random_bits_triton(key, step, index))
-    if FULL:
-        tl.store(pointers, error)
-    else:
-        tl.store(pointers, error, mask=mask[:, None])
+    tl.store(pointers, error, mask=None if FULL else mask[:, None])

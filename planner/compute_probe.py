@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
-from gradwire.comm.executor import Task
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
 from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
 from gradwire.hooks.debugging_hooks import noop_hook
@@ -24,13 +24,13 @@ from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
-from gradwire.planner.model import IN_FLIGHT, BucketCost, HookCost, Message, ModelCost, Overlap
+from gradwire.planner.model import BucketCost, HookCost, Message, ModelCost, Overlap
 from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
 WARM_UP = 3  # steps: the first builds buckets, the second rebuilds them
 FIRST_COMPRESSED = 2
-LEAST_STEPS, MOST_STEPS = 3, 10
+MIN_STEPS, MAX_STEPS = 3, 10
 
 
 class Buckets(NamedTuple):
@@ -45,7 +45,7 @@ def measure_model(
 ) -> tuple[ModelCost, Buckets]:
     """Time a step of the model without gradient exchange; also return its buckets. A collective call.
 
-    No more steps start after ``budget`` seconds; at least `LEAST_STEPS` are timed.
+    No more steps start after ``budget`` seconds; at least `MIN_STEPS` are timed.
     """
     launches: list[Mark] = []
     specs: list[BucketSpec] = []
@@ -59,7 +59,7 @@ def measure_model(
 
     ddp.register_comm_hook(None, note_launch)
     samples: list[list[float]] = []
-    for step in range(WARM_UP + MOST_STEPS):
+    for step in range(WARM_UP + MAX_STEPS):
         if step == WARM_UP:
             started = time.monotonic()
         ddp.zero_grad(set_to_none=True)
@@ -75,7 +75,7 @@ def measure_model(
         synchronize(device)
         if step >= WARM_UP:
             samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
-            if _all_agree(len(samples) >= LEAST_STEPS and time.monotonic() - started > budget, group, device):
+            if _all_agree(len(samples) >= MIN_STEPS and time.monotonic() - started > budget, group, device):
                 break
     forward, *ready, backward = map(median, zip(*samples, strict=True))
     parameters = [p for spec in specs for p in spec.parameters]
@@ -140,7 +140,7 @@ class TimingExecutor(Executor):
     """Runs each task at once, in the caller's thread and stream, and times its computation."""
 
     def __init__(self, transport: EqualRanks, device: torch.device) -> None:
-        super().__init__(transport, [Workspace(device) for _ in range(IN_FLIGHT)])
+        super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._ranks, self._device = transport, device
         self._turn = 0
         self.marks: list[Mark] = []  # start and end of each computation of the latest task
@@ -150,7 +150,7 @@ class TimingExecutor(Executor):
         self.messages = self._ranks.messages = []
         self.marks = self._ranks.marks = [Mark(self._device)]
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
-        future.set_result(run_algorithm(task(self.workspaces[self._turn % IN_FLIGHT]), self._ranks))
+        future.set_result(run_algorithm(task(self.workspaces[self._turn % MAX_TASKS_IN_FLIGHT]), self._ranks))
         self.marks.append(Mark(self._device))
         self._turn += 1
         return future
@@ -189,7 +189,7 @@ class HookProbe:
         """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""
         before = _tensor_bytes()
         started = time.monotonic()
-        for step in range(FIRST_COMPRESSED + 1 + MOST_STEPS):
+        for step in range(FIRST_COMPRESSED + 1 + MAX_STEPS):
             if step == FIRST_COMPRESSED + 1:
                 self._samples = [[] for _ in self._buckets]
                 started = time.monotonic()

@@ -20,7 +20,7 @@ from gradwire.planner.clock import synchronize
 from gradwire.planner.model import Link, Message, MessageCost
 
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
-_LEAST_PER_BYTE = 1e-13  # seconds: 80 Tb/s
+_MIN_PER_BYTE = 1e-13  # seconds: 80 Tb/s
 _ENOUGH_SECONDS = 0.5  # messages that would take longer are not measured
 _REPETITIONS = 15, 3  # repetitions of the smallest messages, and of all others
 
@@ -122,7 +122,7 @@ def fit(samples: Sequence[MessageTime]) -> MessageCost:
     """Fit the alpha-beta model: alpha is the time of the smallest message, beta the slope to the largest."""
     first, last = samples[0], samples[-1]
     per_byte = max(last.seconds - first.seconds, 0.0) / max(last.nbytes - first.nbytes, 1)
-    return MessageCost(first.seconds, max(per_byte, _LEAST_PER_BYTE))
+    return MessageCost(first.seconds, max(per_byte, _MIN_PER_BYTE))
 
 
 def ideal_link(

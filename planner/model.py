@@ -20,9 +20,8 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
 from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
-
-IN_FLIGHT = 2  # buckets of an executor
 
 
 class Overlap(Enum):
@@ -101,8 +100,8 @@ class Link:
 
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
-        factor = self.bandwidth / bandwidth
-        costs = {kind: cost._replace(per_byte=factor * cost.per_byte) for kind, cost in self.costs.items()}
+        scale = self.bandwidth / bandwidth
+        costs = {kind: cost._replace(per_byte=scale * cost.per_byte) for kind, cost in self.costs.items()}
         return replace(self, bandwidth=bandwidth, costs=costs)
 
     def latency(self, message: Message) -> float:
@@ -123,7 +122,7 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
         for bucket in hook.buckets
     ]
     end = model.forward + model.backward + launches[-1]
-    for bucket, exchanged in zip(hook.buckets, exchange_ends(launched, times, IN_FLIGHT), strict=True):
+    for bucket, exchanged in zip(hook.buckets, exchange_ends(launched, times, MAX_TASKS_IN_FLIGHT), strict=True):
         end = max(end, exchanged) + bucket.finish
     end = max(end, busy_until(launched, times))
     if model.overlap is Overlap.EVERYTHING:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm.torch_internals import NO_BACKWARD, current_backward
+from gradwire.comm.torch_internals import GLOO_THREADS, NO_BACKWARD, current_backward
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._handshake import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
@@ -300,7 +300,7 @@ class Logger:
         variables = _VARIABLES + _BACKEND_VARIABLES.get(backend, ())
         self._data |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
         if backend == "gloo":
-            self._data["gloo_num_threads"] = torch_internals.GLOO_THREADS
+            self._data["gloo_num_threads"] = GLOO_THREADS
         self._data |= {
             "module_name": module_name,
             "device_ids": ", ".join(map(str, device_ids)),

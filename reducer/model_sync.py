@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import MAX_SHOWN, collective_timeout, format_differences, store_all_gather
+from gradwire.comm.torch_internals import collective_counts
 from gradwire.hooks._handshake import hash_bytes
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer.ddp_interface import DDPReducer
@@ -125,7 +126,7 @@ def resynchronize(
     mine = {
         "generation": reducer.exchange.connections.generation,
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
-        "collectives": [_n_collectives(group, device) for device in group._device_types],
+        "collectives": collective_counts(group),
         "parameters": _digest(parameters.values()),
     }
     everyones = _gather_json(group, CALL, mine)
@@ -164,12 +165,6 @@ def _gather_json(group: dist.ProcessGroup, purpose: str, value: object) -> list[
     """Every rank's value, through the store."""
     texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group))
     return [json.loads(text) for text in texts]
-
-
-def _n_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Number of collectives that this rank has issued on the process group itself, which gradwire cannot replace."""
-    backend: Any = group._get_backend(device)
-    return int(backend._get_sequence_number_for_group())
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

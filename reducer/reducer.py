@@ -140,8 +140,10 @@ class Reducer:
     def _leave_after(self, error: BaseException, during: str) -> None:
         """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
         let_go_of_locals(error)
+        raised_in = error.__traceback__
         message = f"{type(error).__name__} in {during}: {error}"
         elsewhere = self._fail(message)
+        error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
         is_told = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
         if is_consequence and not is_told:

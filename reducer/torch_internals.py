@@ -11,13 +11,13 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.torch_internals import private_names
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 with private_names():
     from torch.nn.parallel.distributed import _find_tensors
@@ -31,8 +31,38 @@ with private_names():
         c10d._compute_bucket_assignment_by_size,
         c10d.get_debug_level,
         torch._C._storage_Use_Count,
+        torch._foreach_copy_,
+        torch._foreach_mul_,
         Tensor._use_count,  # type: ignore[attr-defined]
     )
+    # Methods and attributes of PyTorch's class that gradwire's class overrides, calls or reads. Its instances also have
+    # `_active_ddp_module`, and with mixed precision each parameter `_mp_param`, `_fp_param` and `_ddp_mp_hook_state`.
+    for _name in (
+        "_build_params_for_reducer",
+        "_check_comm_hook",
+        "_ddp_init_helper",
+        "_distributed_broadcast_coalesced",
+        "_fire_reducer_autograd_hook",
+        "_get_ddp_logging_data",
+        "_log_and_throw",
+        "_match_unused_params_allreduce",
+        "_module_wait_for_copy_hook",
+        "_post_forward",
+        "_pre_forward",
+        "_register_builtin_comm_hook",
+        "_register_delay_all_reduce_hook",
+        "_setup_in_backward_optimizers",
+    ):
+        getattr(DDP, _name)
+    for _name in (
+        "_comm_hooks",
+        "_delay_all_reduce_all_params",
+        "_delay_all_reduce_params",
+        "_module_parameters",
+        "_submodule_to_event",
+    ):
+        if _name not in DDP.__init__.__code__.co_names:  # assigned there
+            raise AttributeError(f"'DistributedDataParallel' object has no attribute {_name!r}")
 
 
 def gradient_node(tensor: Tensor) -> Node:

@@ -12,7 +12,7 @@ from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.testing._bits import differences
 from gradwire.testing._cases import GRADWIRE, PYTORCH, WRAPPERS, Case, Training
 
-Gradients = list[dict[str, Tensor]]  # by step, then by parameter name
+NamedGradients = list[dict[str, Tensor]]  # by step, then by parameter name
 Violation = tuple[str, str]  # a law, and the difference
 RESUMED_STEPS = 2
 
@@ -29,8 +29,8 @@ class Trained(NamedTuple):
         errors: error memory in a checkpoint.
     """
 
-    gradients: Gradients
-    plain: Gradients
+    gradients: NamedGradients
+    plain: NamedGradients
     errors: dict[str, Tensor]
 
 
@@ -61,7 +61,7 @@ def train_on_both(case: Case, start: int, make_state: Callable[[], Any], hook: A
 
 def train_poisoned(
     case: Case, start: int, make_state: Callable[[], Any], hook: Any
-) -> tuple[Gradients, list[dict[str, Tensor]]]:
+) -> tuple[NamedGradients, list[dict[str, Tensor]]]:
     """Reduced gradients of the poisoned step and of the next one, and the errors before and after the poisoned one."""
     state, number = make_state(), start + case.steps
     training = Training(case, case.wrapper, dist.get_rank(), state, hook)
@@ -72,7 +72,7 @@ def train_poisoned(
     return [poisoned, training.step(number + 1)], [before, after]
 
 
-def save(case: Case, start: int, make_state: Callable[[], Any], hook: Any) -> tuple[bytes, Gradients]:
+def save(case: Case, start: int, make_state: Callable[[], Any], hook: Any) -> tuple[bytes, NamedGradients]:
     """A checkpoint, and the reduced gradients before it."""
     state = make_state()
     gradients = Training(case, case.wrapper, dist.get_rank(), state, hook).run(range(start + case.steps))
@@ -83,7 +83,7 @@ def save(case: Case, start: int, make_state: Callable[[], Any], hook: Any) -> tu
 
 def resume(
     case: Case, first: int, checkpoint: bytes, make_state: Callable[[], Any], hook: Any
-) -> tuple[dict[str, Any], Gradients, dict[str, Tensor]]:
+) -> tuple[dict[str, Any], NamedGradients, dict[str, Tensor]]:
     """The checkpoint of a state that has just loaded one, the gradients of further steps, and the errors after them."""
     state = make_state()
     training = Training(case, case.wrapper, dist.get_rank(), state, hook)
@@ -94,7 +94,7 @@ def resume(
 
 def resume_new_and_used(
     case: Case, start: int, checkpoint: bytes, make_state: Callable[[], Any], hook: Any
-) -> list[Gradients]:
+) -> list[NamedGradients]:
     """Gradients after a load into a new state, and into one that has trained, with the same buckets."""
     first, results = start + case.steps, []
     for steps in (0, first):
@@ -131,7 +131,7 @@ def without_errors(saved: Mapping[str, Any]) -> dict[str, Any]:
 # On the results of all ranks.
 
 
-def labeled(gradients: Gradients, first: int = 0) -> dict[str, Tensor]:
+def labeled(gradients: NamedGradients, first: int = 0) -> dict[str, Tensor]:
     """Gradients by step and name."""
     return {f"step {n}, {name}": each for n, step in enumerate(gradients, first) for name, each in step.items()}
 
@@ -144,7 +144,7 @@ def rank_differences(results: Sequence[Any]) -> str | None:
     return None
 
 
-def not_finite(gradients: Gradients) -> list[str]:
+def not_finite(gradients: NamedGradients) -> list[str]:
     """Steps and names of gradients that are not finite."""
     return [label for label, each in labeled(gradients).items() if not each.isfinite().all()]
 
@@ -153,7 +153,7 @@ def lost(
     case: Case,
     ranks: int,
     steps: Sequence[int],
-    applied: Gradients,
+    applied: NamedGradients,
     after: Mapping[str, Tensor],
     before: Mapping[str, Tensor],
 ) -> str | None:
@@ -198,7 +198,7 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
             yield law, "; ".join(lines[:5])
     if found := [label for label, each in ours.items() if each.isnan().any()]:
         yield "no new NaN", f"{', '.join(found)} has NaN, although all gradients are finite"
-    if text := strange_errors(case, [{name: run.errors for name, run in runs.items()} for runs in results]):
+    if text := error_memory_problem(case, [{name: run.errors for name, run in runs.items()} for runs in results]):
         yield "checkpoints resume", text
     for wrapper in WRAPPERS:
         run, steps = runs[wrapper], range(start + case.steps)
@@ -208,7 +208,7 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
             yield "nothing lost", f"on {wrapper}, {text}"
 
 
-def strange_errors(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:
+def error_memory_problem(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:
     """A wrong key in the error memory of several runs, or a difference between ranks; None if there is none."""
     names = [name for errors in results[0].values() for name in errors]
     if strange := set(names) - set(case.names):
@@ -216,7 +216,7 @@ def strange_errors(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) 
     return rank_differences(results)
 
 
-def after_poison(case: Case, results: Sequence[tuple[Gradients, list[dict[str, Tensor]]]]) -> Iterator[Violation]:
+def after_poison(case: Case, results: Sequence[tuple[NamedGradients, list[dict[str, Tensor]]]]) -> Iterator[Violation]:
     """The laws that `train_poisoned` violated."""
     poison = case.poison
     assert poison is not None
@@ -235,14 +235,14 @@ def after_poison(case: Case, results: Sequence[tuple[Gradients, list[dict[str, T
         yield "NaN reaches all", f"{told}, and {lines[0]} from before the step"
 
 
-def after_save(case: Case, results: Sequence[tuple[bytes, Gradients]]) -> Iterator[Violation]:
+def after_save(case: Case, results: Sequence[tuple[bytes, NamedGradients]]) -> Iterator[Violation]:
     """The laws that a checkpoint violates."""
     try:
         saved = [torch.load(io.BytesIO(checkpoint), weights_only=True) for checkpoint, _ in results]
     except Exception as error:
         yield "checkpoints resume", f"torch.load(weights_only=True) raises {type(error).__name__}: {error}"
         return
-    if text := strange_errors(case, [{"": errors_of(each)} for each in saved]) or rank_differences(saved):
+    if text := error_memory_problem(case, [{"": errors_of(each)} for each in saved]) or rank_differences(saved):
         yield "checkpoints resume", text
 
 
@@ -250,7 +250,7 @@ def after_resume(
     case: Case,
     first: int,
     checkpoint: bytes,
-    results: Sequence[tuple[dict[str, Any], Gradients, dict[str, Tensor]]],
+    results: Sequence[tuple[dict[str, Any], NamedGradients, dict[str, Tensor]]],
 ) -> Iterator[Violation]:
     """The laws that a resumed training violates."""
     if text := rank_differences(results):
@@ -267,7 +267,7 @@ def after_resume(
         yield "nothing lost", f"in the steps after a load, {text}"
 
 
-def after_loads(results: Sequence[list[Gradients]]) -> Iterator[Violation]:
+def after_loads(results: Sequence[list[NamedGradients]]) -> Iterator[Violation]:
     """The laws that a load into a new and a trained state violates."""
     new, used = (labeled(gradients) for gradients in results[0])
     if lines := differences(used, new):

@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire import kernels
-from gradwire.bench import kernel_case
+from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, RecordError, records_of, save
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
 from gradwire.cli.app import app
 from tools import compare as compare_tool
-from tools.compare import LEAST_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
+from tools.compare import MIN_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
 WITHOUT_RATIOS = ("advise", "auto", "compiled", "demo", "rounding", "telemetry")
@@ -28,9 +28,9 @@ def verdicts(before, after):
 
 
 def test_verdict_depends_on_noise_of_repeated_runs():
-    assert verdicts([1.0, 1.02], [1.04, 1.05]) == [("", LEAST_BAND)]
-    assert verdicts([1.0, 1.02], [1.08, 1.09]) == [("slower", LEAST_BAND)]
-    assert verdicts([1.08, 1.09], [1.0, 1.02]) == [("faster", LEAST_BAND)]
+    assert verdicts([1.0, 1.02], [1.04, 1.05]) == [("", MIN_BAND)]
+    assert verdicts([1.0, 1.02], [1.08, 1.09]) == [("slower", MIN_BAND)]
+    assert verdicts([1.08, 1.09], [1.0, 1.02]) == [("faster", MIN_BAND)]
     assert verdicts([1.0, 1.3], [1.6, 1.6]) == [("", 0.3)]
     assert verdicts([1.0, 1.3], [1.7, 1.7]) == [("slower", 0.3)]
     assert verdicts([1.0, 1.04], [1.2, 1.05]) == [("", 0.143)], "one of the later runs was as fast"
@@ -127,7 +127,7 @@ def test_slowed_kernel_is_reported_as_slower(tmp_path, monkeypatch):
         work()
         return Timing(random.uniform(0.9e-3, 1.1e-3) + sum(planted))
 
-    monkeypatch.setattr(kernel_case, "timed", clocked)
+    monkeypatch.setattr(kernel_cases, "timed", clocked)
 
     def measured(name):
         path = tmp_path / name

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from gradwire.bench import namespaces, plots
 from gradwire.bench.converge import (
     DEFAULT_HOOKS,
-    Training,
+    Trial,
     compressed_step_ms,
     implementations_of,
     tables,
@@ -99,13 +99,13 @@ def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypat
     monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
     monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
     task = Quick()
-    trained = Training(task, "none", GRADWIRE, seed=0, counts_bytes=True)
+    trained = Trial(task, "none", GRADWIRE, seed=0, counts_bytes=True)
     for step, batch in zip(range(4), task.batches(0), strict=False):
         trained.step(batch)
         sent.append(1_000_000)
         if step in (1, 3):
-            trained.evaluate()
-    found = {record.metric: record.series for record in trained.records(seed=0)}
+            trained.is_over()
+    found = {record.metric: record.series for record in trained.records()}
     assert (found[STEPS], found[SENT]) == ([2, 4], [2040, 4080])
 
 

@@ -112,7 +112,7 @@ def test_nothing_is_timed_after_a_failed_check(small_model, monkeypatch):
         raise RuntimeError("wrong; nothing is timed.")
 
     monkeypatch.setattr(implementations.Implementation, "check", fails)
-    monkeypatch.setattr(hooks, "turns", None)  # the timed steps
+    monkeypatch.setattr(hooks, "time_in_turn", None)  # the timed steps
     with pytest.raises(RuntimeError, match="nothing is timed"):
         measure_round("noop", 1, CPU)
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import kernel_case
+from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import KernelCase
-from gradwire.bench.kernel_cases import CASES, COMPARED
+from gradwire.bench.kernel_cases import CASES, COMPARED, KernelCase
 from gradwire.bench.kernels import COPY, run, tables
 from gradwire.bench.record import BANDWIDTH, HOST_MS, LAUNCHES, TIME_MS, VS_GRADWIRE, Measured, load, records_of
 from gradwire.bench.shapes import SHAPES, buckets
@@ -58,7 +57,7 @@ class Clock:
 
 def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(kernel_case, "timed", clock)
+    monkeypatch.setattr(kernel_cases, "timed", clock)
     cases = [
         KernelCase("copy", n * 1e6, {GRADWIRE: lambda n=n: n * 1e-3, "other": lambda n=n: n * 2e-3}, lambda: None)
         for n in (1, 3)
@@ -75,7 +74,7 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
 
 
 def test_one_slow_round_changes_no_bandwidth(monkeypatch):
-    monkeypatch.setattr(kernel_case, "timed", Clock())
+    monkeypatch.setattr(kernel_cases, "timed", Clock())
     # A call for the check, two rounds of warm-up, and three that count.
     times = {GRADWIRE: iter([0.5, 0.5, 0.5, 1e-3, 0.5, 1e-3]), "other": iter([0.5, 0.5, 2e-3, 2e-3, 0.5])}
     calls = {name: lambda name=name: next(times[name]) for name in times}
@@ -87,14 +86,14 @@ def test_one_slow_round_changes_no_bandwidth(monkeypatch):
 def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypatch):
     """A copy of 1000 fp32 elements reads and writes 8000 bytes."""
     seconds = iter([1.0] * 4 + [0.5] * 7 + [1e-6] * 9)
-    monkeypatch.setattr(kernel_case, "timed", lambda *_: Timing(next(seconds)))
-    assert kernel_case.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
+    monkeypatch.setattr(kernel_cases, "timed", lambda *_: Timing(next(seconds)))
+    assert kernel_cases.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
 
 
 def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
     case = KernelCase("copy", 1, {GRADWIRE: lambda: 1e-3}, lambda: None)
     for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
-        monkeypatch.setattr(kernel_case, "timed", Clock(host_seconds))
+        monkeypatch.setattr(kernel_cases, "timed", Clock(host_seconds))
         found = find(run([case], "resnet50", 25, rounds=3, device=CPU), HOST_MS)
         assert (found and found.p50) == recorded
 

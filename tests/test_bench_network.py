@@ -32,18 +32,22 @@ KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
 BENCH = [sys.executable, "-m", "gradwire.cli", "bench", "network"]
 
 
-def timed(hook, name, one_bucket=False, sent=1000):
-    return SimpleNamespace(hook=hook, name=name, one_bucket=one_bucket, link_bytes=[sent, sent + 2, 9 * sent])
+def timed(hook, name, ms, one_bucket=False, sent=None):
+    sent_bytes = [] if sent is None else [sent, sent + 2, 9 * sent]
+    return SimpleNamespace(hook=hook, name=name, seconds=[ms / 1e3] * 3, one_bucket=one_bucket, link_bytes=sent_bytes)
 
 
-def made_up(rate="1gbit", hooks=("powersgd-r4",), sent=1000, counts_bytes=True):
+def made_up(rate="1gbit", hooks=("powersgd-r4",), sent=1000):
     """noop takes 20 ms on PyTorch's DDP, 40 in one bucket, 10 on gradwire's; PyTorch's hooks 160, gradwire's 30."""
-    runs = [timed("noop", PYTORCH), timed("noop", PYTORCH, one_bucket=True), timed("noop", GRADWIRE)]
-    ms = [20, 40, 10]
+    runs = [
+        timed("noop", PYTORCH, 20, sent=sent and 1000),
+        timed("noop", PYTORCH, 40, one_bucket=True, sent=sent and 1000),
+    ]
+    runs.append(timed("noop", GRADWIRE, 10, sent=sent and 1000))
     for hook in hooks:
-        runs += [timed(hook, PYTORCH, HOOKS[hook].pytorch.one_bucket, sent), timed(hook, GRADWIRE, sent=sent)]
-        ms += [160, 30]
-    return summarize(rate, 2, runs, [[value / 1e3] * 3 for value in ms], counts_bytes)
+        runs.append(timed(hook, PYTORCH, 160, HOOKS[hook].pytorch.one_bucket, sent))
+        runs.append(timed(hook, GRADWIRE, 30, sent=sent))
+    return summarize(rate, 2, runs)
 
 
 def values(records, metric):
@@ -55,7 +59,7 @@ def test_exposed_time_is_beyond_noop_on_same_ddp_with_same_buckets():
     assert values(records, STEP_MS) == [20, 40, 10, 160, 30, 160, 30]
     assert values(records, EXPOSED_MS) == [0, 0, 0, 120, 20, 140, 20]
     assert set(values(records, SENT_PER_STEP)) == {1002}
-    assert values(made_up(counts_bytes=False), SENT_PER_STEP) == []
+    assert values(made_up(sent=None), SENT_PER_STEP) == []
 
 
 def test_sent_bytes_include_a_step_and_both_barriers(world_of_one, monkeypatch):
@@ -75,7 +79,7 @@ def test_sent_bytes_include_a_step_and_both_barriers(world_of_one, monkeypatch):
     monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
     monkeypatch.setattr(namespaces, "limit", limits.append)
     rates = [Rate.parse("1gbit"), Rate.parse("unlimited")]
-    records = network.time_steps(made, rates, steps=3, hosts=2, is_emulated=False)
+    records = network.time_steps(made, rates, steps=3, hosts=2)
     assert limits == rates and values(records, LINK_RATE) == [9.0, 9.0]
     sizes = (("noop", 20), ("noop", 20), ("fp16", 1020), ("fp16", 1020))
     found = [(record["rate"], record["hook"], record.p50) for record in records if record.metric == SENT_PER_STEP]
@@ -90,13 +94,13 @@ def test_link_rate_counts_the_bytes_of_each_ring_rank(world_of_one, monkeypatch,
     assert network._probe(hosts, torch.device("cpu")) == pytest.approx(mbit)
 
 
-def tables_of(facts, rates, hooks, counts_bytes=True, is_emulated=False):
+def tables_of(facts, rates, hooks, sent=123_456_789):
     records = []
     for rate in rates:
         probe = {"bench": "network", "case": {"rate": rate}, "implementation": "all_reduce", "ranks": 2}
         records.append(Record(**probe, metric=LINK_RATE, p50=1234.5))
-        records += made_up(rate, hooks, 123_456_789, counts_bytes)
-    settings = {"model": MODEL, "emulated": is_emulated, "hosts": 2, "steps": 15}
+        records += made_up(rate, hooks, sent)
+    settings = {"model": MODEL, "hosts": 2, "steps": 15}
     return tables(Measured(settings, records).with_provenance(facts))
 
 
@@ -110,12 +114,10 @@ def test_table_has_a_row_for_each_hook_and_for_noop_in_one_bucket(facts):
     ]
 
 
-def test_table_names_loopback_and_modeled_links_and_leaves_out_unknown_bytes(facts):
-    (only,) = tables_of(facts, [LOOPBACK.name], ["fp16"], counts_bytes=False)
+def test_table_names_loopback_and_leaves_out_unknown_bytes(facts):
+    (only,) = tables_of(facts, [LOOPBACK.name], ["fp16"], sent=None)
     assert only.title.startswith("Step time (ms), 2 hosts, this machine's loopback (")
     assert "sent per step" not in only.headers
-    (only,) = tables_of(facts, ["25gbit"], ["fp16"], counts_bytes=False, is_emulated=True)
-    assert "2 hosts, modeled link: 25 Gb/s" in only.title
 
 
 def test_emulated_message_takes_latency_and_transmission_time():
@@ -136,13 +138,6 @@ def test_emulated_link_delays_both_shots_and_leaves_them_exact(monkeypatch, worl
         transport.run(transport.all_gather(gathered, received[:, 0]))
     assert torch.equal(gathered, sent)
     assert spins == [int(1e9 * wire_seconds(24, rate, 4))] * 4, "one for each piece of each shot"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_emulated_link_without_gpu_is_refused():
-    done = in_process("--emulated")
-    assert done.exit_code == 2
-    assert "there is no GPU" in " ".join(done.stderr.split())
 
 
 def in_process(*arguments):

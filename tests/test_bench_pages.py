@@ -37,7 +37,7 @@ def test_table_has_equal_rows_and_its_source(name):
     commands = [file.partition("_")[0] for file in TABLES[name][0]]
     sources = [line for line in lines if line.startswith("`")]
     assert len(sources) == len(commands)
-    programs = r"`(gradwire |gradwire bench |python -m tools\.)"
+    programs = r"`(gradwire |gradwire bench |python -m tools\.(validate )?)"
     assert all(re.match(rf"{programs}{command}\b", line) for line, command in zip(sources, commands, strict=True))
 
 

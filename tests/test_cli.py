@@ -85,7 +85,7 @@ def test_invalid_value_is_refused(arguments, tmp_path, monkeypatch):
     ("command", "words"),
     [
         (["demo"], ["--output", "--processes", "--epochs", "--seed", "--hooks", *DEMO_HOOKS]),
-        (["bench"], ["kernels", "rounding", "reducer", "hooks", "telemetry", "network", "advise", "auto", "converge"]),
+        (["bench"], ["kernels", "reducer", "hooks", "telemetry", "network", "converge", "report"]),
         (["bench", "network"], ["--hosts", "--rates", "--steps", "--hooks", "--quick", "--loopback", "--output"]),
     ],
 )

@@ -16,9 +16,10 @@ import torch
 
 import gradwire
 from gradwire.bench.gpu import lane, worker
-from gradwire.bench.gpu.hook_cases import CAPTURED, HOOKS
-from gradwire.hooks import default_hooks
+from gradwire.bench.gpu.hook_checks import CAPTURED, HOOKS
+from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
+from gradwire.planner import hook_registry
 from tests import gpu_lane_cases
 from tests.support.rehearsal import enter
 
@@ -100,8 +101,11 @@ def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
         assert names[0] == "two dtypes on the wire"
         cases = {f"{hook}: {what}" for hook in HOOKS for what in ("equal bits on both DDPs", "no host synchronization")}
         assert cases <= set(names)
-    assert {f"quantized {wire}" for wire in WIRE_FORMATS} | set(CAPTURED) <= set(HOOKS)
-    assert HOOKS["fp16"]()[1] is default_hooks.fp16_compress_hook, "not the wire format of this name"
+    assert set(CAPTURED) <= set(HOOKS)
+    states = [make()[0] for make in HOOKS.values()]
+    assert {state.options.wire for state in states if isinstance(state, QuantizationState)} == set(WIRE_FORMATS)
+    averaging = [entry.make(None, 2) for name, entry in hook_registry.HOOKS.items() if name not in ("none", "noop")]
+    assert {hook for _, hook in averaging} <= {make()[1] for make in HOOKS.values()}
 
 
 @pytest.fixture
@@ -124,7 +128,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     only = [
         "two dtypes on the wire",
         "low-rank passes, float16, rank 4,",
-        "scaled fp16: equal bits",
+        "scaled-fp16: equal bits",
         "quantize float32 to int4, errors in float32",
         "cast hooks match the mean",
         "powersgd: replays",
@@ -189,13 +193,13 @@ def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypa
     outcomes = iter([worker.Outcome("failed", 1.0, "what every rank said"), worker.Outcome("passed", 1.0, "")])
     monkeypatch.setattr(worker.Crew, "run", lambda crew, case, limit: next(outcomes))
     output = tmp_path / "records.jsonl"
-    only = ["--only=scaled fp16: equal bits", "--only=scaled bf16: equal bits"]
+    only = ["--only=scaled-fp16: equal bits", "--only=scaled-bf16: equal bits"]
     arguments = ["ranks", "--output", str(output), *only]
     assert lane.main(arguments, enter) == 1
     assert "what every rank said" in capsys.readouterr().out
     assert [(r["case"], r["status"], r["text"]) for r in records(output)] == [
-        ("scaled fp16: equal bits on both DDPs", "failed", "what every rank said"),
-        ("scaled bf16: equal bits on both DDPs", "passed", ""),
+        ("scaled-fp16: equal bits on both DDPs", "failed", "what every rank said"),
+        ("scaled-bf16: equal bits on both DDPs", "passed", ""),
     ]
     outcomes = iter([worker.Outcome("passed", 1.0, "")])
     assert lane.main(arguments, enter) == 0  # the failed one alone

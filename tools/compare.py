@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Ratios = dict[str, float]  # gradwire's median in units of another implementation's, by bench, case and implementations
 
 # A smaller change counts as noise, however well repeated runs agree.
-LEAST_BAND = 0.05
+MIN_BAND = 0.05
 # The assumed noise of a ratio where a state was measured once.
 UNREPEATED_BAND = 0.15
 # This fraction of all ratios varies by less than the noise. Of 160 ratios with a standard deviation of 5 %, 0.3 seem
@@ -111,7 +111,7 @@ def compare(before: Sequence[Ratios], after: Sequence[Ratios]) -> list[Change]:
     """Changes of the ratios that all runs of both states have, the largest slow-down first."""
     common = sorted(set.intersection(*map(set, before), *map(set, after)))
     olds, news = ([[run[what] for run in runs] for what in common] for runs in (before, after))
-    band = round(max(LEAST_BAND, _noise(olds), _noise(news)), 3)
+    band = round(max(MIN_BAND, _noise(olds), _noise(news)), 3)
     changes = [Change(what, old, new, band) for what, old, new in zip(common, olds, news, strict=True)]
     return sorted(changes, key=lambda change: -change.factor)
 

@@ -27,8 +27,7 @@ import typer
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_case import KernelCase, Maker
-from gradwire.bench.kernel_cases import CASES, COMPARED
+from gradwire.bench.kernel_cases import CASES, COMPARED, KernelCase, Maker
 from gradwire.bench.kernels import DEFAULT_SIZES
 from gradwire.bench.record import LAUNCHES, Measured, Record
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation

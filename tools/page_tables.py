@@ -8,9 +8,6 @@ from statistics import median
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import (
-    BITS,
-    RELATIVE_ERROR,
-    RELATIVE_ERROR_OF_STEPS,
     SENT,
     SENT_PER_STEP,
     STEP_MS,
@@ -19,9 +16,9 @@ from gradwire.bench.record import (
     Record,
     unique,
 )
-from gradwire.bench.rounding import RING, STEPS_WORLD_SIZE, TWO_SHOT
 from gradwire.bench.tables import Table, count, find, format_bytes, format_number, format_rate, median_of
 from gradwire.planner.hook_registry import display_name
+from tools.rounding import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
 
 LEFT_OUT = ("noop",)  # trains nothing
 # By the hook of `converge`, the wire format and the all-reduce of `rounding`.

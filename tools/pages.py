@@ -17,7 +17,7 @@ from gradwire.bench import report
 from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
-from tools import compiled, page_tables
+from tools import advice_error, auto_choice, compiled, page_tables, rounding
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,6 +39,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     **{name: ((name,), report.TABLES[name]) for name in report.TABLES if name != "converge"},
     "converge_digits": (("converge_digits",), report.TABLES["converge"]),
     "converge_text": (("converge_text",), report.TABLES["converge"]),
+    "rounding": (("rounding",), rounding.tables),
+    "advise": (("advise",), advice_error.tables),
+    "auto": (("auto",), auto_choice.tables),
     "choice": (("network", "converge_text"), page_tables.hooks),
     "wires": (("converge_text", "rounding"), page_tables.wire_formats),
     "compiled": (("compiled",), compiled.tables),

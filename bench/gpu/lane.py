@@ -29,14 +29,12 @@ from typing import Any
 import torch
 
 import gradwire
-from gradwire.bench.gpu.checks import LaneCase
-from gradwire.bench.gpu.hook_bench import HOOK_BENCHES
-from gradwire.bench.gpu.hook_cases import HOOK_CASES
-from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES
-from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.compare import LaneCase
+from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
+from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.gpu.report import tables
 from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
+from gradwire.bench.gpu.timings import HOOK_TIMINGS, KERNEL_TIMINGS
 from gradwire.bench.gpu.worker import CASE_LIMIT, Crew, Rehearse
 from gradwire.bench.record import provenance
 
@@ -51,13 +49,13 @@ IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "reh
 def cases_of(stage: str) -> Mapping[str, LaneCase]:
     """A stage's cases by name; the case with two dtypes on the wire comes first."""
     if stage == "ranks":
-        return HOOK_CASES
+        return HOOK_CHECKS
     if stage == "sanitize":
         return SANITIZER_CASES
     if stage == "bench":
-        return {**KERNEL_BENCHES, **HOOK_BENCHES}
-    first = next(iter(HOOK_CASES))
-    return {first: HOOK_CASES[first], **KERNEL_CASES, **QUANTIZATION_CASES, **HOOK_CASES}
+        return {**KERNEL_TIMINGS, **HOOK_TIMINGS}
+    first = next(iter(HOOK_CHECKS))
+    return {first: HOOK_CHECKS[first], **KERNEL_CHECKS, **HOOK_CHECKS}
 
 
 def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:

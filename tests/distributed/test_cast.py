@@ -61,7 +61,7 @@ def test_sparse_all_reduce_divides_by_the_divisor(divisor):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_default_reduction_outside_cpus_divides_by_the_divisor_of_its_bucket(monkeypatch, view):
+def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, view):
     # In `join`, that is the number of ranks with inputs left.
     submitted = []
     monkeypatch.setattr(reducer, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))

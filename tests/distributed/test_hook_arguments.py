@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -203,14 +204,82 @@ def test_hook_for_without_the_class_of_its_state_raises():
         hook_for(lambda state, bucket: None)
 
 
-class ReturningState(HookState):
-    """The state of a hook whose algorithm returns a value."""
+@dataclass(frozen=True)
+class Start:
+    """Options of a state."""
 
-    def __init__(self):
-        super().__init__("returning_hook")
+    start_iter: int
 
 
-@hook_for(ReturningState)
+@pytest.mark.parametrize("start", [-1, 2.0, True, None])
+def test_start_iter_that_is_no_number_of_steps_raises(start):
+    with pytest.raises(ValueError, match=rf"start_iter is {start}; expected a whole number of steps, at least 0\."):
+        HookState("hook", None, Start(start))
+
+
+class OwnState(HookState):
+    """The state of a hook of a user's."""
+
+    def __init__(self, options=None):
+        super().__init__("own_hook", None, options)
+
+
+@on_ranks(1)
+def test_start_iter_zero_compresses_the_first_step():
+    steps = []
+
+    async def algorithm(step):
+        steps.append(step.iteration)
+
+    ddp = wrapped("gradwire", hook=(OwnState(Start(0)), hook_for(OwnState)(lambda state, b: state.run(b, algorithm))))
+    train_steps(ddp)
+    assert steps[0] == 0
+
+
+@hook_for(OwnState)
+def forgetful_hook(state, bucket):
+    async def algorithm(step):
+        (total,) = step.gradients[:1]
+        await step.transport.all_reduce(total)
+        step.transport.all_reduce(total)
+        step.transport.all_to_all(*torch.zeros(2, 1, step.transport.world_size, 8, dtype=torch.uint8))
+
+    return state.run(bucket, algorithm)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(1)
+def test_collective_that_is_not_awaited_raises_and_names_the_remedy(wrapper):
+    ddp = wrapped(wrapper, hook=(OwnState(), forgetful_hook))
+    message = message_of(lambda: train_steps(ddp))
+    assert "own_hook, bucket 0: 2 collectives of the transport were created but not awaited" in message
+    assert "await step.transport.all_reduce(tensor)" in message
+
+
+def test_hook_of_a_user_without_a_state_says_that_it_needs_one():
+    with pytest.raises(
+        TypeError, match=r"The state of forgetful_hook is None; expected an instance of OwnState: model"
+    ):
+        forgetful_hook(None, None)
+
+
+def mistaken(tensor):
+    raise KeyError(tensor.shape)
+
+
+@on_ranks(1)
+def test_error_of_an_algorithm_ends_with_the_frames_of_its_author():
+    async def algorithm(step):
+        mistaken(step.gradients[0])
+
+    ddp = wrapped("gradwire", hook=(OwnState(), hook_for(OwnState)(lambda state, b: state.run(b, algorithm))))
+    with pytest.raises(KeyError) as raised:
+        train_steps(ddp)
+    (note,) = raised.value.__notes__
+    assert re.findall(r", in (\w+)\n", note) == ["algorithm", "mistaken"]
+
+
+@hook_for(OwnState)
 def returning_hook(state, bucket):
     async def algorithm(step):
         for gradient, result in zip(step.gradients, step.results, strict=True):
@@ -224,5 +293,5 @@ def returning_hook(state, bucket):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @on_ranks(2)
 def test_value_that_an_algorithm_returns_is_ignored(wrapper):
-    ddp = wrapped(wrapper, hook=(ReturningState(), returning_hook))
+    ddp = wrapped(wrapper, hook=(OwnState(), returning_hook))
     assert all(gradient.isfinite().all() for gradient in train_steps(ddp)[0].values())

@@ -82,7 +82,7 @@ def launched(launch):
 def check(launch, target):
     for kernel, found in launched(launch).items():
         arguments, binary = found.arguments, compiled(found, target, LIMITS[kernel][target])
-        numel = arguments.get("PART", arguments["CHUNK"])
+        numel = arguments.get("TILE", arguments["CHUNK"])
         threads = arguments["num_warps"] * TARGETS[target].warp_size
 
         def wide(*dtypes, numel=numel, threads=threads):

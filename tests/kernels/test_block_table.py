@@ -96,7 +96,7 @@ def test_runs_cover_all_blocks_once_in_order(items, room):
         patch.setattr(block_table_module, "RUN_NUMEL", room)
         runs = blocks.runs
     assert [block for run in runs for block in range(run.start, run.stop)] == list(range(blocks.n_blocks))
-    begins = [not run.is_piece or run.start == blocks.first_blocks[run.first] for run in runs]
+    begins = [not run.is_slice or run.start == blocks.first_blocks[run.first] for run in runs]
     tensors_seen = [i for run, b in zip(runs, begins, strict=True) if b for i in range(run.first, run.last)]
     assert tensors_seen == list(range(len(items)))
     assert all((run.stop - run.start) * 32 <= room for run in runs)

@@ -572,7 +572,7 @@ def test_rounding_of_16_bit_result_is_kept_in_error(device):
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 def test_low_rank_gradient_is_reproduced_without_error(dtype, device):
-    # M = P' Q with orthonormal P: backproject(P) is Q again, and reconstruct gives M, here all exact: P is a selection.
+    # M = P^T Q with orthonormal P, a selection: backproject(P) is Q again, reconstruct gives M, and all of it is exact.
     filled = Bucket((Place(8, 12, 3),), kind="integers", keep=True).fill(dtype, device)
     table = filled.table
     p, q = torch.zeros(table.p.numel, dtype=filled.compute, device=device), filled.factor(table.q, filled.compute)

@@ -253,7 +253,7 @@ def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orthogonalize_triton, "TILE_LENGTH", 128)
         patch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
-        tiles = orthogonalize_triton.tiles_of(layout, large, block)
+        tiles = orthogonalize_triton.tile_programs(layout, large, block)
     of_each = {member: [tile for tile in tiles if tile[3] == member] for member in range(len(large))}
     members = []
     for member, mine in of_each.items():
@@ -265,7 +265,7 @@ def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
         assert ends[-1] == lengths[large[member]]
         assert all((end - begin) % block == 0 for _, begin, end, _ in mine[:-1])
         assert len(mine) == 1 or mine[0][2] >= 128
-    assert orthogonalize_triton.members_of(tiles) == members
+    assert orthogonalize_triton.factor_programs(tiles) == members
 
 
 @pytest.mark.parametrize("kind", KINDS)

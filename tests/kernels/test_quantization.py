@@ -17,6 +17,7 @@ from gradwire.kernels import (
     dequantize_bytes,
     quantize,
     quantize_bytes,
+    quantize_cpu,
     reduce_quantized,
     reduce_quantized_bytes,
 )
@@ -106,7 +107,8 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
     )
     for numel in (1024, 2048, 4096):
         monkeypatch.setattr(block_table_module, "RUN_NUMEL", numel)
-        monkeypatch.setattr("gradwire.kernels.quantize_cpu.RUN_NUMEL", numel)
+        monkeypatch.setattr(quantize_cpu, "RUN_NUMEL", numel)
+        monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
         for dtype in (FP32, BF16):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
 

@@ -133,7 +133,7 @@ def _recorded(kernel: Kernel) -> Kernel:
 
 
 def _by_matrix_addresses(kernel: Kernel) -> Kernel:
-    """A kernel of `Operands` whose replays find the matrices by the addresses on the device."""
+    """A kernel of `Operands` whose replays find matrices and uncompressed gradients by the addresses on the device."""
 
     def call(operands: Operands, *rest: Any) -> None:
         table = operands.table
@@ -141,13 +141,22 @@ def _by_matrix_addresses(kernel: Kernel) -> Kernel:
             kernel(operands, *rest)
             return
         addresses = table.on_device_addresses(operands.addresses)
+        others = operands.uncompressed
+        if others is not None:
+            read, written = others.table.packed(others.source), others.target_table.packed(others.target)
 
         def replayed() -> None:
+            moved = others
+            if others is not None:
+                source = _tensors_at(read, others.source)
+                target = source if others.target is others.source else _tensors_at(written, others.target)
+                moved = replace(others, source=source, target=target)
             parts = (operands.source, operands.target, operands.error or operands.target)
             found = _tensors_at(addresses, [tensor for part in parts for tensor in part])
             n = len(table)
             error = found[2 * n :] if operands.error is not None else None
-            kernel(replace(operands, source=found[:n], target=found[n : 2 * n], error=error), *rest)
+            fields = {"source": found[:n], "target": found[n : 2 * n], "error": error, "uncompressed": moved}
+            kernel(replace(operands, **fields), *rest)
 
         GraphOnCpu.under_way.kernels.append(replayed)
 
@@ -230,7 +239,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (program_table, "is_capturing", is_capturing),
             (powersgd, "is_capturing", is_capturing),
-            (powersgd, "can_capture", lambda _: True),
+            (powersgd.LowRankBucket, "can_capture", True),
             (Workspace, "_is_capturing", is_capturing),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
+from gradwire.bench.models import JOBS
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import limit_to, measure_on_links
+from gradwire.bench.network import limit_to
 from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
@@ -30,10 +30,11 @@ from gradwire.bench.tables import (
     median_of,
     pivot,
 )
-from gradwire.planner.advice import Advice, advise
 from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.probe import PLAIN
 from gradwire.planner.probe import measure as measure_job
+from gradwire.planner.recommend import Advice, advise
+from tools.links import STEPS_IN_A_ROW, Training, measure_on_links, time_in_rows
 
 DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
@@ -48,10 +49,12 @@ _WARM_UP = 5
 def measure(
     models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
 ) -> Measured:
+    """Predicted and measured step times of each hook, at each rate of the link."""
     return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds})
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """A rank of a host: predict, then measure, at each rate."""
     model, records = settings["model"], []
     build = JOBS[model]
     trainings = {hook: Training(build(device), HOOKS[hook].make) for hook in unique((PLAIN, *settings["hooks"]))}
@@ -83,6 +86,7 @@ def _records(
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
+    """A table of errors for each model, and a table of the advice."""
     steps = [record for record in records if record.metric == STEP_MS]
     rates = unique(record["rate"] for record in steps)
     columns = [

@@ -1,14 +1,14 @@
-"""`gradwire bench rounding`: the simulated all-reduces, their checks, the table, and a run of the command."""
+"""`python -m tools.validate rounding`: the simulated all-reduces, their checks, the table, and a run of the command."""
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import rounding
-from gradwire.bench.record import RELATIVE_ERROR, Measured, load
-from gradwire.bench.rounding import RING, TWO_SHOT, TWO_SHOTS, all_reduces, check, ring_mean, tables
-from gradwire.cli.app import app
+from gradwire.bench.record import Measured, load
 from gradwire.kernels import WIRE_FORMATS
+from tools import rounding
+from tools.rounding import RELATIVE_ERROR, RING, TWO_SHOT, TWO_SHOTS, all_reduces, check, ring_mean, tables
+from tools.validate import app
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_table_has_a_row_per_all_reduce(facts):
 
 def test_command_writes_the_results_it_prints(tmp_path):
     path = tmp_path / "rounding.jsonl"
-    done = CliRunner().invoke(app, ["bench", "rounding", "--output", str(path)])
+    done = CliRunner().invoke(app, ["rounding", "--output", str(path)])
     assert done.exit_code == 0, done.output
     found = {record["wire"] for record in load(path) if record.metric == RELATIVE_ERROR}
     assert found <= set(WIRE_FORMATS)

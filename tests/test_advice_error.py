@@ -1,10 +1,10 @@
-"""`gradwire bench advise`: its tables, from made-up records; and a run of the bench on loopback."""
+"""`python -m tools.validate advise`: its tables, from made-up records; and a run of the bench on loopback."""
 
 import pytest
 
-from gradwire.bench import advise
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import STEP_MS, Measured, records_of
+from tools import advice_error as advise
 
 
 def test_tables_show_errors_and_advice(facts):

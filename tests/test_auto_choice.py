@@ -1,10 +1,10 @@
-"""`gradwire bench auto`: its table, from made-up records; and a run of the bench on loopback."""
+"""`python -m tools.validate auto`: its table, from made-up records; and a run of the bench on loopback."""
 
 import pytest
 
-from gradwire.bench import auto
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import STEP_MS, Measured, records_of
+from tools import auto_choice as auto
 
 
 def test_tables_show_choice_and_speed_up_and_step_times(facts):

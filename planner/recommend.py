@@ -41,7 +41,7 @@ def advise(measured: Measurement) -> Advice:
     """Predict the step time with each hook, and recommend a hook or none.
 
     A hook is worthwhile if its steps are at least `WORTHWHILE` times as fast as those without a hook. Any hook but bf16
-    must also be `WORTHWHILE` times as fast as bf16. Of the hooks within this factor of the fastest, the one that sends
+    must also be `WORTHWHILE` times as fast as bf16. Of the hooks within this ratio of the fastest, the one that sends
     the most bytes is recommended, because it changes the gradients least.
     """
     by_name = {hook.name: hook for hook in measured.hooks}
@@ -83,5 +83,5 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
     )
 
 
-def _percent(factor: float) -> str:
-    return f"{100 * (factor - 1):.0f} %"
+def _percent(speed_up: float) -> str:
+    return f"{100 * (speed_up - 1):.0f} %"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 from gradwire.bench.emulated import emulated_link, wire_seconds
-from gradwire.bench.gpu.checks import LaneCase, Skipped, require
+from gradwire.bench.gpu.compare import LaneCase, Skipped, require
 from gradwire.bench.gpu.training import (
     HalfNet,
     Net,
@@ -32,10 +32,14 @@ from gradwire.bench.timing import timed
 from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
-from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
+from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import GradBucket, reduce_bucket, zero_copy
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.kernels import flatten, unflatten
+from gradwire.planner import hook_registry
+from gradwire.planner.hook_registry import HookEntry
 
 
 def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
@@ -43,48 +47,49 @@ def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
 
 
+POWERSGD: dict[str, dict[str, Any]] = {
+    "powersgd": {},
+    "powersgd, rank 32": {"rank": 32},
+    "powersgd, bf16 factors": {"factor_dtype": torch.bfloat16},
+    "powersgd, alternating": {"alternating": True},
+    "powersgd, batched": {"hook": batched_powerSGD_hook},
+}
+
+
 def _quantized(wire: str, **options: Any) -> Callable[[], StateAndHook]:
     """A quantized hook from the third step on."""
-    return lambda: (quantization_hooks.QuantizationState(None, wire, **options), quantization_hooks.quantization_hook)
+    return lambda: (QuantizationState(None, wire, **options), quantization_hook)
 
 
-# Each makes a new state and hook: states and wrappers keep memory between steps.
+def _registered(entry: HookEntry) -> Callable[[], StateAndHook]:
+    return lambda: entry.make(None, 2) or (None, default_hooks.allreduce_hook)
+
+
+# Each makes a new state and hook: states and wrappers keep memory between steps. The registry's PowerSGD hooks would
+# leave small matrices uncompressed.
 HOOKS: dict[str, Callable[[], StateAndHook]] = {
-    "allreduce": lambda: (None, default_hooks.allreduce_hook),
-    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
-    "bf16": lambda: (None, default_hooks.bf16_compress_hook),
+    **{
+        name: _registered(entry)
+        for name, entry in hook_registry.HOOKS.items()
+        if name not in ("none", "noop") and not name.startswith("powersgd")
+    },
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "scaled fp16": lambda: (scaled_cast_hooks.ScaledCastState(), scaled_cast_hooks.scaled_cast_hook),
-    "scaled bf16": lambda: (
-        scaled_cast_hooks.ScaledCastState(dtype=torch.bfloat16),
-        scaled_cast_hooks.scaled_cast_hook,
-    ),
-    "bf16, sums in fp32": lambda: (default_hooks.CastState(accumulate="fp32"), default_hooks.bf16_compress_hook),
-    **{f"quantized {wire}": _quantized(wire) for wire in WIRE_FORMATS},
-    "quantized int4, stochastic rounding, bf16 errors": _quantized(
-        "int4", stochastic_rounding=True, error_dtype=torch.bfloat16
-    ),
-    "powersgd": _powersgd(),
-    "powersgd, rank 32": _powersgd(rank=32),
-    "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
-    "powersgd, alternating": _powersgd(alternating=True),
-    "powersgd, batched": _powersgd(batched_powerSGD_hook),
+    "scaled-bf16": lambda: (ScaledCastState(dtype=torch.bfloat16), scaled_cast_hook),
+    **{f"quantized {wire}": _quantized(wire) for wire in ("bf16", "fp16", "fp32")},
+    "int4, stochastic rounding, bf16 errors": _quantized("int4", stochastic_rounding=True, error_dtype=torch.bfloat16),
+    **{name: _powersgd(**options) for name, options in POWERSGD.items()},
     "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
 # Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
 STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
-CAPTURED = ("allreduce", "fp16", "scaled fp16", "quantized int4", "powersgd", "powersgd, CUDA graphs")
+CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd", "powersgd, CUDA graphs")
 # Options and nets of hooks whose kernels are captured between collectives.
-GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], type[Net | HalfNet]]] = {
-    "powersgd": (_powersgd, Net),
-    "powersgd, rank 32": (partial(_powersgd, rank=32), Net),
-    "powersgd, fp16 gradients": (_powersgd, HalfNet),
-    "powersgd, bf16 factors": (partial(_powersgd, factor_dtype=torch.bfloat16), Net),
-    "powersgd, alternating": (partial(_powersgd, alternating=True), Net),
-    "powersgd, cold start": (partial(_powersgd, warm_start=False), Net),
-    "powersgd, batched": (partial(_powersgd, batched_powerSGD_hook), Net),
+GRAPHED: dict[str, tuple[dict[str, Any], type[Net | HalfNet]]] = {
+    **{name: (options, Net) for name, options in POWERSGD.items()},
+    "powersgd, fp16 gradients": ({}, HalfNet),
+    "powersgd, cold start": ({"warm_start": False}, Net),
 }
 # Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
 MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
@@ -180,11 +185,11 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
 def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
     """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
-    make, net = GRAPHED[name]
+    options, net = GRAPHED[name]
     steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
     for wrapper in (OurDDP, TorchDDP):
-        _, eager = train(wrapper, device, make()(), net, steps)
-        _, graphs = train(wrapper, device, make(cuda_graphs=True)(), net, steps)
+        _, eager = train(wrapper, device, _powersgd(**options)(), net, steps)
+        _, graphs = train(wrapper, device, _powersgd(**options, cuda_graphs=True)(), net, steps)
         workspaces = executor_for(None, device).workspaces
         captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
         require(captured > 0, f"{wrapper.__name__}: no graph was captured")
@@ -194,7 +199,7 @@ def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None
 def cast_hooks_match_the_mean(device: torch.device) -> None:
     """Cast hooks give the mean within the rounding of their wire dtype."""
     _, exact = train(TorchDDP, device)
-    for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled fp16", 2**-11), ("scaled bf16", 2**-8)):
+    for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled-fp16", 2**-11), ("scaled-bf16", 2**-8)):
         _, rounded = train(OurDDP, device, HOOKS[name]())
         for mine, other in zip(rounded, exact, strict=True):
             for a, b in zip(mine, other, strict=True):
@@ -239,8 +244,8 @@ def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
     """Gradients below fp16's smallest number arrive, and a NaN reaches every rank and leaves the scale."""
     module = nn.Linear(100, 100, bias=False)
     model = wrap(OurDDP, module, device)
-    state = scaled_cast_hooks.ScaledCastState()
-    model.register_comm_hook(state, scaled_cast_hooks.scaled_cast_hook)
+    state = ScaledCastState()
+    model.register_comm_hook(state, scaled_cast_hook)
     batch = torch.full((1, 100), 1e-9, device=device)
     for _ in range(3):
         model.zero_grad()
@@ -348,7 +353,7 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
 
             seconds, least = timed(all_reduce, device).seconds, 0.5 * wire_seconds(tensor.nbytes, rate, 2)
             require(seconds > least, f"an all-reduce took {seconds} s, expected at least {least}")
-    for name in ("fp16", "quantized int4", "powersgd, bf16 factors"):
+    for name in ("fp16", "int4", "powersgd, bf16 factors"):
         _, plain = train(OurDDP, device, HOOKS[name]())
         with emulated_link(rate, 2, device):
             _, ours = train(OurDDP, device, HOOKS[name]())
@@ -360,7 +365,7 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
     assert_same(theirs, train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))[1], "PyTorch's hook")
 
 
-HOOK_CASES: dict[str, LaneCase] = {
+HOOK_CHECKS: dict[str, LaneCase] = {
     "two dtypes on the wire": mixed_dtypes,
     "no hook: PyTorch's gradients": no_hook_matches_pytorch,
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},

@@ -1,0 +1,217 @@
+"""`attach`: compress the gradients of a model, wherever it averages them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire.hooks._bucket import CommHook
+from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
+from gradwire.hooks._parameter_names import plain_name
+from gradwire.hooks.hook_state import HookState
+from gradwire.sharded.replicas import Exchange, ReplicaGroup
+from gradwire.sharded.torch_internals import parameter_groups, reduced_dtype, replace_replica_group, replica_group
+
+
+class Attachment:
+    """The place of a hook in a model, as `attach` returns it.
+
+    Attributes:
+        state: state of the hook.
+        report: one line that says which gradients are compressed, and which stay plain.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        report: str,
+        groups: Sequence[tuple[Any, Any]] = (),
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.state = state
+        self.report = report
+        self._groups = groups  # parameter groups, with the mesh information that they had
+        self._parameters = parameters or {}  # FSDP2's parameters by name
+
+    def __repr__(self) -> str:
+        return f"Attachment({self.report})"
+
+    def detach(self) -> None:
+        """Average plainly again, from the next backward on. Call it on every rank, between two steps.
+
+        The error memory stays in the state, for a later `attach`.
+
+        Raises:
+            RuntimeError: the model is a DistributedDataParallel, which keeps its hook.
+        """
+        if not self._groups:
+            raise RuntimeError(
+                "A DistributedDataParallel keeps its communication hook. To average plainly, wrap the model again."
+            )
+        for group, mesh_info in self._groups:
+            group.mesh_info = mesh_info
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the hook, for ``torch.distributed.checkpoint``. A collective call: every rank must make it.
+
+        Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
+        other numbers of shards and replicas. The factors of `PowerSGDState` are left out: they depend on the shards,
+        and start anew after a load. See `HookState.state_dict`.
+
+        Raises:
+            NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
+                `AutoState`).
+        """
+        saved: dict[str, Any] = self.state.state_dict()
+        memory = self.state.memory
+        if local := [entry for entry, value in saved.items() if entry not in memory and not isinstance(value, int)]:
+            raise NotImplementedError(
+                f"{', '.join(local)} of a {type(self.state).__name__} do not fit other numbers of shards. "
+                "Save state.state_dict() of every rank in a file of its own, and resume with the same mesh."
+            )
+        for entry in memory.keys() & saved.keys():
+            if memory[entry].shape is None:
+                del saved[entry]
+            else:
+                saved[entry] = {name: self._as_shard(each, saved[entry].get(name)) for name, each in self._trainable()}
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`.
+
+        Raises:
+            ValueError: the state does not fit the model; see `HookState.load_state_dict`.
+        """
+        loaded: dict[str, Any] = {entry: {} for entry in self.state.memory}
+        for entry, value in state_dict.items():
+            if entry in self.state.memory:
+                shards = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in value.items()}
+                loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
+            else:
+                loaded[entry] = value
+        self.state.load_state_dict(loaded)
+
+    def _trainable(self) -> Iterable[tuple[str, Any]]:
+        return ((name, each) for name, each in self._parameters.items() if each.sharded_param.requires_grad)
+
+    @staticmethod
+    def _as_shard(parameter: Any, tensor: Tensor | None) -> DTensor:
+        """A tensor in the layout of a parameter's shard as a DTensor; None: an empty shard."""
+        whole = parameter.sharded_param
+        if tensor is None:
+            tensor = torch.zeros(parameter.sharded_size)
+        return DTensor.from_local(
+            tensor, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def attach(model: nn.Module, state: Any, hook: Callable[..., Any] | None = None) -> Attachment:
+    """Compress the gradients of ``model`` with a communication hook, wherever the model averages them.
+
+    - `DistributedDataParallel`, gradwire's or PyTorch's: ``model.register_comm_hook(state, hook)``.
+    - HSDP (``fully_shard`` with a 2-D mesh) and ``replicate``: the all-reduce between replicas. The reduce-scatter
+      within the shards of a replica stays plain.
+
+    Call it on every rank, after ``fully_shard`` or ``replicate`` and before the first forward.
+
+    Args:
+        model: the wrapped model.
+        state: state of the hook. A `HookState` serves one model.
+        hook: the communication hook; by default the one that the state is made for.
+
+    Returns:
+        A handle; its ``report`` says what is compressed.
+
+    Raises:
+        TypeError: ``hook`` is missing for a state that several hooks share, or ``model`` is no such model.
+        NotImplementedError: FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
+        ValueError: the model has replicas of different ranks, or the state belongs to another model.
+
+    Examples:
+        >>> fully_shard(model, mesh=init_device_mesh("cuda", (n_nodes, 8), mesh_dim_names=("replicate", "shard")))
+        >>> gradwire.attach(model, QuantizationState(wire="int4"))
+    """
+    hook = hook or _hook_of(state)
+    check_pairing(state, hook)
+    name = getattr(hook, "__name__", "hook")
+    if isinstance(model, TorchDDP):
+        model.register_comm_hook(state, hook)
+        return Attachment(state, f"{name} compresses the all-reduce of {type(model).__name__}")
+    groups = list(parameter_groups(model))
+    if not groups:
+        raise TypeError(
+            f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "
+            "fully_shard(model, mesh=...) with a 2-D mesh, or after replicate(model). FSDP1 "
+            "(FullyShardedDataParallel) has no place for a compressor: use fully_shard."
+        )
+    replicated = [(group, replicas) for _, group in groups if (replicas := replica_group(group)) is not None]
+    if not replicated:
+        raise NotImplementedError(
+            "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. gradwire "
+            "does not compress the reduce-scatter. Pass a 2-D mesh (replicate, shard) whose shards share fast links."
+        )
+    if any(isinstance(replicas, ReplicaGroup) for _, replicas in replicated):
+        raise ValueError("A hook is attached to this model already. Call detach() of its Attachment first.")
+    ranks = {tuple(dist.get_process_group_ranks(replicas)) for _, replicas in replicated}
+    if len(ranks) > 1:
+        raise ValueError(
+            f"The parameter groups of this model have replicas on different ranks: {sorted(ranks)}. Attach a state of "
+            "its own to each submodule."
+        )
+    return _attach_to_replicas(model, replicated, state, hook, name)
+
+
+def _attach_to_replicas(
+    model: nn.Module, replicated: Sequence[tuple[Any, dist.ProcessGroup]], state: Any, hook: CommHook, name: str
+) -> Attachment:
+    replicas = replicated[0][1]
+    state = in_group(state, hook, replicas)
+    exchange = Exchange(state, hook)
+    module_names = {module: plain_name(found) for found, module in model.named_modules()}
+    parameters: dict[str, Any] = {}
+    buckets, before = [], []
+    for group, own in replicated:
+        names = [_name(parameter, module_names) for parameter in group.fsdp_params]
+        parameters.update(zip(names, group.fsdp_params, strict=True))
+        before.append((group, group.mesh_info))
+        stand_in = ReplicaGroup(own, group, names, exchange)
+        replace_replica_group(group, stand_in)
+        buckets.append(stand_in.bucket(reduced_dtype(group)))
+    found = [bucket for bucket in buckets if bucket is not None]
+    exchange.n_groups = len(found)
+    layouts = {
+        name: each for bucket in found for name, each in zip(bucket.parameter_names(), bucket.parameters(), strict=True)
+    }
+    for bucket in found:
+        bucket.model_parameters = list(layouts.values())
+    if isinstance(state, HookState):
+        state.bind_layouts(layouts)
+    n_plain = buckets.count(None)
+    report = (
+        f"{name} compresses the all-reduce of {len(buckets) - n_plain} parameter groups between {replicas.size()} "
+        f"replicas; plain: {f'{n_plain} parameter groups of several dtypes, and ' if n_plain else ''}the collectives "
+        "within a replica"
+    )
+    return Attachment(state, report, before, parameters)
+
+
+def _name(parameter: Any, module_names: Mapping[nn.Module, str]) -> str:
+    prefix = module_names[parameter._module_info.module]
+    return f"{prefix}.{parameter._module_info.param_name}" if prefix else str(parameter._module_info.param_name)
+
+
+def _hook_of(state: Any) -> CommHook:
+    """The hook that a state is made for: the function of that name in the state's module."""
+    found = None
+    if isinstance(state, HookSettings):
+        found = getattr(sys.modules[type(state).__module__], state.hook_name, None)
+    if found is None:
+        raise TypeError(f"attach needs the hook for {type(state).__name__}: attach(model, state, hook).")
+    return found  # type: ignore[no-any-return]
