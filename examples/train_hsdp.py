@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/train_hsdp.py
 
-The mesh has two replicas of two shards each. Each process uses one GPU if there are GPUs, and the CPU with gloo if there are none.
+The mesh has two replicas of two shards each. Each process uses one GPU if there are GPUs, and the CPU with gloo if
+there are none.
 """
 
 import os
