@@ -25,13 +25,12 @@ from gradwire.hooks._bucket import (
     bucket_dtype,
     ddp_hook,
     is_sparse,
-    needs_process_group,
     real_layouts,
     reduce_bucket,
     zero_copy,
 )
 from gradwire.hooks._checkpoint import ERRORS
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._handshake import HookSettings, settings_of
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
@@ -182,8 +181,6 @@ class QuantizationState(HookState):
 
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
-_PER_TENSOR = HookSettings("quantization_pertensor_hook")
-_PER_CHANNEL: dict[int, HookSettings] = {}  # by block size
 
 
 @hook_for(QuantizationState)
@@ -216,7 +213,7 @@ def _quantized(step: Step) -> Algorithm[None]:
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -232,11 +229,12 @@ def quantization_pertensor_hook(
     Examples:
         >>> model.register_comm_hook(process_group, quantization_pertensor_hook)
     """
-    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, _PER_TENSOR)
+    settings = settings_of("quantization_pertensor_hook")
+    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, settings)
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
@@ -257,7 +255,7 @@ def quantization_perchannel_hook(
         >>> model.register_comm_hook(process_group, quantization_perchannel_hook)
     """
     check_block_size("bucket_size", bucket_size)
-    settings = _PER_CHANNEL.setdefault(bucket_size, HookSettings(f"quantization_perchannel_hook, {bucket_size}"))
+    settings = settings_of(f"quantization_perchannel_hook, {bucket_size}")
     return quantized_reduction(process_group, bucket, "int8", bucket_size, settings)
 
 
