@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import unwrap
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ with private_names():
         "_module_parameters",
         "_submodule_to_event",
     ):
-        if _name not in DDP.__init__.__code__.co_names:  # assigned there
+        if _name not in unwrap(DDP.__init__).__code__.co_names:  # assigned there
             raise AttributeError(f"'DistributedDataParallel' object has no attribute {_name!r}")
 
 

@@ -131,7 +131,7 @@ def test_unknown_command_or_option_on_a_page_is_found(tmp_path):
     assert [unknown_in(*command) for command in commands_shown_on(page)] == ["speed", "--hook"]
 
 
-def test_ci_runs_the_commands_of_the_readme_and_those_that_contributing_lists():
+def test_ci_runs_the_commands_of_readme_and_contributing():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     readme = re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -286,7 +286,7 @@ def test_readme_states_the_gpu_status_on_its_first_screen():
     assert "pip install" in first_screen
 
 
-def test_readme_and_contributing_name_the_versions_that_the_package_requires():
+def test_required_versions_are_named_in_readme_and_contributing():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = project["requires-python"].removeprefix(">=")
     pytorch = next(each for each in project["dependencies"] if each.startswith("torch")).removeprefix("torch>=")

@@ -1,4 +1,4 @@
-"""Checkpoints of every hook state: entries, merged errors, copies, prepared copies, and errors of another shape."""
+"""Checkpoints of every hook state: entries, merged errors, copies, prepared copies, and errors of another model."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ from tests.support.features import FEATURES, Parts
 from tests.support.powersgd_checkpoints import EARLY, U, save_and_load
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import FEEDBACK, START, STATES, Training, errors_of, make
-from tests.support.training import SMALLEST, WRAPPERS, message_of, own_batches, register, train_steps, wrapped
+from tests.support.training import SMALLEST, WRAPPERS, build, message_of, own_batches, register, train_steps, wrapped
 from tests.support.zoo import SparseTable
 
 states = pytest.mark.parametrize("kind", STATES)
@@ -374,7 +374,7 @@ def test_law7_distributed_checkpoint_loads_if_a_parameter_was_never_compressed(t
         assert "table.weight" not in errors_of(saved), "no memory for a sparse gradient"
 
 
-# --- errors of another shape
+# --- errors of another model
 
 
 @wrappers
@@ -399,3 +399,19 @@ def test_loaded_error_of_right_size_and_other_shape_is_refused(kind, wrapper, is
         str(message),
     )
     assert training.state.iter == START + 2
+
+
+@wrappers
+@pytest.mark.parametrize("kind", ["powersgd", "int4", "topk"])
+@on_ranks(2, 3)
+def test_errors_of_another_models_parameters_are_refused(kind, wrapper):
+    name, parameter = next(iter(build("mlp").named_parameters()))
+    for names in (["elsewhere.weight"], ["elsewhere.weight", name]):
+        training = Training(kind, wrapper)
+        errors = {each: torch.zeros(parameter.shape) for each in names}
+        loaded = {"iter": 5, "errors": errors, "q": {}, "p": {}, "numel": [0, 0]}
+        message = message_of(training.state.load_state_dict, loaded) or message_of(training.run, 1)
+        assert (
+            f"1 of {len(names)} entries of the error memory belong to parameters that this model does not have, such "
+            "as 'elsewhere.weight'"
+        ) in message
