@@ -46,16 +46,16 @@ class PiecewiseGraphs:
     async def run(
         self, owner: object, variant: Hashable, start: Callable[[], Algorithm[None]], refresh: Callable[[], None]
     ) -> None:
-        """Run one step of an algorithm in the current stream, which is the same in every call, and not the default one.
+        """Run one step of an algorithm in the current stream, always the same one, and not the default one.
 
         While the user captures the whole step, it runs eagerly and becomes part of the user's graph.
 
         Args:
             owner: the object with the algorithm's memory. Compared by identity, referenced weakly.
             variant: the decisions of the host about the step, such as its parity.
-            start: creates the coroutine of the algorithm. Called in eager and captured steps only.
-            refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
-                must not contain such uploads, and before replays.
+            start: creates the coroutine of the algorithm, in eager and captured steps.
+            refresh: replaces the numbers in device memory that differ between steps, before a capture and before
+                replays.
         """
         if torch.cuda.is_current_stream_capturing():
             await start()

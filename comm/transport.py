@@ -294,9 +294,7 @@ class LocalTransport(Transport):
 class GroupTransport(Transport):
     """Collectives over one process group.
 
-    Args:
-        group: the process group.
-        check: called every `POLL_SECONDS` while `wait` waits; raises to end the wait.
+    ``check`` is called every `POLL_SECONDS` while `wait` waits, and raises to end the wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> None:

@@ -134,12 +134,12 @@ def reduce_bucket(
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm.
+        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world
+            size.
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
         layout: layout of the gradients, which `Gradients.each` needs on PyTorch's DDP.
-        divisor: divisor of a sparse gradient, by default the world size.
-        recorder: measurements of the hook's state; None without any.
+        recorder: measurements of the hook's state.
     """
     device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
     executor = connections_of(process_group).executor(device)
