@@ -2,7 +2,7 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer hooks compress comm kernels planner testing integrations bench bench/gpu cli
+PACKAGES := api reducer sharded hooks compress comm kernels planner testing integrations bench bench/gpu cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 # Developers' tools are run in the checkout and are not installed.
@@ -95,7 +95,7 @@ bench-kernels: install
 	$(BIN)/gradwire bench kernels
 
 bench-rounding: install
-	$(BIN)/gradwire bench rounding
+	$(TOOL).validate rounding
 
 bench-telemetry: install
 	$(BIN)/gradwire bench telemetry
@@ -112,11 +112,11 @@ bench-network: install
 
 # Predictions of `gradwire advise` against measured steps: needs root.
 bench-advise: install
-	$(BIN)/gradwire bench advise
+	$(TOOL).validate advise
 
 # The choice of auto_hook against its candidates: needs root.
 bench-auto: install
-	$(BIN)/gradwire bench auto
+	$(TOOL).validate auto
 
 # Time to a target loss between two network namespaces: needs root.
 bench-converge: install
@@ -128,13 +128,13 @@ bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
 	$(TOOL).compiled --output bench/results/compiled.jsonl
-	$(BIN)/gradwire bench rounding --output bench/results/rounding.jsonl
+	$(TOOL).validate rounding --output bench/results/rounding.jsonl
 	$(BIN)/gradwire bench telemetry --output bench/results/telemetry.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
-	$(BIN)/gradwire bench advise --output bench/results/advise.jsonl
-	$(BIN)/gradwire bench auto --output bench/results/auto.jsonl
+	$(TOOL).validate advise --output bench/results/advise.jsonl
+	$(TOOL).validate auto --output bench/results/auto.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
 	$(TOOL).pages

@@ -8,7 +8,6 @@ target. `measure` starts the ranks; each runs `main`.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -17,106 +16,55 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradwire.bench import launch, namespaces
-from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, is_equal_everywhere, wrap
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
-from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, records_of, unique
+from gradwire.bench.record import Measured, Metric, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
-from gradwire.bench.tasks import TASKS, Batch, Task, describe, evaluate
+from gradwire.bench.tasks import NO_FEEDBACK, TASKS, TRAINED_HOOKS, Task, Training, describe
 from gradwire.bench.timing import in_turn, slowest
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook, display_name
+from gradwire.planner.hook_registry import display_name
 
-NO_FEEDBACK = "powersgd-r4-no-feedback"
 DEFAULT_HOOKS = ("none", "fp16", "int8", "int4", "int2", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)
-TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
-    NO_FEEDBACK: HookEntry(
-        description="factors of rank 4, without error feedback",
-        make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),
-        error_feedback=False,
-        pytorch=PyTorchHook(
-            make=lambda group, start: (
-                torch_powersgd.PowerSGDState(group, 4, start, use_error_feedback=False),
-                torch_powersgd.powerSGD_hook,
-            ),
-            one_bucket=True,
-        ),
-    )
-}
 PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch's hook accepts
 WARM_UP = 10  # steps until the learning rate has its full size
 
 
-class Training:
-    """A model in training with one hook, and its measurements so far.
-
-    It has the weights of ``seed``.
-    """
+class Trial(Training):
+    """A training until the score reaches the target."""
 
     def __init__(self, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> None:
-        self.task, self.hook, self.implementation, self.counts_bytes = task, hook, implementation, counts_bytes
-        self.seconds: list[float] = []
-        self.sent_bytes: list[int] = []
+        sent_bytes = namespaces.sent_bytes if counts_bytes else lambda: 0
+        super().__init__(task, hook, implementation, seed, PLAIN_STEPS, sent_bytes=sent_bytes)
+        self.case, self.counts_bytes = {"hook": hook, "seed": seed}, counts_bytes
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
         self.steps: list[int] = []  # at which the model was evaluated
         self.scores: list[float] = []
-        torch.manual_seed(seed)
-        entry = TRAINED_HOOKS[hook]
-        if implementation == GRADWIRE:
-            self.model, _ = wrap(task.make_model(), entry.make, start=PLAIN_STEPS)
-        else:
-            assert entry.pytorch is not None
-            cap = ONE_BUCKET_MB if entry.pytorch.one_bucket else None
-            self.model, _ = wrap(task.make_model(), entry.pytorch.make, TorchDDP, PLAIN_STEPS, bucket_cap_mb=cap)
-        self.optimizer = task.make_optimizer(self.model)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
 
-    def step(self, batch: Batch) -> None:
-        sent_before = self._interface_bytes()
-        dist.barrier()
-        start = time.perf_counter()
-        loss = self.task.loss(self.model, batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
-        self.schedule.step()
-        dist.barrier()
-        self.sent_bytes.append(self._interface_bytes() - sent_before)
-
-    def _interface_bytes(self) -> int:
-        return namespaces.sent_bytes() if self.counts_bytes else 0
-
-    def evaluate(self) -> bool:
+    def is_over(self) -> bool:
         """Append the score; returns whether it reaches the target."""
         self.steps.append(len(self.seconds))
-        assert isinstance(self.model.module, nn.Module)
-        self.scores.append(evaluate(self.task, self.model.module))
+        self.scores.append(self.evaluate())
         return self.task.is_reached(self.scores[-1])
 
-    def records(self, seed: int) -> list[Record]:
+    def records(self) -> list[Record]:
         """Curves over the evaluations. A collective call. Raises RuntimeError if the ranks hold different weights."""
-        if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
-            raise RuntimeError(
-                f"{self.hook}, {self.implementation}: the ranks ended with different weights; nothing is reported."
-            )
+        self.check_weights()
         seconds = list(itertools.accumulate(slowest(self.seconds)))
         sent = list(itertools.accumulate(self.sent_bytes))
         curves: dict[str, list[Any]] = {
-            STEPS: self.steps,
-            TARGET_S: [round(seconds[step - 1], 4) for step in self.steps],
-            SENT: [sent[step - 1] for step in self.steps] if self.counts_bytes else [],
+            Metric.STEPS: self.steps,
+            Metric.TARGET_S: [round(seconds[step - 1], 4) for step in self.steps],
+            Metric.SENT: [sent[step - 1] for step in self.steps] if self.counts_bytes else [],
             self.task.score: self.scores,
         }
         is_reached = self.task.is_reached(self.scores[-1])
         metrics = {
             m: {"p50": curve[-1] if is_reached else None, "series": curve} for m, curve in curves.items() if curve
         }
-        case = {"hook": self.hook, "seed": seed}
-        return records_of("converge", case, self.implementation, dist.get_world_size(), metrics)
+        return records_of("converge", self.case, self.implementation, dist.get_world_size(), metrics)
 
 
 def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
@@ -135,19 +83,19 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            trainings = [Training(task, hook, by, seed, counts_bytes) for hook, by in pairs]
+            trials = [Trial(task, hook, by, seed, counts_bytes) for hook, by in pairs]
             line = progress.add_task(f"seed {seed}", total=task.max_steps)
-            running = list(trainings)
+            running = list(trials)
             for step, batch in zip(range(1, task.max_steps + 1), task.batches(seed), strict=False):
-                for training in in_turn(running, step):
-                    training.step(batch)
+                for trial in in_turn(running, step):
+                    trial.step(batch)
                 if step % task.evaluate_every == 0:
-                    running = [training for training in running if not training.evaluate()]
-                    waiting = f"seed {seed}, {len(running)} of {len(trainings)} running"
+                    running = [trial for trial in running if not trial.is_over()]
+                    waiting = f"seed {seed}, {len(running)} of {len(trials)} running"
                     progress.update(line, completed=step, description=waiting)
                 if not running:
                     break
-            records += [record for training in trainings for record in training.records(seed)]
+            records += [record for trial in trials for record in trial.records()]
     of = {"task": settings["task"], "rate": settings["rate"]}
     return [replace(record, case=of | record.case) for record in records]
 
@@ -169,11 +117,11 @@ def compressed_step_ms(records: Sequence[Record]) -> float | None:
     """Median over the seeds of the mean step time from the first evaluation on, when all hooks compress."""
     means = []
     for steps, seconds in zip(
-        (record.series for record in records if record.metric == STEPS),
-        (record.series for record in records if record.metric == TARGET_S),
+        (record.series for record in records if record.metric == Metric.STEPS),
+        (record.series for record in records if record.metric == Metric.TARGET_S),
         strict=True,
     ):
-        if to_target(records, STEPS) is None or len(steps) < 2:
+        if to_target(records, Metric.STEPS) is None or len(steps) < 2:
             return None
         means.append(1e3 * (seconds[-1] - seconds[0]) / (steps[-1] - steps[0]))
     return median(means)
@@ -192,7 +140,7 @@ def _at_target(metric: str) -> Cell:
 
 
 def _time_to_target(group: Group) -> str:
-    found = [record.p50 for record in group if record.metric == TARGET_S]
+    found = [record.p50 for record in group if record.metric == Metric.TARGET_S]
     reached = [number for number in found if number is not None]
     if len(reached) < len(found):
         return f"{len(reached)} of {len(found)} reach it"
@@ -208,10 +156,10 @@ def _step_ms(group: Group) -> str:
 def _speed_up(records: Sequence[Record]) -> Cell:
     """A cell with the speed-up of the time to target over PyTorch's DDP without a hook."""
     baseline = [record for record in records if (record["hook"], record.implementation) == ("none", PYTORCH)]
-    seconds = to_target(baseline, TARGET_S)
+    seconds = to_target(baseline, Metric.TARGET_S)
 
     def cell(group: Group) -> str:
-        values = to_target(group, TARGET_S)
+        values = to_target(group, Metric.TARGET_S)
         return f"{median(seconds) / median(values):.2f}x" if seconds and values else ""
 
     return cell
@@ -225,10 +173,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
     )
     names = {"hook": lambda record: display_name(record["hook"]), "": lambda record: record.implementation}
     columns = [
-        (STEPS, _at_target(STEPS)),
-        (TARGET_S, _time_to_target),
-        ("step time (ms)", _step_ms),
-        ("sent", _at_target(SENT)),
+        (Metric.STEPS, _at_target(Metric.STEPS)),
+        (Metric.TARGET_S, _time_to_target),
+        (Metric.STEP_MS, _step_ms),
+        ("sent", _at_target(Metric.SENT)),
         ("speed-up", _speed_up(records)),
     ]
     seeds = len(unique(record["seed"] for record in records))

@@ -30,42 +30,14 @@ from gradwire.bench.implementations import (
     needs_one_bucket,
     prepare,
 )
-from gradwire.bench.models import turns
-from gradwire.bench.record import (
-    HOST_MS,
-    LAUNCHES,
-    MEMORY,
-    NOOP_STEP_MS,
-    OWN_MS,
-    STEP_MS,
-    SYNCHRONIZATIONS,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-    unique,
-)
+from gradwire.bench.models import time_in_turn
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
-from gradwire.bench.timing import bench_device, driver_calls, peak_memory, slowest
-from gradwire.planner.hook_registry import STAR_NOTE, label
+from gradwire.bench.timing import bench_device, driver_calls, peak_memory
+from gradwire.planner.hook_registry import HOOKS, STAR_NOTE, label
 
-DEFAULT_HOOKS = (
-    "noop",
-    "allreduce",
-    "fp16",
-    "bf16",
-    "bf16-fp32-sum",
-    "int8",
-    "fp8",
-    "int4",
-    "int2",
-    "powersgd-r1",
-    "powersgd-r4",
-    "powersgd-r32",
-    "powersgd-r4-bf16",
-    "powersgd-r4-alternating",
-    "powersgd-r4-batched",
-)
+LEFT_OUT = ("none", "scaled-fp16", "sign", "powersgd-r16")  # by default
+DEFAULT_HOOKS = tuple(hook for hook in HOOKS if hook not in LEFT_OUT)
 
 
 def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> Measured:
@@ -92,7 +64,7 @@ def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
     implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
     for step in range(WARM_UP):
         implementation.step(make_batch(step, 0, device))
-    return records_of("hooks", {"hook": hook}, name, 1, {MEMORY: peak_memory(device)})
+    return records_of("hooks", {"hook": hook}, name, 1, {Metric.MEMORY: peak_memory(device)})
 
 
 def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
@@ -107,17 +79,10 @@ def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
         Implementation(hook, PYTORCH, device, one_bucket=one_bucket),
     ]
     everything = [*references.values(), *implementations]
-    rank = dist.get_rank()
     prepare(everything, device)
-    for implementation in everything:
-        implementation.host_seconds = []
     title = f"{hook}, {count(dist.get_world_size(), 'rank')}"
-    for step, implementation in turns(range(WARM_UP + 1, WARM_UP + 1 + steps), everything, title):
-        batch = make_batch(step, rank, device)
-        dist.barrier()
-        implementation.seconds.append(implementation.step(batch))
-    for implementation in everything:
-        implementation.seconds = slowest(implementation.seconds)
+    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), title)
+    batch = make_batch(WARM_UP + 1 + steps, dist.get_rank(), device)
     for implementation in implementations:
         implementation.calls = driver_calls(partial(implementation.backward, batch), device)
     return summarize(dist.get_world_size(), implementations, references)
@@ -133,15 +98,15 @@ def summarize(
         step_ms = percentiles_ms(implementation.seconds)
         noop_ms = percentiles_ms(references[ddp, implementation.one_bucket].seconds)
         metrics: dict[str, Any] = {
-            STEP_MS: step_ms,
-            NOOP_STEP_MS: noop_ms,
-            OWN_MS: round(step_ms["p50"] - noop_ms["p50"], 4),
-            HOST_MS: percentiles_ms(implementation.host_seconds)["p50"],
+            Metric.STEP_MS: step_ms,
+            Metric.NOOP_STEP_MS: noop_ms,
+            Metric.OWN_MS: round(step_ms["p50"] - noop_ms["p50"], 4),
+            Metric.HOST_MS: percentiles_ms(implementation.host_seconds)["p50"],
         }
         if implementation.calls is not None:
             metrics |= {
-                LAUNCHES: implementation.calls.launches,
-                SYNCHRONIZATIONS: implementation.calls.synchronizations,
+                Metric.LAUNCHES: implementation.calls.launches,
+                Metric.SYNCHRONIZATIONS: implementation.calls.synchronizations,
             }
         case = {"hook": implementation.hook, "one_bucket": implementation.one_bucket}
         records += records_of("hooks", case, implementation.name, ranks, metrics)
@@ -151,37 +116,40 @@ def summarize(
 def tables(records: Sequence[Record]) -> list[Table]:
     """Own cost and step time, a table per world size; then host time, driver calls and memory."""
     names = {"hook": lambda record: label(record["hook"])}
-    timed = [record for record in records if record.metric != MEMORY]
+    timed = [record for record in records if record.metric != Metric.MEMORY]
     result = []
     for (ranks,), group in groups_of(timed, "ranks"):
         columns = [
-            *((name, value(OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
+            *((name, value(Metric.OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
             ("speed-up", _own_speed_up),
-            ("step time (ms), gradwire", value(STEP_MS, GRADWIRE)),
-            ("speed-up of the step", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
+            ("step time (ms), gradwire", value(Metric.STEP_MS, GRADWIRE)),
+            ("speed-up of the step", speed_up(Metric.STEP_MS, PYTORCH, GRADWIRE)),
         ]
         result.append(pivot(f"Own cost of hooks (ms), {count(ranks, 'rank')}", group, names, columns))
-    fewest = [record for record in records if record.ranks == records[0].ranks or record.metric == MEMORY]
-    noop = next(record.p50 for record in records if record.metric == MEMORY and record.implementation == GRADWIRE)
+    has_calls = any(record.metric == Metric.LAUNCHES for record in records)
+    fewest = [record for record in records if record.ranks == records[0].ranks or record.metric == Metric.MEMORY]
+    noop = next(
+        record.p50 for record in records if record.metric == Metric.MEMORY and record.implementation == GRADWIRE
+    )
     columns = [
-        *((f"host time (ms), {name}", value(HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
-        *((f"memory, {name}", beyond(MEMORY, name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
+        *((f"host time (ms), {name}", value(Metric.HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
+        *((f"memory, {name}", beyond(Metric.MEMORY, name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
     ]
     title = f"Host time and peak memory of a step, {count(records[0].ranks, 'rank')}"
-    result.append(pivot(title, fewest, names, columns, () if _has_calls(records) else _notes(records)))
-    if _has_calls(records):
-        calls = [(f"{m}, {name}", value(m, name)) for m in (LAUNCHES, SYNCHRONIZATIONS) for name in (PYTORCH, GRADWIRE)]
+    result.append(pivot(title, fewest, names, columns, () if has_calls else _notes(records)))
+    if has_calls:
+        calls = [
+            (f"{m}, {name}", value(m, name))
+            for m in (Metric.LAUNCHES, Metric.SYNCHRONIZATIONS)
+            for name in (PYTORCH, GRADWIRE)
+        ]
         result.append(pivot("Driver calls of a step", fewest, names, calls, _notes(records)))
     return result
 
 
-def _has_calls(records: Sequence[Record]) -> bool:
-    return any(record.metric == LAUNCHES for record in records)
-
-
 def _own_speed_up(group: Sequence[Record]) -> str:
     # Of noop, nothing but noise is left.
-    return "" if group[0]["hook"] == "noop" else speed_up(OWN_MS, PYTORCH, GRADWIRE)(group)
+    return "" if group[0]["hook"] == "noop" else speed_up(Metric.OWN_MS, PYTORCH, GRADWIRE)(group)
 
 
 def _notes(records: Sequence[Record]) -> list[str]:

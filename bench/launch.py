@@ -43,18 +43,13 @@ class LaunchError(Exception):
         self.log = log
 
 
-def loopback_interface() -> str | None:
-    """The name of the loopback interface, where it is known."""
-    return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-
-
 class Place(NamedTuple):
     """The place of a rank: set-up of its process, network interface and address."""
 
     # a function for the rank's process, before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None
     # the network interface of its collectives; without one, gloo looks up this machine's name
-    interface: str | None = loopback_interface()
+    interface: str | None = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     address: str = "127.0.0.1"  # IP address of that interface
 
 
@@ -123,6 +118,7 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log, _reserved_port() as port:
         environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the modules that are found here
         environment |= {
             "MASTER_ADDR": places[0].address,
             "MASTER_PORT": str(port),  # a port of this machine; in a namespace of its own every port is free

@@ -1,9 +1,8 @@
-"""Models of the benches, with few and with many parameters; as jobs of `gradwire advise`, and their training steps."""
+"""Models of the benches, with few and with many parameters; as jobs of `gradwire advise`; and interleaved steps."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradwire.bench.implementations import make_batch, make_model, wrap
+from gradwire.bench.implementations import Implementation, make_batch, make_model
 from gradwire.bench.timing import in_turn, slowest
-from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Build, Job
 
 T = TypeVar("T")
@@ -130,26 +128,6 @@ JOBS: dict[str, Build] = {
 }
 
 
-STEPS_IN_A_ROW = 5
-
-
-class Training:
-    """A job's model in gradwire's DDP, with a hook; ``make`` returns its registration."""
-
-    def __init__(self, job: Job, make: Make) -> None:
-        self.seconds: list[float] = []
-        self._loss = job.loss
-        self._ddp, self.state = wrap(job.model, make)
-
-    def step(self) -> float:
-        """Seconds of a forward and a backward, until every gradient is final; all ranks begin together."""
-        self._ddp.zero_grad(set_to_none=True)
-        dist.barrier()
-        start = time.perf_counter()
-        self._loss(self._ddp).backward()
-        return time.perf_counter() - start
-
-
 def turns(steps: range, implementations: Sequence[T], title: str) -> Iterator[tuple[int, T]]:
     """Every implementation in every step, with a progress bar on rank 0."""
     for step in track(steps, description=f"{title:<24}", disable=dist.get_rank() != 0):
@@ -157,14 +135,29 @@ def turns(steps: range, implementations: Sequence[T], title: str) -> Iterator[tu
             yield step, implementation
 
 
-def time_in_rows(trainings: Mapping[str, Training], rounds: int, title: str) -> dict[str, list[float]]:
-    """Seconds of steps on the slowest rank: in each round, `STEPS_IN_A_ROW` of each training. A collective call.
+def time_in_turn(
+    implementations: Sequence[Implementation],
+    steps: range,
+    title: str,
+    sent_bytes: Callable[[], int] | None = None,
+    untimed: Implementation | None = None,
+) -> None:
+    """Set the ``seconds`` of each implementation to those of interleaved steps on the slowest rank. A collective call.
 
-    A row is as a training with one hook, which finds its memory in the caches.
+    ``sent_bytes`` counts the bytes of this rank's interface so far, for ``link_bytes``; barriers are included. A step
+    of ``untimed`` precedes each timed one, so that all of them find equal caches.
     """
-    for training in trainings.values():
-        training.seconds = []
-    for _, training in turns(range(rounds), list(trainings.values()), title):
-        training.step()  # warms the caches
-        training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
-    return {name: slowest(training.seconds) for name, training in trainings.items()}
+    for implementation in implementations:
+        implementation.seconds, implementation.host_seconds, implementation.link_bytes = [], [], []
+    for step, implementation in turns(steps, implementations, title):
+        batch = make_batch(step, dist.get_rank(), implementation.device)
+        if untimed is not None:
+            untimed.step(batch)
+        sent_before = sent_bytes() if sent_bytes is not None else 0
+        dist.barrier()
+        implementation.seconds.append(implementation.step(batch))
+        dist.barrier()
+        if sent_bytes is not None:
+            implementation.link_bytes.append(sent_bytes() - sent_before)
+    for implementation in implementations:
+        implementation.seconds = slowest(implementation.seconds)

@@ -2,14 +2,14 @@
 
 One rank on each host, one thread each. All implementations live in the same processes and take turns step by step, at
 one rate after another. `measure` starts the ranks; each runs `main`, checks the gradients, limits its own interface,
-and times its steps. With one GPU the link can be modeled instead: see `gradwire.bench.emulated`.
+and times its steps.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import launch, namespaces
-from gradwire.bench.emulated import emulated_link
 from gradwire.bench.implementations import (
     BUCKETS_NOTE,
     FIRST_COMPRESSED,
@@ -26,61 +25,29 @@ from gradwire.bench.implementations import (
     PYTORCH,
     WARM_UP,
     Implementation,
-    make_batch,
     needs_one_bucket,
     prepare,
 )
 from gradwire.bench.launch import HERE, Place
-from gradwire.bench.models import turns
+from gradwire.bench.models import time_in_turn
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.record import (
-    EXPOSED_MS,
-    LINK_RATE,
-    SENT_PER_STEP,
-    STEP_MS,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-    unique,
-)
-from gradwire.bench.tables import (
-    Table,
-    count,
-    find,
-    format_number,
-    format_rate,
-    groups_of,
-    pivot,
-    speed_up,
-    value,
-)
-from gradwire.bench.timing import slowest
-from gradwire.planner.clock import synchronize
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
+from gradwire.bench.tables import Table, count, format_number, format_rate, groups_of, median_of, pivot, speed_up, value
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
 DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "int2", "powersgd-r1", "powersgd-r4", "powersgd-r16")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
-EMULATED_RATES = ("10gbit", "25gbit", "100gbit", "400gbit")
 LOOPBACK = Rate("loopback", None)
 _PROBE_BYTES = 8_000_000
 
 
-def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool = False) -> Measured:
-    """Step times of each hook at each rate: over a link between hosts, or over `LOOPBACK`.
-
-    If emulated, one rank on a GPU stands for all hosts, and the link is modeled. The model needs a hook, so
-    `allreduce_hook` replaces "none".
-    """
-    if is_emulated:
-        hooks = ["allreduce" if hook == "none" else hook for hook in hooks]
+def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int) -> Measured:
+    """Step times of each hook at each rate: over a link between hosts, or over `LOOPBACK`."""
     settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "hosts": hosts}
-    settings |= {"emulated": is_emulated, "threads": 1}
-    places = places_of(1 if is_emulated else hosts, is_local=is_emulated or list(rates) == [LOOPBACK])
-    with places as where:
-        device = torch.device("cuda" if is_emulated else "cpu")
-        records = launch.run(__name__, settings, where, device)
+    settings["threads"] = 1
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+        records = launch.run(__name__, settings, places)
     return Measured(settings | {"model": MODEL, "first_compressed_step": FIRST_COMPRESSED}, records)
 
 
@@ -94,16 +61,6 @@ def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
             yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
 
 
-def measure_on_links(
-    module: str, models: Sequence[str], rates: Sequence[Rate], hosts: int, settings: dict[str, Any]
-) -> Measured:
-    """Run ``main`` of a module for each model, with a rank on each host; it sets the rates of the link."""
-    settings = settings | {"rates": [rate.name for rate in rates], "hosts": hosts, "threads": 1}
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
-        records = [r for model in models for r in launch.run(module, settings | {"model": model}, places)]
-    return Measured(settings | {"models": list(models)}, records)
-
-
 def limit_to(name: str) -> None:
     """Limit this host's interface to the rate of that name; loopback stays as it is."""
     if name != LOOPBACK.name:
@@ -111,38 +68,22 @@ def limit_to(name: str) -> None:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    rates = [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in settings["rates"]]
-    implementations = make_implementations(settings["hooks"], device)
-    return time_steps(implementations, rates, settings["steps"], settings["hosts"], settings["emulated"])
+    made = make_implementations(settings["hooks"], device)
+    return time_steps(made, settings["rates"], settings["steps"], settings["hosts"])
 
 
-def time_steps(
-    implementations: Sequence[Implementation], rates: Sequence[Rate], steps: int, hosts: int, is_emulated: bool
-) -> list[Record]:
+def time_steps(implementations: Sequence[Implementation], rates: Sequence[str], steps: int, hosts: int) -> list[Record]:
     """Check all gradients, then time all steps. A collective call. Raises RuntimeError if a gradient is wrong."""
-    rank, device = dist.get_rank(), implementations[0].device
-    has_interface = not is_emulated and list(rates) != [LOOPBACK]
-    prepare(implementations, device)
+    sent_bytes = None if rates == [LOOPBACK.name] else namespaces.sent_bytes
+    prepare(implementations, implementations[0].device)
     first = WARM_UP + 1
     records: list[Record] = []
     for rate in rates:
-        if has_interface:
-            namespaces.limit(rate)
-        with emulated_link(rate, hosts, device) if is_emulated else nullcontext():
-            reached = {LINK_RATE: _probe(hosts, device)}
-            records += records_of("network", {"rate": rate.name}, "all_reduce", hosts, reached)
-            for implementation in implementations:
-                implementation.seconds, implementation.link_bytes = [], []
-            for step, implementation in turns(range(first, first + steps), implementations, rate.name):
-                batch = make_batch(step, rank, device)
-                sent_before = namespaces.sent_bytes() if has_interface else 0
-                dist.barrier()
-                implementation.seconds.append(implementation.step(batch))
-                dist.barrier()
-                implementation.link_bytes.append(namespaces.sent_bytes() - sent_before if has_interface else 0)
+        limit_to(rate)
+        records += records_of("network", {"rate": rate}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts)})
+        time_in_turn(implementations, range(first, first + steps), rate, sent_bytes)
         first += steps
-        seconds = [slowest(implementation.seconds) for implementation in implementations]
-        records += summarize(rate.name, hosts, implementations, seconds, counts_bytes=has_interface)
+        records += summarize(rate, hosts, implementations)
     return records
 
 
@@ -160,39 +101,30 @@ def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Imp
     return made
 
 
-def _probe(hosts: int, device: torch.device) -> float:
+def _probe(hosts: int) -> float:
     """The rate in Mb/s at which each rank sends in a plain all-reduce."""
-    tensor = torch.zeros(_PROBE_BYTES // 4, device=device)
+    tensor = torch.zeros(_PROBE_BYTES // 4)
     times = []
     for _ in range(3):
         dist.barrier()
-        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        synchronize(device)
         times.append(time.perf_counter() - start)
     return round(2 * (hosts - 1) / hosts * 8e-6 * _PROBE_BYTES / median(times), 1)
 
 
-def summarize(
-    rate: str,
-    hosts: int,
-    implementations: Sequence[Implementation],
-    seconds: Sequence[Sequence[float]],
-    counts_bytes: bool,
-) -> list[Record]:
+def summarize(rate: str, hosts: int, implementations: Sequence[Implementation]) -> list[Record]:
     """Records of all implementations at one rate."""
-    timed = list(zip(implementations, seconds, strict=True))
-    noop = {(i.name, i.one_bucket): median(times) for i, times in timed if i.hook == REFERENCE}
+    noop = {(i.name, i.one_bucket): median(i.seconds) for i in implementations if i.hook == REFERENCE}
     records = []
-    for i, times in timed:
+    for i in implementations:
         case = {"rate": rate, "hook": i.hook, "one_bucket": i.one_bucket}
         metrics: dict[str, Any] = {
-            STEP_MS: percentiles_ms(times),
-            EXPOSED_MS: round(1e3 * (median(times) - noop[i.name, i.one_bucket]), 3),
+            Metric.STEP_MS: percentiles_ms(i.seconds),
+            Metric.EXPOSED_MS: round(1e3 * (median(i.seconds) - noop[i.name, i.one_bucket]), 3),
         }
-        if counts_bytes:
-            metrics[SENT_PER_STEP] = median(i.link_bytes)
+        if i.link_bytes:
+            metrics[Metric.SENT_PER_STEP] = median(i.link_bytes)
         records += records_of("network", case, i.name, hosts, metrics)
     return records
 
@@ -208,32 +140,24 @@ def tables(records: Sequence[Record]) -> list[Table]:
     settings, result = facts["settings"], []
     groups = groups_of(records, "rate")
     for (rate,), group in groups:
-        reached = find(group, LINK_RATE)
-        assert reached is not None and reached.p50 is not None
+        reached = median_of(group, Metric.LINK_RATE) or 0
         link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_rate(rate)}"
-        link = f"modeled {link}" if settings["emulated"] else link
-        title = f"{STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
+        title = f"{Metric.STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
         columns = [
-            *((name, value(STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
-            ("speed-up", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
-            *((f"exposed, {name}", value(EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
-            ("sent per step", value(SENT_PER_STEP, GRADWIRE)),
+            *((name, value(Metric.STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
+            ("speed-up", speed_up(Metric.STEP_MS, PYTORCH, GRADWIRE)),
+            *((f"exposed, {name}", value(Metric.EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
+            ("sent per step", value(Metric.SENT_PER_STEP, GRADWIRE)),
         ]
-        steps = [record for record in group if record.metric != LINK_RATE]
+        steps = [record for record in group if record.metric != Metric.LINK_RATE]
         notes = _notes(facts) if rate == groups[-1][0][0] else ()
         names = {"hook": hook_label}
-        result.append(pivot(f"{title}{format_number(reached.p50)} Mb/s)", steps, names, columns, notes))
+        result.append(pivot(f"{title}{format_number(reached)} Mb/s)", steps, names, columns, notes))
     return result
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:
     settings = facts["settings"]
-    hosts = settings["hosts"]
-    machines = f"{facts['cpu_count']} CPUs run all {hosts} hosts, one thread each"
-    if settings["emulated"]:
-        machines = (
-            f"one rank stands for {hosts} hosts; after a collective its stream waits as long as a link would take"
-        )
     return [
         f"model: {settings['model']}",
         f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
@@ -241,5 +165,5 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         "exposed: milliseconds beyond a step with noop_hook on the same DDP, compression included",
         "sent per step: by the interface of rank 0, headers and a barrier included",
         BUCKETS_NOTE,
-        machines,
+        f"{facts['cpu_count']} CPUs run all {settings['hosts']} hosts, one thread each",
     ]

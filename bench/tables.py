@@ -177,6 +177,16 @@ def format_number(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
+def format_bandwidth(bandwidth: float) -> str:
+    """Format bits per second with three digits."""
+    mbit = bandwidth / 1e6
+    for unit in ("Mb/s", "Gb/s"):
+        if mbit < 999.5:
+            return f"{mbit:.3g} {unit}"
+        mbit /= 1000
+    return f"{mbit:.3g} Tb/s"
+
+
 def format_rate(name: str) -> str:
     """Format a link rate with its unit: 100 Mb/s for 100mbit."""
     return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", name)

@@ -1,8 +1,9 @@
-"""Tasks of `gradwire bench converge`: two small trainings with a target, on data that every machine has."""
+"""Two small training tasks with a target, on data that every machine has, and their training with a hook."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn import functional
 
-from gradwire.bench.demo import GLOBAL_BATCH, accuracy, load_data, make_network
+from gradwire.bench.implementations import (
+    GRADWIRE,
+    ONE_BUCKET_MB,
+    PYTORCH,
+    TorchDDP,
+    is_equal_everywhere,
+    maker_of,
+    wrap,
+)
+from gradwire.comm.connections import connections_of
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook
+from gradwire.reducer import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels
+CPU = torch.device("cpu")
+NO_FEEDBACK = "powersgd-r4-no-feedback"
+TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
+    NO_FEEDBACK: HookEntry(
+        description="factors of rank 4, without error feedback",
+        make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),
+        error_feedback=False,
+        pytorch=PyTorchHook(
+            make=lambda group, start: (
+                torch_powersgd.PowerSGDState(group, 4, start, use_error_feedback=False),
+                torch_powersgd.powerSGD_hook,
+            ),
+            one_bucket=True,
+        ),
+    )
+}
 
 
 class Task:
@@ -41,6 +71,8 @@ class Task:
 
 
 class Digits(Task):
+    """scikit-learn's 1797 handwritten digits, float32 [n, 1, 8, 8] from 0 to 1; a quarter of them are for testing."""
+
     title = "Convolutional network on 8 x 8 digits"
     score = "test accuracy (%)"
     target = 97.5
@@ -48,27 +80,55 @@ class Digits(Task):
     evaluate_every = 5
     max_steps = 250
 
-    def __init__(self) -> None:
-        self._data = load_data(torch.device("cpu"))
+    def __init__(self, device: torch.device = CPU) -> None:
+        from sklearn.datasets import load_digits  # only trainings need it
+        from sklearn.model_selection import train_test_split
+
+        images, labels = load_digits(return_X_y=True)
+        images, labels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+        parts = train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
+        self.train_images, self.test_images, self.train_labels, self.test_labels = (part.to(device) for part in parts)
 
     def make_model(self) -> nn.Module:
-        return make_network()
+        """A small convolutional network with batch normalization."""
+
+        def block(channels_in: int, channels_out: int) -> list[nn.Module]:
+            convolution = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
+            return [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
+
+        return nn.Sequential(
+            *block(1, 32),
+            *block(32, 64),
+            nn.MaxPool2d(2),
+            *block(64, 128),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            nn.Linear(512, 10),
+        )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
 
+    @staticmethod
+    def batch_size(ranks: int) -> int:
+        """Images of a step: 64 over all ranks, or fewer if the ranks do not divide 64."""
+        return 64 // ranks * ranks
+
     def batches(self, seed: int) -> Iterator[Batch]:
-        images, ranks = len(self._data.train_labels), dist.get_world_size()
-        size = GLOBAL_BATCH // ranks * ranks
+        images, ranks = len(self.train_labels), dist.get_world_size()
+        size = self.batch_size(ranks)
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(images, generator=generator)
             for start in range(0, images - size + 1, size):
                 mine = order[start + dist.get_rank() : start + size : ranks]
-                yield self._data.train_images[mine], self._data.train_labels[mine]
+                yield self.train_images[mine], self.train_labels[mine]
 
     def score_of(self, model: nn.Module) -> float:
-        return 100 * accuracy(model, self._data)
+        correct = int((model(self.test_images).argmax(1) == self.test_labels).sum())
+        return 100 * correct / len(self.test_labels)
 
 
 class Text(Task):
@@ -152,24 +212,86 @@ class Gpt(nn.Module):
 TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text}
 
 
-def parameters_of(task: Task) -> int:
-    return sum(parameter.numel() for parameter in task.make_model().parameters())
+class Training:
+    """A model in training on a task with one hook, and its measurements so far.
 
+    It has the weights of ``seed``, and compresses from step ``start`` on. ``sent_bytes`` returns the bytes sent so far;
+    by default the payload that the model's collectives were passed.
+    """
 
-def evaluate(task: Task, model: nn.Module) -> float:
-    """The score of rank 0's model on every rank: batch statistics differ between ranks."""
-    model.eval()
-    score = torch.tensor(task.score_of(model) if dist.get_rank() == 0 else 0.0, dtype=torch.float64)
-    dist.broadcast(score, 0)
-    model.train()
-    return score.item()
+    def __init__(
+        self,
+        task: Task,
+        hook: str,
+        implementation: str,
+        seed: int,
+        start: int,
+        device: torch.device = CPU,
+        sent_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.task, self.hook, self.implementation = task, hook, implementation
+        entry = TRAINED_HOOKS[hook]
+        needs_one_bucket = implementation == PYTORCH and entry.pytorch is not None and entry.pytorch.one_bucket
+        self.model, _ = wrap(
+            task.make_model().to(device),
+            maker_of(entry, implementation),
+            DistributedDataParallel if implementation == GRADWIRE else TorchDDP,
+            start,
+            bucket_cap_mb=ONE_BUCKET_MB if needs_one_bucket else None,
+        )
+        self.optimizer = task.make_optimizer(self.model)
+        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._sent_so_far = sent_bytes or self._payload_bytes
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.sent_bytes: list[int] = []
+
+    def step(self, batch: Batch) -> None:
+        sent_before = self._sent_so_far()
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self.task.loss(self.model, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())  # on a GPU, this waits for the whole step
+        self.seconds.append(time.perf_counter() - start)
+        if self.schedule is not None:
+            self.schedule.step()
+        dist.barrier()
+        self.sent_bytes.append(self._sent_so_far() - sent_before)
+
+    def _payload_bytes(self) -> int:
+        assert isinstance(self.model, DistributedDataParallel)
+        device = next(self.model.parameters()).device
+        executor = connections_of(self.model.process_group).executor(device)
+        return executor.transport.payload_bytes + self.model.reducer.exchange.transport.payload_bytes
+
+    def evaluate(self) -> float:
+        """The score of rank 0's model on every rank: batch statistics differ between ranks."""
+        module = self.model.module
+        module.eval()
+        with torch.no_grad():
+            score = self.task.score_of(module) if dist.get_rank() == 0 else 0.0
+        module.train()
+        shared = torch.tensor(score, dtype=torch.float64, device=next(module.parameters()).device)
+        dist.broadcast(shared, 0)
+        return shared.item()
+
+    def check_weights(self) -> None:
+        """Raise RuntimeError if the ranks hold different weights. A collective call."""
+        if not is_equal_everywhere(nn.utils.parameters_to_vector(self.model.parameters()).detach()):
+            raise RuntimeError(
+                f"{self.hook}, {self.implementation}: the ranks ended with different weights; nothing is reported."
+            )
 
 
 def describe(task: Task) -> dict[str, Any]:
     """Settings of a task for the provenance."""
     return {
         "task": task.title,
-        "parameters": parameters_of(task),
+        "parameters": sum(parameter.numel() for parameter in task.make_model().parameters()),
         "score": task.score,
         "target": task.target,
         "rises": task.rises,

@@ -1,35 +1,41 @@
-"""The command ``gradwire advise``: alone with a network given by hand, or as a rank under torchrun."""
+"""The command ``gradwire advise``, alone with a network given by hand or as a rank under torchrun, and its reports."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
+from enum import Enum
 from importlib.util import find_spec
+from json import dumps as dump_json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
+from rich.console import Console
 
 from gradwire.bench.models import JOBS
+from gradwire.bench.tables import Table, count, format_bandwidth, format_bytes, print_tables
 from gradwire.bench.timing import backend_of, bench_device
-from gradwire.cli import advice_report
 from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
 from gradwire.planner import jobs
-from gradwire.planner.advice import advise
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.jobs import JobError
-from gradwire.planner.probe import GivenLink, measure, on_all_ranks
+from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure, on_all_ranks
+from gradwire.planner.recommend import Advice, Prediction, advise
 
 MAX_LATENCY = 1_000_000  # microseconds
 CHOICES = [name for name in HOOKS if name != "noop"]
 _TIMEOUT = timedelta(minutes=2)
+_HEADERS = ("hook", "step (ms)", "vs. no hook", f"vs. {CAST}", "pays below", "sent per step", "extra memory")
 
 
 def advise_command(
@@ -87,25 +93,8 @@ def advise_command(
     """
     names = parse_hooks(hooks, CHOICES)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    given = None
-    if not is_rank:
-        if bandwidth is None or world_size is None:
-            raise typer.BadParameter(
-                "a single process measures no network. Start one process per rank with torchrun, or give the network: "
-                "--bandwidth 100mbit --world-size 8.",
-                param_hint="--bandwidth, --world-size",
-            )
-        rate = parse_rate(bandwidth, "--bandwidth", is_modeled=True).mbit
-        if rate is None:
-            raise typer.BadParameter("expected a number, such as 400gbit.", param_hint="--bandwidth")
-        if world_size % ranks_per_node != 0:
-            raise typer.BadParameter(
-                f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
-            )
-        given = GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
-        if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # as torchrun does for a rank
-    elif bandwidth is not None or world_size is not None:
+    given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
+    if is_rank and (bandwidth is not None or world_size is not None):
         raise typer.BadParameter(
             "under torchrun the network is measured. Leave the option out, or run without torchrun.",
             param_hint="--bandwidth, --world-size",
@@ -118,43 +107,62 @@ def advise_command(
     device = bench_device()
     try:
         with _process_group(is_rank, device):
-            if is_rank and dist.get_world_size() == 1:
-                raise JobError(
-                    "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
-                    "and give --bandwidth and --world-size"
-                )
-            _run(model, names, device, given, ranks_per_node, json, plot)
+            started = time.monotonic()
+            measured = _measure(model, names, device, given, ranks_per_node)
+            if dist.get_rank() != 0:
+                return
+            seconds = time.monotonic() - started
     except JobError as error:
-        _fail(error)
-
-
-def _run(
-    model: str,
-    names: tuple[str, ...],
-    device: torch.device,
-    given: GivenLink | None,
-    ranks_per_node: int,
-    json: Path | None,
-    plot: Path | None,
-) -> None:
-    is_first = dist.get_rank() == 0
-    started = time.monotonic()
-    build = on_all_ranks(lambda: JOBS.get(model) or jobs.load(model))
-    shows_progress = is_first and sys.stderr.isatty()
-    measured = measure(build, names, device, given, _show if shows_progress else lambda _: None, ranks_per_node)
-    seconds = time.monotonic() - started
-    if shows_progress:
-        _show("")
-    if not is_first:
-        return
+        if error.__cause__ is not None:
+            typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
+        typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
+        raise typer.Exit(1) from None
     advice = advise(measured)
-    advice_report.print_advice(measured, advice, seconds)
+    print_advice(measured, advice, seconds)
     if json is not None:
-        json.write_text(advice_report.to_json(measured, advice) + "\n")
+        json.write_text(to_json(measured, advice) + "\n")
         typer.echo(f"\nJSON: {json}")
     if plot is not None:
-        advice_report.draw(measured, advice, plot)
+        from gradwire.bench.plots import draw_advice  # matplotlib takes a second to import
+
+        draw_advice(measured, advice, plot)
         typer.echo(f"\nPlot: {plot}")
+
+
+def _given_link(bandwidth: str | None, world_size: int | None, latency: float, ranks_per_node: int) -> GivenLink:
+    """The network that the options describe. Also sets the number of CPU threads, as torchrun does for a rank."""
+    if bandwidth is None or world_size is None:
+        raise typer.BadParameter(
+            "a single process measures no network. Start one process per rank with torchrun, or give the network: "
+            "--bandwidth 100mbit --world-size 8.",
+            param_hint="--bandwidth, --world-size",
+        )
+    rate = parse_rate(bandwidth, "--bandwidth", is_modeled=True).mbit
+    if rate is None:
+        raise typer.BadParameter("expected a number, such as 400gbit.", param_hint="--bandwidth")
+    if world_size % ranks_per_node != 0:
+        raise typer.BadParameter(
+            f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
+        )
+    if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
+
+
+def _measure(
+    model: str, names: tuple[str, ...], device: torch.device, given: GivenLink | None, ranks_per_node: int
+) -> Measurement:
+    if given is None and dist.get_world_size() == 1:
+        raise JobError(
+            "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
+            "and give --bandwidth and --world-size"
+        )
+    build = on_all_ranks(lambda: JOBS.get(model) or jobs.load(model))
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
+        return measure(build, names, device, given, ranks_per_node=ranks_per_node)
+    measured = measure(build, names, device, given, _show, ranks_per_node)
+    _show("")
+    return measured
 
 
 def _show(what: str) -> None:
@@ -176,8 +184,74 @@ def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _fail(error: JobError) -> NoReturn:
-    if error.__cause__ is not None:
-        typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
-    typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
-    raise typer.Exit(1)
+def print_advice(measured: Measurement, advice: Advice, seconds: float, console: Console | None = None) -> None:
+    """Print the model, the network, the predictions, the recommendation, and the code to register the hook."""
+    console = console or Console()
+    model, link = measured.model, measured.link
+    latency = max(cost.latency for cost in link.costs.values())
+    buckets = count(len(model.ready), "bucket")
+    lines = [
+        f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}; "
+        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms "
+        f"with {count(measured.threads, 'CPU thread')}",
+        f"Network:  {link.world_size} ranks on {count(link.nodes, 'node')}, "
+        f"{format_bandwidth(link.bandwidth)} per {'node' if link.nodes > 1 else 'rank'} "
+        f"{'measured' if measured.is_link_measured else 'given'}; the smallest collective takes {1e3 * latency:.2g} ms",
+        f"Measured in {seconds:.0f} s.",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    ranked = sorted(advice.predictions, key=lambda each: each.step_seconds)
+    styles = ["bold" if each.hook == advice.recommended else "" for each in ranked]
+    console.print()
+    print_tables([Table(title="", headers=_HEADERS, rows=[_cells(each) for each in ranked], styles=styles)], console)
+    console.print(f"{advice.headline}: {advice.reason}.", style="bold", highlight=False, markup=False, soft_wrap=True)
+    if code := HOOKS[advice.recommended].code:
+        console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _cells(each: Prediction) -> list[str]:
+    return [
+        display_name(each.hook),
+        f"{1e3 * each.step_seconds:.1f}",
+        f"{each.speed_up:.2f}x",
+        f"{each.speed_up_over_bf16:.2f}x",
+        "" if each.hook == PLAIN else _break_even(each.break_even),
+        format_bytes(each.payload_bytes),
+        format_bytes(each.memory_bytes),
+    ]
+
+
+def _break_even(bandwidth: float | None) -> str:
+    if bandwidth is None:
+        return "never"
+    return "always" if math.isinf(bandwidth) else format_bandwidth(bandwidth)
+
+
+def to_json(measured: Measurement, advice: Advice) -> str:
+    """Measurement, predictions and recommendation as JSON.
+
+    The break-even bandwidth is null if a hook never pays off, and "always" if it pays off at every bandwidth.
+    """
+    predictions = [
+        asdict(each) | {"break_even": "always" if each.break_even == math.inf else each.break_even}
+        for each in advice.predictions
+    ]
+    content: dict[str, Any] = {
+        "recommended": advice.recommended,
+        "reason": advice.reason,
+        "code": HOOKS[advice.recommended].code,
+        "predictions": predictions,
+        "measurement": _plain(asdict(measured)),
+    }
+    return dump_json(content, indent=1)
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as objects with their names, members of an enumeration by their names."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

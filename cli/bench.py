@@ -1,6 +1,6 @@
 """The commands of ``gradwire bench``: parse options, run, print and save."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,19 +8,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import advise as advise_bench
-from gradwire.bench import auto as auto_bench
-from gradwire.bench import converge, kernels, namespaces, network, reducer, rounding, telemetry
+from gradwire.bench import converge, demo, kernels, network, reducer, telemetry
 from gradwire.bench import hooks as hook_bench
-from gradwire.bench.models import JOBS, MODELS
-from gradwire.bench.namespaces import NamespaceError, Rate
-from gradwire.bench.record import Measured, RecordError, load
-from gradwire.bench.report import TABLES
+from gradwire.bench.models import MODELS
+from gradwire.bench.record import Measured, Record, RecordError, load
 from gradwire.bench.shapes import SHAPES
-from gradwire.bench.tables import machine_line, print_tables
-from gradwire.bench.tasks import TASKS
+from gradwire.bench.tables import Table, machine_line, print_tables
+from gradwire.bench.tasks import TASKS, TRAINED_HOOKS
 from gradwire.bench.timing import bench_device
-from gradwire.cli.command_runs import measured, report
+from gradwire.cli.command_runs import CPU, run
 from gradwire.cli.options import (
     HooksOption,
     HostsOption,
@@ -36,7 +32,7 @@ from gradwire.cli.options import (
     parse_choice,
     parse_choices,
     parse_hooks,
-    parse_list,
+    parse_links,
     parse_ranks,
     parse_rate,
     parse_sizes,
@@ -44,11 +40,14 @@ from gradwire.cli.options import (
 )
 from gradwire.planner.hook_registry import HOOKS, HookEntry
 
-CPU = torch.device("cpu")
 bench = typer.Typer(
     help="Benchmark gradwire against PyTorch; print tables and draw plots of saved results.", no_args_is_help=True
 )
-_LOOPBACK_SETS = ("rate", "rates", "emulated")
+TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
+    module.__name__.rpartition(".")[2]: module.tables
+    for module in (demo, network, converge, hook_bench, reducer, kernels, telemetry)
+}
+_LOOPBACK_SETS = ("rate", "rates")
 
 
 def _command(
@@ -61,7 +60,7 @@ def _command(
 
     def register(function: Callable[..., None]) -> None:
         @wraps(function)
-        def run(context: typer.Context, **options: Any) -> None:
+        def checked(context: typer.Context, **options: Any) -> None:
             if options.get("quick"):
                 refuse_beside(context, "--quick", *values)
                 options |= values
@@ -69,7 +68,7 @@ def _command(
                 refuse_beside(context, "--loopback", *(options.keys() & _LOOPBACK_SETS))
             function(context, **options)
 
-        bench.command(name, epilog="\n\n".join(notes) or None)(run)
+        bench.command(name, epilog="\n\n".join(notes) or None)(checked)
 
     return register
 
@@ -96,15 +95,6 @@ def bench_kernels(
     torch.set_num_threads(threads)
     names, mib = parse_choices(models, SHAPES, "--models"), parse_sizes(sizes)
     _run(context, partial(kernels.measure, names, mib, rounds, device), output, device, threads)
-
-
-@_command("rounding")
-def bench_rounding(context: typer.Context, output: OutputOption = None) -> None:
-    """Measure the rounding error of the mean gradient, for each wire format and for sums in 16 bits and in fp32.
-
-    Simulates the ranks in one process. Takes half a minute.
-    """
-    _run(context, rounding.measure, output)
 
 
 @_command("reducer", quick={"models": "transformer", "ranks": "1", "steps": 20})
@@ -153,21 +143,13 @@ def bench_telemetry(
     _run(context, partial(telemetry.measure, parse_ranks(ranks, device), steps), output, device)
 
 
-@_command("network", quick={"hooks": "noop,none,powersgd-r4", "steps": 5}, hooks=HOOKS)
+@_command("network", quick={"hooks": "noop,none,powersgd-r4", "rates": "1gbit", "steps": 5}, hooks=HOOKS)
 def bench_network(
     context: typer.Context,
     hosts: HostsOption = 2,
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            help="Link rates such as 2.5gbit, comma-separated. "
-            f"Default: {', '.join(network.DEFAULT_RATES)}; with --quick 1gbit; "
-            f"with --emulated {', '.join(network.EMULATED_RATES)}."
-        ),
-    ] = None,
+    rates: RatesOption = ", ".join(network.DEFAULT_RATES),
     steps: Annotated[int, number("Timed steps per hook and rate.")] = 15,
     hooks: HooksOption = ", ".join(network.DEFAULT_HOOKS),
-    emulated: Annotated[bool, typer.Option("--emulated", help="Emulate the link on one GPU.")] = False,
     quick: QuickOption = False,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
@@ -177,54 +159,16 @@ def bench_network(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     Takes a few minutes, mostly at 100mbit.
     """
-    if emulated and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU; without --emulated the link is real.", param_hint="--emulated")
-    defaults = network.EMULATED_RATES if emulated else ("1gbit",) if quick else network.DEFAULT_RATES
-    links = _links(rates if rates is not None else ",".join(defaults), loopback, emulated)
-    measure = partial(network.measure, parse_hooks(hooks, HOOKS), links, steps, hosts, emulated)
-    _run(context, measure, output, bench_device() if emulated else CPU, is_networked=not (loopback or emulated))
+    links = parse_links(rates, loopback)
+    _run(
+        context,
+        partial(network.measure, parse_hooks(hooks, HOOKS), links, steps, hosts),
+        output,
+        is_networked=not loopback,
+    )
 
 
-@_command("advise", quick={"models": "transformer", "hooks": "none,bf16,int4,powersgd-r4", "rates": "1gbit"})
-def bench_advise(
-    context: typer.Context,
-    models: ModelsOption = ", ".join(advise_bench.DEFAULT_MODELS),
-    rates: RatesOption = ", ".join(advise_bench.DEFAULT_RATES),
-    rounds: Annotated[int, number("Timed rounds of a few steps, per hook and rate.")] = 1,
-    hooks: HooksOption = ", ".join(advise_bench.DEFAULT_HOOKS),
-    quick: QuickOption = False,
-    loopback: LoopbackOption = False,
-    output: OutputOption = None,
-) -> None:
-    """Compare step times predicted by `gradwire advise` with measured ones, over a slow network.
-
-    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
-    Takes ten minutes.
-    """
-    names, chosen = parse_hooks(hooks, advise_bench.DEFAULT_HOOKS), parse_choices(models, JOBS, "--models")
-    measure = partial(advise_bench.measure, chosen, _links(rates, loopback), names, rounds)
-    _run(context, measure, output, is_networked=not loopback)
-
-
-@_command("auto")
-def bench_auto(
-    context: typer.Context,
-    models: ModelsOption = ", ".join(auto_bench.DEFAULT_MODELS),
-    rates: RatesOption = ", ".join(auto_bench.DEFAULT_RATES),
-    rounds: Annotated[int, number("Turns of each candidate at each rate, of a few steps each.")] = 4,
-    loopback: LoopbackOption = False,
-    output: OutputOption = None,
-) -> None:
-    """Compare the choice of auto_hook with no hook and with each of its candidates, over a slow network.
-
-    The hosts are network namespaces of this machine, joined by links with a rate limit. Needs Linux and root.
-    Takes ten minutes.
-    """
-    links, names = _links(rates, loopback), parse_choices(models, JOBS, "--models")
-    _run(context, partial(auto_bench.measure, names, links, rounds), output, is_networked=not loopback)
-
-
-@_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=converge.TRAINED_HOOKS)
+@_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=TRAINED_HOOKS)
 def bench_converge(
     context: typer.Context,
     hosts: HostsOption = 2,
@@ -241,7 +185,7 @@ def bench_converge(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     At 100mbit, the task digits takes a few minutes, and the task text 45 minutes.
     """
-    chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, converge.TRAINED_HOOKS)
+    chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, TRAINED_HOOKS)
     link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
     measure = partial(converge.measure, chosen, names, link, seeds, hosts)
     _run(context, measure, output, is_networked=not loopback)
@@ -276,12 +220,6 @@ def bench_report(
             typer.echo(f"Plot: {plots / path.stem}.png\n")
 
 
-def _links(rates: str, loopback: bool, is_modeled: bool = False) -> list[Rate]:
-    """The links to measure; wrong rates are refused with ``--loopback`` too."""
-    links = [parse_rate(name, "--rates", is_modeled=is_modeled) for name in parse_list(rates)]
-    return [network.LOOPBACK] if loopback else links
-
-
 def _run(
     context: typer.Context,
     measure: Callable[[], Measured],
@@ -291,18 +229,5 @@ def _run(
     *,
     is_networked: bool = False,
 ) -> None:
-    """Measure, print the tables, and save the results."""
     name = str(context.info_name)
-    reason = namespaces.obstacle() if is_networked else None
-    try:
-        if reason is not None:
-            raise NamespaceError(reason)
-        records = measured(f"gradwire bench {name}", measure, device, threads)
-    except NamespaceError as error:
-        typer.echo(
-            f"gradwire bench {name}: {error}. The command needs Linux, root and pyroute2; with --loopback it "
-            "needs none of them, and the link is memory.",
-            err=True,
-        )
-        raise typer.Exit(1) from None
-    report(records, TABLES[name], output)
+    run(f"gradwire bench {name}", measure, TABLES[name], output, device, threads, is_networked=is_networked)

@@ -14,10 +14,14 @@ import torch
 import typer
 from rich.console import Console
 
+from gradwire.bench import namespaces
 from gradwire.bench.launch import LaunchError
+from gradwire.bench.namespaces import NamespaceError
 from gradwire.bench.record import Measured, Record, provenance, save
 from gradwire.bench.tables import Table, print_tables
 from gradwire.bench.timing import BackgroundLoad, backend_of
+
+CPU = torch.device("cpu")
 
 
 def measured(
@@ -30,6 +34,33 @@ def measured(
     with _stoppable(command, Console()):
         outcome = measure()
     return outcome.with_provenance(facts | {"background_cpu_load": load.busy_cpus()})
+
+
+def run(
+    command: str,
+    measure: Callable[[], Measured],
+    tables: Callable[[Sequence[Record]], list[Table]],
+    output: Path | None,
+    device: torch.device = CPU,
+    threads: int = 1,
+    *,
+    is_networked: bool = False,
+    program: str = "gradwire",
+) -> None:
+    """Measure, print the tables, and save the results. Exits with the reason if a network is needed and impossible."""
+    reason = namespaces.obstacle() if is_networked else None
+    try:
+        if reason is not None:
+            raise NamespaceError(reason)
+        records = measured(command, measure, device, threads, program)
+    except NamespaceError as error:
+        typer.echo(
+            f"{command}: {error}. The command needs Linux, root and pyroute2; with --loopback it needs none of them, "
+            "and the link is memory.",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    report(records, tables, output)
 
 
 def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[Table]], output: Path | None) -> None:

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from gradwire.bench.namespaces import MAX_LIMITED_MBIT, MAX_MODELED_MBIT, Rate
+from gradwire.bench.network import LOOPBACK
 from gradwire.planner.hook_registry import HookEntry
 
 # Upper bounds of options. Larger values would take weeks or exceed any machine.
@@ -120,6 +121,12 @@ def parse_rate(text: str, option: str, *, is_modeled: bool = False) -> Rate:
         return Rate.parse(text, MAX_MODELED_MBIT if is_modeled else MAX_LIMITED_MBIT)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.", param_hint=option) from None
+
+
+def parse_links(rates: str, loopback: bool) -> list[Rate]:
+    """The links to measure; wrong rates are refused with ``--loopback`` too."""
+    links = [parse_rate(name, "--rates") for name in parse_list(rates)]
+    return [LOOPBACK] if loopback else links
 
 
 def refuse_beside(context: typer.Context, option: str, *others: str) -> None:

@@ -6,24 +6,24 @@ This package imports neither kernels nor hooks.
 from gradwire.comm.connections import Connections, connections_of, executor_for
 from gradwire.comm.executor import Executor, Workspace
 from gradwire.comm.transport import (
+    Algorithm,
     Collective,
     Driver,
     GroupTransport,
     LocalTransport,
-    Steps,
     Transport,
     run_algorithm,
     wait_for,
 )
 
 __all__ = [
+    "Algorithm",
     "Collective",
     "Connections",
     "Driver",
     "Executor",
     "GroupTransport",
     "LocalTransport",
-    "Steps",
     "Transport",
     "Workspace",
     "connections_of",

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradwire.comm.transport import Collective, Driver, Steps
+from gradwire.comm.transport import Algorithm, Collective, Driver
 
 # Eager steps before a capture. Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
@@ -24,14 +24,14 @@ class PiecewiseGraphs:
 
     An algorithm's first `WARM_UP_STEPS` steps run eagerly. The next one is captured, stretch by stretch, and replayed
     at once, because a capture runs nothing. Later steps replay the graphs and await the collectives of the captured
-    step, whose tensors lie in the workspace. Collectives are not captured.
+    step.
 
-    A graph repeats its launches with the arguments of the capture: the addresses of the workspace, of the algorithm's
-    memory, and all that the host has decided. So it serves one workspace, one owner of the memory, and one variant of
-    the algorithm. Numbers that change between steps must lie in device memory, where ``refresh`` replaces them.
+    A graph repeats its launches with the addresses and numbers of the capture: it serves one workspace, one owner of
+    the memory and one variant of the algorithm. Numbers that change must lie in device memory, where ``refresh``
+    replaces them.
 
-    Graphs are dropped when their owner is freed, and by `reset`. They share one memory pool: they run one after
-    another on one stream, and no temporary tensor outlives its stretch.
+    Graphs are dropped when their owner is freed, and by `reset`. They share one memory pool: they run one after another
+    on one stream, and no temporary tensor outlives its stretch.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class PiecewiseGraphs:
         return sum(len(each.stretches) for variants in self._recordings.values() for each in variants.values())
 
     async def run(
-        self, owner: object, variant: Hashable, make_steps: Callable[[], Steps[None]], refresh: Callable[[], None]
+        self, owner: object, variant: Hashable, start: Callable[[], Algorithm[None]], refresh: Callable[[], None]
     ) -> None:
         """Run one step of an algorithm in the current stream, which is the same in every call, and not the default one.
 
@@ -53,32 +53,32 @@ class PiecewiseGraphs:
         Args:
             owner: the object with the algorithm's memory. Compared by identity, referenced weakly.
             variant: the decisions of the host about the step, such as its parity.
-            make_steps: creates the coroutine of the algorithm. Called in eager and captured steps only.
+            start: creates the coroutine of the algorithm. Called in eager and captured steps only.
             refresh: replaces the numbers in device memory that differ between steps. Called before a capture, which
                 must not contain such uploads, and before replays.
         """
         if torch.cuda.is_current_stream_capturing():
-            await make_steps()
+            await start()
             return
         recording = self._recordings.setdefault(owner, {}).setdefault(variant, _Recording())
         if recording.eager_steps < WARM_UP_STEPS:
-            await make_steps()
+            await start()
             recording.eager_steps += 1
             return
         refresh()
         if not recording.stretches:
-            recording.stretches = await self._record(make_steps())
+            recording.stretches = await self._record(start())
             return
         for graph, collective in recording.stretches:
             graph.replay()
             if collective is not None:
                 await collective
 
-    async def _record(self, steps: Steps[None]) -> list[Stretch]:
+    async def _record(self, algorithm: Algorithm[None]) -> list[Stretch]:
         """Capture every stretch of a step and run it."""
         stretches: list[Stretch] = []
         try:
-            driver = Driver(steps)
+            driver = Driver(algorithm)
             while True:
                 graph, collective = self._capture(driver)
                 graph.replay()
@@ -87,13 +87,12 @@ class PiecewiseGraphs:
                     return stretches
                 await collective
         finally:
-            steps.close()
+            algorithm.close()
 
     def _capture(self, driver: Driver[None]) -> Stretch:
         """Capture the kernels up to the next collective, or to the end.
 
-        Without ``torch.cuda.graph``, which would synchronize with the device and free cached memory in the middle of a
-        backward.
+        ``torch.cuda.graph`` would synchronize with the device and free cached memory in the middle of a backward.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -10,16 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
-from gradwire.comm.store_collectives import wait_for_ranks
-from gradwire.comm.torch_internals import PrefixStore, Store
+from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, wait_for_ranks
+from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_options
 
 DESTROY_SECONDS = 1.0  # longest wait for the end of a group whose connections are cut
-THREADS_PER_DEVICE = 2  # PyTorch's default: gloo works on as many collectives of a group at a time
 
 
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
@@ -28,42 +25,29 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
     return backends.get("cpu") == "gloo"
 
 
-class OwnGroup(dist.ProcessGroupGloo):
-    """A gloo group that only gradwire uses.
+class OwnGroup(GlooGroup):  # type: ignore[misc]
+    """A gloo group that only gradwire uses, and whose connections it can `cut`.
 
-    gloo cannot cancel a collective. One that waits for a lost rank waits until the group's timeout, and nothing can
-    destroy the group before. `cut` shuts down the sockets instead, so that collectives in flight fail within
-    milliseconds, here and on the peers.
+    gloo cannot cancel a collective: one that waits for a lost rank blocks, with its group, until the timeout.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         before = _epolls()
-        options._devices = _devices()
+        options = gloo_options(timeout)
         # gloo registers the sockets of a device with an epoll instance of its own. If another thread has created one
         # meanwhile, the new instances cannot be told apart.
         found = _epolls() - before
         self._epolls = found if len(found) == len(options._devices) else set()
-        options._threads = THREADS_PER_DEVICE * len(options._devices)
-        options._timeout = timeout
         super().__init__(store, rank, size, options)
 
     def cut(self) -> None:
-        """Shut down all connections. Without effect on systems without /proc."""
+        """Shut down all sockets: collectives in flight fail at once, here and on the peers. No effect without /proc."""
         for descriptor in [descriptor for epoll in self._epolls for descriptor in _watched(epoll)]:
             with suppress(OSError):  # closed meanwhile; or gloo's listener, which has no peer and must stay open
                 if _target(descriptor).startswith("socket:"):
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
                         connection.getpeername()
                         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _devices() -> list[Any]:
-    """gloo's network devices, as PyTorch chooses them."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if not interfaces:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
 
 
 def _epolls() -> set[int]:
@@ -90,9 +74,8 @@ def _target(descriptor: int) -> str:
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
     """Make a gloo group with the ranks and the timeout of ``group``. A collective call of these ranks only.
 
-    ``dist.new_group`` cannot be used: it names a group by the number of groups that the process has made, which may
-    differ between the ranks. The ranks find each other in ``store`` under a key that was never used before. ``check``
-    is called while waiting for them and raises to end the wait.
+    ``dist.new_group`` names a group by the number of groups that the process has made, which may differ between ranks.
+    So the ranks meet in ``store`` under a new key; ``check`` is called while waiting and raises to end the wait.
 
     Raises:
         NotImplementedError: ``group`` has no gloo.
@@ -103,7 +86,7 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
             f"The process group's backends are {dist.get_backend_config(group)}; gradwire's hooks need gloo "
             'for CPU tensors. Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
         )
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    timeout = device_timeouts(group, DEFAULT_TIMEOUT)["cpu"]
     # Creating a gloo group blocks and cannot be interrupted, so the ranks meet in the store first.
     keys = [f"{key}/{rank} is here" for rank in range(group.size())]
     store.set(keys[group.rank()], "")
@@ -112,18 +95,15 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
             f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
             "the same model, wrapper and hook on every rank."
         )
-    return cast("dist.ProcessGroup", OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout))
+    own: dist.ProcessGroup = OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)
+    return own
 
 
 def destroy(last: list[dist.ProcessGroup]) -> None:
-    """Cut and destroy a group of gradwire's own; let go of any other.
+    """Cut and destroy a group of gradwire's own, ``last``'s only element; let go of any other.
 
-    gloo forgets a message that is partly sent or received when its connection ends: that collective, and the
-    destruction of its group, wait for the timeout, in a thread of their own. At the interpreter's exit no group is
-    destroyed: a thread that returns from C++ later would abort the process.
-
-    Args:
-        last: the only reference to the group, which is dropped.
+    A collective whose message is partly sent when its connection ends, and so the group's destructor, wait for gloo's
+    timeout: in a thread of their own, and never at the interpreter's exit, where a late return from C++ would abort.
     """
     if last and isinstance(last[0], OwnGroup):
         last[0].cut()

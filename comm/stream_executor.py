@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from gradwire.comm.executor import CLOSED, Executor, Task, Workspace
+from gradwire.comm.executor import CLOSED, MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import Driver, GroupTransport
 
 HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
-MAX_TASKS_IN_FLIGHT = 2  # the task that waits at its first collective, and the next one
 
 
 class StreamExecutor(Executor):
@@ -26,12 +25,11 @@ class StreamExecutor(Executor):
         kernels        A1     A2     B1     D1     A3     B2     D2     B3     D3
         collectives        C1     C2    C1'           C3     C2'           C3'
 
-    So the order of the collectives depends on the order of the tasks only, as on a CPU: the first collective of a task
-    comes before the later ones of the task before it. A task goes on when the next one is submitted, when its future is
-    asked for the result, by `finish`, and at the end of the backward: C++ does not ask Python's futures, and no task
-    may follow, because the last bucket of a backward is skipped or exchanged elsewhere.
+    So the order of the collectives depends on the order of the tasks only, as on a CPU. A task goes on when the next
+    one is submitted, when its future is asked for the result, by `finish`, and at the end of the backward, because C++
+    does not ask Python's futures.
 
-    Once a task has failed, this rank issues no more collectives. So the task before it fails too, and all later ones.
+    Once a task has failed, this rank issues no more collectives: the task before it fails too, and all later ones.
     """
 
     def __init__(self, transport: GroupTransport, device: torch.device) -> None:
@@ -39,7 +37,7 @@ class StreamExecutor(Executor):
         self._device = device
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        self._latest: StreamTask | None = None  # the latest task, unless it was enqueued to its end
+        self._latest: Result | None = None  # that of the latest task, unless it was enqueued to its end
         self._n_submitted = 0  # tasks since all were enqueued to their ends
         self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
         self._error: Exception | None = None
@@ -49,21 +47,22 @@ class StreamExecutor(Executor):
         return self._error is not None
 
     def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:  # noqa: D102
-        future = Result(self, [self._device])
+        result = Result(self, [self._device])
         if self._error is not None:
-            future.set_exception(self._error)
-            return future
+            result.set_exception(self._error)
+            return result
         self._kernels.wait_stream(torch.cuda.current_stream(self._device))
         workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
         self._n_submitted += 1
-        before, self._latest = self._latest, StreamTask(Driver(task(workspace), name), future)
-        self._advance(self._latest)
+        result.driver = Driver(task(workspace), self.transport, name)
+        before, self._latest = self._latest, result
+        self._advance(result)
         self._run_to_end(before)
         backward = current_backward()
         if backward not in (NO_BACKWARD, self._backward):
             self._backward = backward
             queue_callback(self.finish)
-        return future
+        return result
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
@@ -80,43 +79,46 @@ class StreamExecutor(Executor):
             if workspace.graphs is not None:
                 workspace.graphs.reset()
 
-    def _run_to_end(self, task: StreamTask | None) -> None:
-        while task is not None and not task.is_done:
-            self._advance(task)
+    def _run_to_end(self, result: Result | None) -> None:
+        while result is not None and result.driver is not None:
+            self._advance(result)
 
-    def _advance(self, task: StreamTask) -> None:
+    def _advance(self, result: Result) -> None:
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
+        driver = result.driver
+        assert driver is not None
         with torch.cuda.stream(self._kernels), torch.no_grad():
             try:
                 if self._error is not None:
-                    task.driver.close()
+                    driver.close()
                     raise self._error
-                if task.collective_done is not None:
-                    self._kernels.wait_event(task.collective_done)
-                collective = task.driver.advance()
+                if result.collective_done is not None:
+                    self._kernels.wait_event(result.collective_done)
+                collective = driver.advance()
                 if collective is None:
-                    task.is_done = True
-                    task.future.set_result(task.driver.result)
+                    result.driver = None
+                    result.set_result(driver.result)
                     return
                 self._collectives.wait_stream(self._kernels)
                 with torch.cuda.stream(self._collectives):
                     self.transport.run(collective)
-                task.collective_done = self._collectives.record_event()
+                result.collective_done = self._collectives.record_event()
             except Exception as error:
                 self._error = self._error or error
-                task.is_done = True
-                task.future.set_exception(error)
+                result.driver = None
+                result.set_exception(error)
 
 
 class Result(Future[Any]):
-    """The future of a task. Asking for the result enqueues the rest of the task.
+    """The future of a task. Asking for the result enqueues the rest of the task, also in the middle of a backward.
 
-    So a hook may wait for another hook's future in the middle of a backward.
-
-    Args:
-        executor: runs the task.
-        devices: devices of the result.
+    Attributes:
+        driver: runs the coroutine of the task; None once it has ended.
+        collective_done: recorded after the collective that the task awaits; None before the first one.
     """
+
+    driver: Driver[Any] | None = None
+    collective_done: torch.cuda.Event | None = None
 
     def __init__(self, executor: StreamExecutor, devices: Sequence[torch.device]) -> None:
         super().__init__(devices=list(devices))
@@ -134,20 +136,3 @@ class Result(Future[Any]):
     def value(self) -> Any:  # noqa: D102
         self.done()
         return super().value()
-
-
-class StreamTask:
-    """A submitted task.
-
-    Attributes:
-        driver: runs its coroutine.
-        future: future of the result.
-        collective_done: recorded after the collective that it awaits; None before the first one.
-        is_done: whether the future was completed.
-    """
-
-    def __init__(self, driver: Driver[Any], future: Result) -> None:
-        self.driver = driver
-        self.future = future
-        self.collective_done: torch.cuda.Event | None = None
-        self.is_done = False

@@ -1,7 +1,8 @@
-"""PyTorch's private names that `gradwire.comm` uses: a new release can break only this file."""
+"""PyTorch's private names that `gradwire.comm` and `gradwire.hooks` use: a new release can break only this file."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,11 +19,7 @@ TESTED_TORCH = ("2.11", "2.15")  # the oldest and the newest release of docs/com
 
 @contextmanager
 def private_names() -> Iterator[None]:
-    """Name the release of PyTorch and the remedy if a private name is missing in the body.
-
-    Raises:
-        ImportError: a name is missing.
-    """
+    """Turn a missing private name in the body into an ImportError with the release of PyTorch and the remedy."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -34,6 +31,9 @@ def private_names() -> Iterator[None]:
 
 
 NO_BACKWARD = -1
+GLOO_THREADS = 2  # PyTorch's default: gloo works on as many collectives of a group at a time
+# The base class of gradwire's own groups. Builds of PyTorch without gloo lack it, and have no group to duplicate.
+GlooGroup: Any = getattr(dist, "ProcessGroupGloo", dist.ProcessGroup)
 
 with private_names():
     PrefixStore = bindings.PrefixStore
@@ -48,14 +48,27 @@ with private_names():
     _ATTRIBUTES = (
         bindings.AllgatherOptions,
         bindings.AllToAllOptions,
+        bindings.Backend._get_sequence_number_for_group,  # type: ignore[attr-defined]
         c10d._get_default_group,
         c10d._get_process_group_store,
         dist.ProcessGroup._allgather_base,
         dist.ProcessGroup._device_types,
         dist.ProcessGroup._get_backend,
         dist.ProcessGroup.alltoall_base,
+        torch._foreach_norm,
+        torch.nn.Module().__dict__["_modules"],
+        Tensor._indices,
+        Tensor._values,
         world.pg_map,
     )
+    if GlooGroup is not dist.ProcessGroup:
+        _GLOO_ATTRIBUTES = (
+            GlooGroup.create_default_device,
+            GlooGroup.create_device,
+            GlooGroup._Options._devices,
+            GlooGroup._Options._threads,
+            GlooGroup._Options._timeout,
+        )
 
 
 def default_group() -> dist.ProcessGroup:
@@ -78,10 +91,29 @@ def store_of_group(group: dist.ProcessGroup) -> Store:
     return c10d._get_process_group_store(group)
 
 
-def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> list[timedelta]:
-    """The collective timeout of each of the group's backends; ``default`` for one that does not tell."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    return [getattr(getattr(backend, "options", None), "_timeout", default) for backend in backends]
+def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> dict[str, timedelta]:
+    """The collective timeout of the backend of each device type; ``default`` for one that does not tell."""
+    backends = {device.type: group._get_backend(device) for device in group._device_types}
+    return {kind: getattr(getattr(each, "options", None), "_timeout", default) for kind, each in backends.items()}
+
+
+def collective_counts(group: dist.ProcessGroup) -> list[int]:
+    """Number of collectives that this rank has issued on each of the group's backends."""
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    return [int(backend._get_sequence_number_for_group()) for backend in backends]
+
+
+def gloo_options(timeout: timedelta) -> Any:
+    """Options of a gloo group on the network devices that PyTorch would choose, with `GLOO_THREADS` for each."""
+    options = GlooGroup._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces:
+        options._devices = [GlooGroup.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        options._devices = [GlooGroup.create_default_device()]
+    options._threads = GLOO_THREADS * len(options._devices)
+    options._timeout = timeout
+    return options
 
 
 # The names below exist in every release from 2.11 on. torch.distributed's own functions do not serve: they take no

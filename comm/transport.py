@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm.groups import destroy
+from gradwire.comm.groups import OwnGroup, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.torch_internals import all_gather, all_to_all, profiler_range
 
@@ -27,6 +27,10 @@ T = TypeVar("T")
 # gloo announces that a rank can receive a message only after the data that this rank sends in it. So a single message
 # uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
+FORGOTTEN_AWAIT = (
+    "{task}: {n} collectives of the transport were created but not awaited, so they never ran. Write `await` before "
+    "each of them: await step.transport.all_reduce(tensor)."
+)
 MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements of smaller cells take longer than their data
 
 
@@ -56,19 +60,19 @@ class Collective(ABC):
 
 
 # An algorithm in flight: it yields each collective that it awaits, and is sent None once that collective is done.
-Steps = Coroutine[Collective, None, T]
+Algorithm = Coroutine[Collective, None, T]
 
 
 class Driver(Generic[T]):
     """Runs an algorithm's coroutine from one collective to the next.
 
-    Each stretch between collectives is a profiler range: "NAME, part 1", ... A range costs 0.2 us while no profiler
+    Each stretch between collectives is a profiler range, "NAME, part 1", ..., which costs 0.2 us while no profiler
     runs. `torch.profiler` records a CPU's worker thread only with
-    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``; `torch.autograd.profiler.emit_nvtx` turns all
-    ranges into NVTX ranges.
+    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``.
 
     Args:
-        steps: the coroutine; nothing else has awaited it.
+        algorithm: the coroutine; nothing else has awaited it.
+        transport: the transport that the algorithm uses; None not to check that it awaits every collective.
         name: common part of the names of the ranges.
 
     Attributes:
@@ -77,36 +81,47 @@ class Driver(Generic[T]):
 
     result: T
 
-    def __init__(self, steps: Steps[T], name: str = "gradwire::algorithm") -> None:
-        self._steps = steps
+    def __init__(
+        self, algorithm: Algorithm[T], transport: Transport | None = None, name: str = "gradwire::algorithm"
+    ) -> None:
+        self._algorithm = algorithm
+        self._transport = transport
         self._name = name
         self._part = 0
+        self._n_unawaited = 0  # collectives created minus collectives awaited
 
     def advance(self) -> Collective | None:
-        """Run to the next collective, which must be done before the next call, and return it; None at the end."""
+        """Run to the next collective, which must be done before the next call, and return it; None at the end.
+
+        Raises:
+            RuntimeError: the algorithm has ended without awaiting every collective that it created.
+        """
         self._part += 1
+        transport = self._transport
+        n_created = transport.n_created if transport is not None else 0
         with profiler_range(f"{self._name}, part {self._part}"):
             try:
-                return self._steps.send(None)
+                collective = self._algorithm.send(None)
             except StopIteration as end:
-                self.result = end.value
-                return None
+                collective, self.result = None, end.value
+        if transport is not None:  # shared with other tasks, which run between two calls
+            self._n_unawaited += transport.n_created - n_created - (collective is not None)
+            if collective is None and self._n_unawaited > 0:
+                raise RuntimeError(
+                    FORGOTTEN_AWAIT.format(task=self._name.removeprefix("gradwire::"), n=self._n_unawaited)
+                )
+        return collective
 
     def close(self) -> None:
         """End the algorithm early."""
-        self._steps.close()
+        self._algorithm.close()
 
 
 class AllReduce(Collective):
     """An in-place all-reduce of tensors that may differ in dtype, one message per tensor.
 
     Two sparse all-reduces in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log/communication.md), so
-    each waits for the one before it.
-
-    Args:
-        tensors: the tensors. Modified in place. Values and indices of a sparse tensor count.
-        op: the reduction.
-        latest_sparse: the future of the transport's latest sparse all-reduce, if any.
+    each waits for ``latest_sparse``, the future of the transport's previous one.
     """
 
     def __init__(
@@ -146,10 +161,7 @@ class AllReduce(Collective):
 class Shot(Collective):
     """Half of a two-shot all-reduce over n ranks, one message per piece; see `Transport`.
 
-    Args:
-        target: [pieces, n, bytes], overwritten.
-        source: this rank's contribution, in as many pieces.
-        payload_bytes: this shot's part of the message.
+    ``target``, [pieces, n, bytes], is overwritten; ``source`` is this rank's contribution, in as many pieces.
     """
 
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
@@ -206,20 +218,24 @@ class Transport:
         payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n
             ranks sends 2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot
             counts half of the message, of which it sends (n - 1) / n.
+        n_created: number of collectives created so far, awaited or not.
     """
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
         self.rank = rank
         self.payload_bytes = 0
+        self.n_created = 0
         self._latest_sparse: list[Future[Any]] = []  # empty or one: see `AllReduce`
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Return the collective that replaces each tensor by its sum over all ranks; await it."""
+        self.n_created += 1
         return AllReduce(tensors, dist.ReduceOp.SUM, self._latest_sparse)
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:
         """Return the collective that replaces ``tensor`` by its elementwise maximum over all ranks; await it."""
+        self.n_created += 1
         return AllReduce((tensor,), dist.ReduceOp.MAX, self._latest_sparse)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
@@ -234,6 +250,7 @@ class Transport:
         """
         _check_pieces("sent", sent, (None, self.world_size, None))
         _check_pieces("received", received, sent.shape)
+        self.n_created += 1
         return AllToAll(received, sent, received.nbytes // 2)  # the other half is the second shot's
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
@@ -248,6 +265,7 @@ class Transport:
         """
         _check_pieces("own", own, (None, None))
         _check_pieces("gathered", gathered, (own.shape[0], self.world_size, own.shape[1]))
+        self.n_created += 1
         return AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2)
 
     def pieces(self, nbytes: int) -> int:
@@ -298,7 +316,7 @@ class GroupTransport(Transport):
     def pieces(self, nbytes: int) -> int:
         """Number of pieces into which to cut a message: several on gloo, 1 on other backends."""
         # PyTorch does not know gradwire's own groups, which are gloo's.
-        is_gloo = isinstance(self.group, dist.ProcessGroupGloo) or dist.get_backend(self.group) == "gloo"
+        is_gloo = isinstance(self.group, OwnGroup) or dist.get_backend(self.group) == "gloo"
         return pieces_on_gloo(nbytes, self.world_size) if is_gloo else 1
 
     def run(self, collective: Collective) -> None:
@@ -307,9 +325,8 @@ class GroupTransport(Transport):
         collective.run(self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective of CPU tensors and return one `dist.Work` per message.
-
-        ``group`` is a process group of the same ranks, by default the transport's own.
+        """Launch a collective of CPU tensors, by default on the transport's own group; returns one `dist.Work` per
+        message.
         """
         self.payload_bytes += collective.payload_bytes
         return collective.start(group or self.group)
@@ -341,14 +358,17 @@ def pieces_on_gloo(nbytes: int, world_size: int) -> int:
     return 1 if world_size == 1 else max(1, min(MAX_PIECES, nbytes // (world_size * MIN_CELL_BYTES)))
 
 
-def run_algorithm(steps: Steps[T], transport: Transport) -> T:
+def run_algorithm(algorithm: Algorithm[T], transport: Transport) -> T:
     """Run an algorithm to its end in this thread and the current stream; returns its result.
 
     Args:
-        steps: the algorithm, a coroutine that nothing has awaited yet.
+        algorithm: a coroutine that nothing has awaited yet.
         transport: runs its collectives; the same transport that was passed to the algorithm.
+
+    Raises:
+        RuntimeError: the algorithm has not awaited every collective that it created.
     """
-    driver = Driver(steps)
+    driver = Driver(algorithm, transport)
     while (collective := driver.advance()) is not None:
         transport.run(collective)
     return driver.result
@@ -390,9 +410,8 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
 
 
 def let_go_of_locals(error: BaseException | None) -> None:
-    """Clear the local variables in the traceback of ``error``.
-
-    A `dist.Work` among them would keep gloo's connections open; a future, which holds the error, would never be freed.
+    """Clear the local variables in the traceback of ``error``: they may hold gloo's connections open, or the error
+    itself.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The exchanges that `gradwire.hooks.auto_hook` chooses from, and how each is measured on copies of the gradients."""
+"""The methods that `gradwire.hooks.auto_hook` chooses from, and how each is measured on copies of the gradients."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from gradwire.comm import Executor
 from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
-from gradwire.hooks._bucket import CommHook, GradBucket, ModelBucket, bucket_device, bucket_work, is_sparse
+from gradwire.hooks._bucket import CommHook, GradBucket, GradwireBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -24,35 +24,33 @@ CASTS: dict[str, CommHook] = {PLAIN: allreduce_hook, "bf16": bf16_compress_hook,
 LOW_RANK = "powersgd-r"
 
 
-class Candidate(NamedTuple):
+class Method(NamedTuple):
     """A hook and its state."""
 
     state: CastState | QuantizationState | PowerSGDState
     hook: CommHook
 
     def run(self, bucket: GradBucket, iteration: int, recorder: Stopwatch | None) -> Future[Tensor]:
-        """Start the exchange of a bucket in step ``iteration``, measured by ``recorder``."""
+        """Start to average a bucket in step ``iteration``, measured by ``recorder``."""
         if isinstance(self.state, HookState):
             self.state.continue_at(iteration)  # it gets only some of the buckets
         self.state._recorder = recorder
         return self.hook(self.state, bucket)
 
 
-def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int) -> Candidate:
-    """The exchange of a candidate's name, which compresses from step ``start`` on.
-
-    Raises:
-        ValueError: there is no candidate of that name.
+def make_method(name: str, process_group: dist.ProcessGroup | None, start: int) -> Method:
+    """The method that a candidate names, which compresses from step ``start`` on; raises ValueError for
+    another name.
     """
     if name in CASTS:
-        return Candidate(CastState(process_group), CASTS[name])
+        return Method(CastState(process_group), CASTS[name])
     if name in WIRE_FORMATS:
-        return Candidate(QuantizationState(process_group, name, start_iter=start), quantization_hook)
+        return Method(QuantizationState(process_group, name, start_iter=start), quantization_hook)
     rank = name.removeprefix(LOW_RANK)
     if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
         state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
         state._has_compressed = True  # no warning if it cannot: the measurement shows that it gains nothing
-        return Candidate(state, powerSGD_hook)
+        return Method(state, powerSGD_hook)
     raise ValueError(
         f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
         "rank N, such as powersgd-r4."
@@ -60,14 +58,14 @@ def make_exchange(name: str, process_group: dist.ProcessGroup | None, start: int
 
 
 class CopiedBucket:
-    """A copy of a bucket, flat or sparse, on which an exchange is measured without consequences."""
+    """A copy of a bucket, flat or sparse, on which a method is measured without consequences."""
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
-            model_bucket = cast("ModelBucket", bucket)
-            self.process_group, self.hook_has_groups = model_bucket.process_group, model_bucket.hook_has_groups
-            self.model_parameters = model_bucket.model_parameters
+            ours = cast("GradwireBucket", bucket)
+            self.process_group, self.hook_has_groups = ours.process_group, ours.hook_has_groups
+            self.model_parameters = ours.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -92,21 +90,21 @@ def _flat_copy(bucket: GradBucket) -> Tensor:
 class Trial:
     """The measurement of one candidate in one step, bucket by bucket, on copies of the gradients."""
 
-    def __init__(self, candidate: str, exchange: Candidate) -> None:
+    def __init__(self, candidate: str, method: Method) -> None:
         self.candidate = candidate  # name of the candidate
         self.buckets: list[tuple[str, ...]] = []  # parameter names of each bucket
-        self.exchange = exchange
+        self.method = method
         self._stopwatch = Stopwatch()
         self._marks: list[Mark] = []  # begin and end of each bucket
 
     def run(
-        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Candidate, recorder: Stopwatch | None
+        self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Method, recorder: Stopwatch | None
     ) -> Future[Tensor]:
-        """Measure the candidate, then exchange the gradients with ``plain``, measured by ``recorder``."""
+        """Measure the candidate, then average the gradients with ``plain``, measured by ``recorder``."""
         self.buckets.append(names)
         device = bucket_device(bucket)
         self._marks.append(Mark(device))
-        self.exchange.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
+        self.method.run(cast("GradBucket", CopiedBucket(bucket)), iteration, self._stopwatch).wait()
         result = plain.run(bucket, iteration, recorder)
         result.wait()
         self._marks.append(Mark(device))
@@ -133,7 +131,7 @@ class Cost(NamedTuple):
     decode: float
 
 
-Costs = Sequence[Mapping[str, Cost]]  # for each bucket, by exchange, the most precise one first
+Costs = Sequence[Mapping[str, Cost]]  # for each bucket, by candidate, the most precise one first
 
 
 def slowest_times(
@@ -141,8 +139,7 @@ def slowest_times(
 ) -> tuple[list[float], list[dict[str, Cost]]]:
     """`predicted_ms`' arguments for every candidate, from the times of the slowest rank. A collective call.
 
-    The plain exchange counts with its minimum time, all others with their median, so that background load favors the
-    plain exchange.
+    The plain candidate counts with its minimum time, all others with their median: background load favors it.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -170,39 +167,29 @@ def _samples(times: Sequence[Any]) -> Tensor:
 
 
 def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
-    """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
-
-    Args:
-        ready: time at which each bucket is ready (ms), not decreasing.
-        costs: cost of each bucket's exchange.
-    """
+    """Milliseconds from the first complete gradient to the last result, of buckets that are ready at ``ready`` (ms)."""
     times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
     return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 
 
 def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
-    """The exchange of each bucket: the most precise ones that are about as fast as the fastest.
+    """The candidate of each bucket: the most precise ones that are about as fast as the fastest.
 
     Args:
         ready: time at which each bucket is ready (ms), not decreasing.
-        costs: for each bucket, the cost of every exchange.
-        min_gain: smallest speed-up over the plain exchange for which to compress.
+        costs: for each bucket, the cost of every candidate.
+        min_gain: smallest speed-up over the plain candidate for which to compress.
     """
-    plain = [next(iter(of)) for of in costs]
-    fastest = [min(of, key=lambda name, of=of: sum(of[name])) for of in costs]  # type: ignore[misc]
-    limit = TOLERANCE * _plan_ms(ready, costs, fastest)
-    if min_gain * limit > TOLERANCE * _plan_ms(ready, costs, plain):
+
+    def plan_ms(plan: Sequence[str]) -> float:
+        return predicted_ms(ready, [bucket[name] for bucket, name in zip(costs, plan, strict=True)])
+
+    plain = [next(iter(bucket)) for bucket in costs]
+    fastest = [min(bucket, key=lambda name, bucket=bucket: sum(bucket[name])) for bucket in costs]  # type: ignore[misc]
+    limit = TOLERANCE * plan_ms(fastest)
+    if min_gain * limit > TOLERANCE * plan_ms(plain):
         return plain
     plan = list(fastest)
-    for i, of in enumerate(costs):
-        for name in of:
-            plan[i] = name
-            if _plan_ms(ready, costs, plan) <= limit:
-                break
-        else:
-            plan[i] = fastest[i]
+    for i, bucket in enumerate(costs):
+        plan[i] = next((name for name in bucket if plan_ms([*plan[:i], name, *plan[i + 1 :]]) <= limit), fastest[i])
     return plan
-
-
-def _plan_ms(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
-    return predicted_ms(ready, [of[name] for of, name in zip(costs, plan, strict=True)])

@@ -19,7 +19,7 @@ from gradwire.comm.store_collectives import named_barrier
 from gradwire.compress._validation import check_elements, check_entries, check_tensor, check_whole_number, wrong
 from gradwire.hooks._bucket import GradBucket, bucket_device, bucket_dtype
 from gradwire.hooks._handshake import HookSettings, digest
-from gradwire.hooks._parameter_names import ParameterNames, compressible_parameters, is_number, plain_name
+from gradwire.hooks._parameter_names import ParameterNames, is_number, plain_name
 from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout, layout_in_dtype, memory_order
 
 ERRORS = "errors"  # the entry with error memory
@@ -99,10 +99,8 @@ class DeclaredMemory(HookSettings):
         self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
 
     def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
-        """The result of `make_bucket`, for new buckets, which start from the memory of earlier ones.
-
-        Raises:
-            ValueError: loaded memory does not fit the model.
+        """The result of `make_bucket`, which starts from the memory of earlier buckets, or from loaded memory that
+        fits.
         """
         self.check_loaded(names)
         for entry, loaded in self._loaded.items():
@@ -270,7 +268,7 @@ class Checkpointed(DeclaredMemory):
         """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
         self._names.search()
         self._names.require(f"A checkpoint of a {type(self).__name__}")
-        if self._names.module is None and self.iter == 0 and not self._is_loaded:
+        if not self._names.is_complete and self.iter == 0 and not self._is_loaded:
             raise RuntimeError(
                 f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
                 f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
@@ -279,8 +277,7 @@ class Checkpointed(DeclaredMemory):
 
     def _collected(self) -> dict[str, Any]:
         """A new `state_dict`. A collective call."""
-        if self._names.module is not None:
-            self.initialize(compressible_parameters(self._names.module))
+        self.initialize(self._names.compressible())
         return {"iter": self.iter, **{entry: self._merged(entry) for entry in self.memory}, **self.counts()}
 
     def initialize(self, parameters: Mapping[Tensor, str]) -> None:
@@ -292,7 +289,7 @@ class Checkpointed(DeclaredMemory):
 
     def _merged(self, entry: str) -> dict[str, Tensor]:
         """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
-        module, own = self._names.module, self.tensors(entry)
+        own = self.tensors(entry)
         merged: dict[str, Tensor] = {}
         if self.memory[entry].merge == "same":
             merged = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
@@ -308,8 +305,8 @@ class Checkpointed(DeclaredMemory):
                     merged[name] = total.contiguous().cpu()
 
             executor.submit(lambda _: add_up()).wait()
-        if module is not None and self.keeps(entry):
-            for parameter, name in compressible_parameters(module).items():
+        if self.keeps(entry):
+            for parameter, name in self._names.compressible().items():
                 if name not in merged:
                     merged[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
         return merged
@@ -397,11 +394,8 @@ class Checkpointed(DeclaredMemory):
         """Raise ValueError unless the entries of `counts` are valid."""
 
     def check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless loaded memory has the declared shapes.
-
-        Args:
-            memory: tensors by entry and parameter name.
-            layouts: layouts of the gradients known so far, by parameter name.
+        """Raise ValueError unless loaded memory has the declared shapes for these layouts of gradients, by parameter
+        name.
         """
         for entry, (_, _, shape_of) in self.memory.items():
             for name, tensor in memory[entry].items():

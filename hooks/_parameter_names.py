@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -41,11 +41,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """The plain name of every parameter of an unwrapped module.
-
-    Raises:
-        ValueError: two parameters have the same plain name.
-    """
+    """The plain name of every parameter of an unwrapped module; raises ValueError if two are the same."""
     names: dict[torch.Tensor, str] = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
     if len(set(names.values())) < len(names):
         raise ValueError(
@@ -72,13 +68,9 @@ def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) ->
 class ParameterNames:
     """The names of parameters, from the model passed to `bind` or found by `registered_module`.
 
-    PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of
-    first appearance: ``parameter.0``, ``parameter.1``, ... In PyTorch's first backward this order
-    depends only on the model, so numbers are equal on all ranks. They suffice to train, but not
-    for options by name or checkpoints.
-
-    Args:
-        state: the state that is registered with the hook.
+    PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of first appearance,
+    ``parameter.0``, ``parameter.1``, ..., which in PyTorch's first backward depends only on the model and is equal on
+    all ranks. Numbers suffice to train, but not for options by name or checkpoints.
     """
 
     def __init__(self, state: object) -> None:
@@ -86,6 +78,7 @@ class ParameterNames:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
+        self._layouts: dict[str, torch.Tensor] = {}  # of `bind_layouts`
         self.is_closed = False  # whether every parameter has appeared: no further one is numbered
 
     @property
@@ -119,6 +112,19 @@ class ParameterNames:
         self._names.update(parameter_names(module))
         self._module = weakref.ref(module)
 
+    def bind_layouts(self, layouts: Mapping[str, torch.Tensor]) -> None:
+        """Take the names of all parameters, with tensors in the layouts of their gradients: shards of a model."""
+        self._layouts = dict(layouts)
+        self._names.update((layout, name) for name, layout in layouts.items())
+        self.is_closed = True
+
+    def compressible(self) -> dict[torch.Tensor, str]:
+        """The trainable parameters with dense gradients; empty if the model is unknown."""
+        module = self.module
+        if module is None:
+            return {layout: name for name, layout in self._layouts.items()}
+        return compressible_parameters(module)
+
     @property
     def module(self) -> torch.nn.Module | None:
         """The model that the names are from; None if there is none or it no longer exists."""
@@ -132,7 +138,7 @@ class ParameterNames:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the module, if there is one."""
         module = self.module
-        return list(module.parameters()) if module is not None else []
+        return list(module.parameters()) if module is not None else list(self._layouts.values())
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""
@@ -147,11 +153,8 @@ class ParameterNames:
             raise self._unknown(needed_by)
 
     def of(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
-        """The names of the parameters of a bucket of PyTorch's DDP, in its order.
-
-        Args:
-            bucket: the bucket.
-            needed_by: returns the subject of the error message; None if numbers suffice.
+        """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
+        suffice.
         """
         parameters = bucket.parameters()
         names: list[str | None] = list(map(self._names.get, parameters))
@@ -182,10 +185,9 @@ class ParameterNames:
 
 
 def live_wrappers() -> list[TorchDDP]:
-    """All live DistributedDataParallel wrappers, PyTorch's, gradwire's and other subclasses.
+    """All live wrappers, PyTorch's, gradwire's and other subclasses, unless ``gc.freeze()`` hid them.
 
-    The search is one pass over all objects of Python's garbage collector: 50 ms for a million. It does not find objects
-    that ``gc.freeze()`` has hidden.
+    One pass over all objects of Python's garbage collector: 50 ms for a million.
     """
     kinds: list[type] = [TorchDDP]
     for kind in kinds:  # the list grows
@@ -195,11 +197,9 @@ def live_wrappers() -> list[TorchDDP]:
 
 
 def registered_wrappers(state: object, parameters: Sequence[torch.Tensor] = ()) -> list[TorchDDP]:
-    """The wrappers that may call a hook with ``state`` and these parameters.
+    """The live wrappers that hold ``state`` with a hook and have these parameters.
 
-    PyTorch's DDP keeps the registered (hook, state) pairs, so these are the live wrappers that hold ``state`` and have
-    the parameters. If none holds the state, because the user's own hook passes it on, these are all live wrappers with
-    a hook and these parameters; none without parameters.
+    If none holds the state, because the user's own hook passes it on: all with a hook and these parameters.
     """
     wanted = set(map(id, parameters))
     hooked = [ddp for ddp in live_wrappers() if getattr(ddp, "_comm_hooks", None)]

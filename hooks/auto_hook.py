@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.comm import executor_for
 from gradwire.compress._validation import check_entries, check_whole_number, wrong
-from gradwire.hooks._auto_trial import PLAIN, Candidate, Trial, choose, make_exchange, predicted_ms, slowest_times
+from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, predicted_ms, slowest_times
 from gradwire.hooks._bucket import GradBucket, bucket_device
 from gradwire.hooks._checkpoint import check_count, option_values
 from gradwire.hooks._handshake import digest
@@ -51,7 +51,7 @@ class AutoOptions:
             expected = f"a list of different names that begins with {PLAIN!r}"
             raise ValueError(f"candidates is {list(names)}; expected {expected}.")
         for name in (*names, *self.plan.values()):
-            make_exchange(name, None, FIRST_STEPS)
+            make_method(name, None, FIRST_STEPS)
         check_whole_number("repeats", self.repeats, "a whole number of steps, at least 1", 1)
         if not isinstance(self.min_gain, int | float) or not self.min_gain >= 1:
             raise ValueError(f"min_gain is {self.min_gain!r}; expected a ratio of times, at least 1.")
@@ -110,12 +110,12 @@ class AutoState(HookState):
         min_gain: float = 1.05,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self._exchanges: dict[str, Candidate] = {}
+        self._methods: dict[str, Method] = {}
         self._trials: list[Trial] = []
         options = AutoOptions(candidates=tuple(candidates), repeats=repeats, min_gain=min_gain, plan=plan or {})
         super().__init__("auto_hook", process_group, options)
         self._applied_plan = dict(options.plan)
-        self._latest: dict[str, Candidate] = {}  # the exchange of each parameter's bucket in its latest step, by name
+        self._latest: dict[str, Method] = {}  # the method of each parameter's bucket in its latest step, by name
         self._first_trial = FIRST_STEPS  # the step of the first measurement
         self._checks_plan = True  # whether the plan must be compared with the model
         self._is_first_bucket = False
@@ -128,8 +128,8 @@ class AutoState(HookState):
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         HookState.process_group.fset(self, process_group)  # type: ignore[attr-defined]
-        for exchange in (*self._exchanges.values(), *(trial.exchange for trial in self._trials)):
-            exchange.state.process_group = process_group
+        for method in (*self._methods.values(), *(trial.method for trial in self._trials)):
+            method.state.process_group = process_group
 
     def begin_step(self) -> None:
         """Begin a step, with a plan that was assigned or modified since the last one."""
@@ -162,28 +162,28 @@ class AutoState(HookState):
 
     def needs_names(self) -> str | None:
         """The plan needs names; see `HookState`."""
-        return "The choice of an exchange for each parameter"
+        return "The choice of a method for each parameter"
 
     def residuals(self) -> list[Tensor]:
         """This rank's error memory, for `metrics`."""
-        return [error for exchange in self._exchanges.values() for error in exchange.state.residuals()]
+        return [error for method in self._methods.values() for error in method.state.residuals()]
 
-    def exchange(self, name: str) -> Candidate:
-        """The exchange of a candidate, created at its first use."""
-        if name not in self._exchanges:
-            self._exchanges[name] = self._make(name)
-        return self._exchanges[name]
+    def method(self, name: str) -> Method:
+        """The method of a candidate, created at its first use."""
+        if name not in self._methods:
+            self._methods[name] = self._make(name)
+        return self._methods[name]
 
     def _make_planned(self) -> None:
-        """Create the exchanges of the plan, which no step may have used yet on this rank."""
+        """Create the methods of the plan, which no step may have used yet on this rank."""
         for name in set(self.plan.values()):
-            self.exchange(name)
+            self.method(name)
 
     def take_back(self, name: str, gradient: Tensor) -> None:
         """Add a reduced gradient that was not applied to the parameter's error; see `HookState.take_back`."""
-        exchange = self._latest.get(plain_name(name))
-        if exchange is not None and isinstance(exchange.state, HookState):
-            exchange.state.take_back(name, gradient)
+        method = self._latest.get(plain_name(name))
+        if method is not None and isinstance(method.state, HookState):
+            method.state.take_back(name, gradient)
 
     def prepare_checkpoint(self) -> None:
         """Collect the state of all ranks, so that any rank may call `state_dict` alone until the next step.
@@ -226,12 +226,12 @@ class AutoState(HookState):
             ValueError: an entry is missing, has the wrong type, or is out of range. This state is not modified.
         """
         _check_state_dict(state_dict)
-        exchanges = {name: self._make(name) for name in state_dict["states"]}
-        for name, exchange in exchanges.items():
-            if not isinstance(exchange.state, HookState):
+        methods = {name: self._make(name) for name in state_dict["states"]}
+        for name, method in methods.items():
+            if not isinstance(method.state, HookState):
                 raise ValueError(f"states has an entry {name!r}, but {name} keeps nothing. Leave it out.")
-            exchange.state.load_state_dict(state_dict["states"][name])
-        self._restart(state_dict["iter"], state_dict["plan"], exchanges)
+            method.state.load_state_dict(state_dict["states"][name])
+        self._restart(state_dict["iter"], state_dict["plan"], methods)
 
     def replicated_state(self) -> dict[str, Any]:
         """Step count, plan and factors; see `HookState.replicated_state`."""
@@ -246,12 +246,12 @@ class AutoState(HookState):
         use them, so their memory is empty.
         """
         for name, state in replicated["states"].items():
-            kept = self.exchange(name).state
+            kept = self.method(name).state
             assert isinstance(kept, HookState)
             kept.load_replicated_state(state)
         unknown = {name for name, _ in self._with_memory()} - replicated["states"].keys()
-        exchanges = {name: exchange for name, exchange in self._exchanges.items() if name not in unknown}
-        self._restart(replicated["iter"], replicated["plan"], exchanges)
+        methods = {name: method for name, method in self._methods.items() if name not in unknown}
+        self._restart(replicated["iter"], replicated["plan"], methods)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options, plan and this rank's memory, without the process group."""
@@ -259,14 +259,14 @@ class AutoState(HookState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state["options"])  # type: ignore[misc]
-        exchanges = {name: Candidate(each, self._make(name).hook) for name, each in state["states"].items()}
-        self._restart(state["iter"], self.plan, exchanges)
+        methods = {name: Method(each, self._make(name).hook) for name, each in state["states"].items()}
+        self._restart(state["iter"], self.plan, methods)
 
-    def _make(self, name: str) -> Candidate:
-        exchange = make_exchange(name, self.process_group, FIRST_STEPS)
-        if self._names.module is not None and isinstance(exchange.state, HookState):
-            exchange.state.bind(self._names.module)
-        return exchange
+    def _make(self, name: str) -> Method:
+        method = make_method(name, self.process_group, FIRST_STEPS)
+        if self._names.module is not None and isinstance(method.state, HookState):
+            method.state.bind(self._names.module)
+        return method
 
     def bind(self, module: torch.nn.Module) -> None:
         """Take parameter names from ``module``; see `HookState.bind`."""
@@ -275,13 +275,13 @@ class AutoState(HookState):
             state.bind(module)
 
     def _with_memory(self) -> list[tuple[str, HookState]]:
-        """The exchanges in use that keep error memory, by name."""
-        found = sorted(self._exchanges.items())
+        """The methods in use that keep error memory, by name."""
+        found = sorted(self._methods.items())
         return [(name, each.state) for name, each in found if isinstance(each.state, HookState)]
 
-    def _restart(self, iteration: int, plan: Mapping[str, str], exchanges: dict[str, Candidate]) -> None:
+    def _restart(self, iteration: int, plan: Mapping[str, str], methods: dict[str, Method]) -> None:
         self.plan = plan  # validates it
-        self._exchanges, self._latest = dict(exchanges), {}
+        self._methods, self._latest = dict(methods), {}
         self._measure_again()
         self._first_trial = iteration + FIRST_STEPS
         self.continue_at(iteration)
@@ -319,7 +319,7 @@ class AutoState(HookState):
             self._choose(bucket)
             return
         candidate = self.candidates[index]
-        self._trials.append(Trial(candidate, self._make(candidate) if step == 0 else self._trials[-1].exchange))
+        self._trials.append(Trial(candidate, self._make(candidate) if step == 0 else self._trials[-1].method))
 
     def count_step(self) -> None:
         """Count a step that has ended."""
@@ -347,13 +347,13 @@ class AutoState(HookState):
         logger.info("Chosen: %s", ", ".join(f"{name} for {len(names)} parameters" for name, names in members))
         self._measure_again()
 
-    def _chosen(self, names: Sequence[str]) -> Candidate:
-        """The exchange of a bucket: the most precise one that was chosen for any of its parameters."""
+    def _chosen(self, names: Sequence[str]) -> Method:
+        """The method of a bucket: the most precise one that was chosen for any of its parameters."""
         chosen = {self.plan.get(name, PLAIN) for name in names}
         order = (*self.candidates, *sorted(chosen - set(self.candidates)))
-        exchange = self.exchange(min(chosen, key=order.index))
-        self._latest.update(dict.fromkeys(names, exchange))
-        return exchange
+        method = self.method(min(chosen, key=order.index))
+        self._latest.update(dict.fromkeys(names, method))
+        return method
 
 
 def _check_plan(plan: Mapping[str, str], module: torch.nn.Module) -> None:
@@ -368,7 +368,7 @@ def _check_plan(plan: Mapping[str, str], module: torch.nn.Module) -> None:
 
 
 def _only_members(saved: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
-    """A `state_dict` of an exchange without the empty memory of parameters that the plan exchanges in another way."""
+    """A `state_dict` of a method without the empty memory of parameters that the plan gives another method."""
     kept = {name for name, error in saved["errors"].items() if name in members or error.any()}
     return {
         key: {name: each for name, each in value.items() if name in kept} if isinstance(value, dict) else value
@@ -413,7 +413,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         state._is_first_bucket = False
         state._begin_trial(bucket)
     if state._trials:
-        result = state._trials[-1].run(bucket, names, state.iter, state.exchange(PLAIN), state._recorder)
+        result = state._trials[-1].run(bucket, names, state.iter, state.method(PLAIN), state._recorder)
     else:
         result = state._chosen(names).run(bucket, state.iter, state._recorder)
     state.maybe_increase_iter(bucket)

@@ -7,7 +7,7 @@ world size, resynchronization after errors, pickling and telemetry follow from t
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -16,16 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Steps, Transport, Workspace
+from gradwire.comm import Algorithm, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, needs_state, reduce_bucket, zero_copy
-from gradwire.hooks._checkpoint import (
-    MAX_COUNT,
-    Checkpointed,
-    Memory,
-    check_count,
-    option_values,
-)
+from gradwire.compress._validation import check_whole_number
+from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._checkpoint import MAX_COUNT, Checkpointed, Memory, check_count, option_values
 from gradwire.hooks._parameter_names import is_number, plain_name
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
@@ -61,9 +56,6 @@ class Step(NamedTuple):
     target: Gradients
 
 
-Algorithm = Callable[[Step], Steps[None]]
-
-
 def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     """Decorate a hook ``hook(state, bucket)`` that calls ``state.run``, for states of type ``kind``.
 
@@ -74,32 +66,25 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     """
     if not (isinstance(kind, type) and issubclass(kind, HookState)):
         raise TypeError(f"hook_for was given {kind!r}; expected the class of the state: @hook_for(MyState).")
-    return lambda hook: zero_copy(ddp_hook(needs_state(kind))(hook))
-
-
-class Option:
-    """An option as an attribute of a state: reads ``state.options``, and replaces them when assigned."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, state: Any, kind: type | None = None) -> Any:
-        return self if state is None else getattr(state.options, self._name)
-
-    def __set__(self, state: Any, value: object) -> None:
-        if "options" not in vars(state):
-            raise AttributeError(
-                f"{self._name} is an option: pass it to super().__init__(), or assign it after that call."
-            )
-        state.options = replace(state.options, **{self._name: value})
+    return lambda hook: zero_copy(ddp_hook(kind)(hook))
 
 
 def with_option_attributes(options: type) -> Callable[[Options], Options]:
     """Decorate a state: every option is also an attribute, whose assignment validates all options together."""
 
+    def option(name: str) -> property:
+        def assign(state: Any, value: object) -> None:
+            if "options" not in vars(state):
+                raise AttributeError(
+                    f"{name} is an option: pass it to super().__init__(), or assign it after that call."
+                )
+            state.options = replace(state.options, **{name: value})
+
+        return property(operator.attrgetter(f"options.{name}"), assign)
+
     def decorate(kind: Options) -> Options:
         for each in fields(options):
-            setattr(kind, each.name, Option(each.name))
+            setattr(kind, each.name, option(each.name))
         return kind
 
     return decorate
@@ -123,7 +108,8 @@ class HookState(Checkpointed):
         hook: name of the hook.
         process_group: the ranks to average over; None for the model's.
         options: a frozen dataclass with values that must be equal on all ranks; None without options. Its field
-            ``start_iter``, if there is one, is the number of plain steps before the first compressed one.
+            ``start_iter``, if there is one, is the number of plain steps before the first compressed one: 0 compresses
+            from the first step on, before DDP rebuilds its buckets.
 
     Attributes:
         memory: declarations by name of the entry in a checkpoint.
@@ -131,6 +117,10 @@ class HookState(Checkpointed):
         options: the options. May be replaced between two steps, equally on all ranks.
         process_group: the ranks to average over; None for the model's.
         iter: number of steps so far, equal on all ranks, which compare it after an assignment.
+
+    Raises:
+        TypeError: ``options`` is no frozen dataclass, or ``process_group`` no process group.
+        ValueError: ``start_iter`` is not a whole number, or is negative.
     """
 
     local_options: ClassVar[frozenset[str]] = frozenset()
@@ -139,7 +129,7 @@ class HookState(Checkpointed):
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook, process_group, options)
         self._iter = 0
-        self._start = 0  # the first compressed step
+        self._start = self._first_compressed_step()
         self._latest_index: int | None = None  # index of the latest bucket
         self._is_counted = True  # whether ``iter`` includes the latest step
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
@@ -169,6 +159,11 @@ class HookState(Checkpointed):
                 options matches no parameter of ``module``.
         """
         self._names.bind(module)
+        self._check_patterns()
+
+    def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
+        """Take the parameter names of a sharded model, with tensors in the layouts of this rank's gradients."""
+        self._names.bind_layouts(layouts)
         self._check_patterns()
 
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
@@ -218,10 +213,10 @@ class HookState(Checkpointed):
         self.expect_handshake()
 
     def continue_at(self, iteration: int) -> None:
-        """Let ``iteration`` be the number of the next step."""
+        """Set the number of the next step."""
         self._iter, self._is_counted = iteration, True
 
-    def run(self, bucket: GradBucket, algorithm: Algorithm) -> Future[Tensor]:
+    def run(self, bucket: GradBucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
         """Average a bucket with ``algorithm``, in bucket order; the future has the result.
 
         Steps before the option ``start_iter``, and sparse gradients, take the plain all-reduce.
@@ -240,7 +235,9 @@ class HookState(Checkpointed):
         if iteration >= self._start and not is_sparse(bucket):
             memory = self.prepare(bucket, names, group)
 
-        def steps(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+        def on_tensors(
+            source: Gradients, target: Gradients, transport: Transport, workspace: Workspace
+        ) -> Algorithm[None]:
             if memory is None:
                 return cast_all_reduce(source, target, source.table.dtype, transport, workspace)
             gradients = source.each()
@@ -249,7 +246,7 @@ class HookState(Checkpointed):
 
         self.maybe_increase_iter(bucket)
         layout = getattr(memory, "layout", None)
-        return reduce_bucket(group, bucket, steps, self.hook_name, layout=layout, recorder=self._recorder)
+        return reduce_bucket(group, bucket, on_tensors, self.hook_name, layout=layout, recorder=self._recorder)
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket in a compressed step, kept from step to step.
@@ -301,6 +298,11 @@ class HookState(Checkpointed):
 
     # Options.
 
+    def _first_compressed_step(self) -> int:
+        start: int = getattr(self.options, self.start_option, 0)
+        check_whole_number(self.start_option, start, "a whole number of steps, at least 0", 0)
+        return start
+
     def settings(self) -> dict[str, object]:
         """The hook and its options, which must be equal on all ranks."""
         if self.options is None:
@@ -310,7 +312,8 @@ class HookState(Checkpointed):
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply options that were assigned or modified since the last step: make buckets anew, which keep the errors.
+        """Apply options that were assigned or modified since the last step: new buckets, which start from the old
+        errors.
 
         Raises:
             ValueError: an option has the wrong type or is out of range.
@@ -319,7 +322,7 @@ class HookState(Checkpointed):
             return
         if self.options is not None:
             self.options = replace(self.options)  # validates: dictionaries may have been modified in place
-        self._start = getattr(self.options, self.start_option, 0)
+        self._start = self._first_compressed_step()
         self.drop_buckets()
         self.revoke_agreements()
         self._applied, self._patterns_match = settings, False

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Steps, Transport
+from gradwire.comm import Algorithm, Transport
 from gradwire.compress import (
     LowRankBucket,
     LowRankPolicy,
@@ -28,7 +28,7 @@ from gradwire.compress import (
 from gradwire.compress._validation import check_elements, check_flag, check_number, check_whole_number, wrong
 from gradwire.compress.policy import check_factors, check_size_of_factors
 from gradwire.compress.powersgd import error_like
-from gradwire.hooks._bucket import GradBucket, ddp_hook, needs_state
+from gradwire.hooks._bucket import GradBucket, ddp_hook
 from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, as_real, compute_dtype, gradient_layout, layout_in_dtype
@@ -265,8 +265,6 @@ class PowerSGDState(HookState):
     def count_step(self) -> None:
         """Count a step that has ended."""
         super().count_step()
-        if self._iter == self._start:
-            logger.info("PowerSGD starts after %s steps.", self._iter)
         if self._iter <= self._start:
             return
         if not self._has_compressed:
@@ -315,7 +313,7 @@ class PowerSGDState(HookState):
         return made
 
     def _warn_if_idle(self) -> None:
-        """Warn after the first compressed step if it has compressed nothing, and tell why."""
+        """Warn, with the reason, if the first compressed step has compressed nothing."""
         if any(low_rank for _, low_rank in self._buckets.values()):
             return
         known = self._names.known()
@@ -349,7 +347,7 @@ class PowerSGDState(HookState):
                 kept[name] = error_like(None, as_real(layout), dtype, name)
 
     def keeps(self, entry: str) -> bool:
-        """No entries besides those of `initialize`."""
+        """Whether further entries start from zeros: none, `initialize` has made them all."""
         return False
 
     def counts(self) -> dict[str, Any]:
@@ -415,7 +413,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
-@ddp_hook(needs_state(PowerSGDState))
+@ddp_hook(PowerSGDState)
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Apply PowerSGD to the flat bucket as one nearly square matrix.
 
@@ -432,11 +430,11 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
-def _powersgd(options: PowerSGDOptions, step: Step) -> Steps[None]:
+def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
     bucket, gradients, results, workspace = step.memory, step.gradients, step.results, step.workspace
     arguments = (bucket, gradients, results, step.iteration, step.transport, workspace)
 
-    def steps() -> Steps[None]:
+    def steps() -> Algorithm[None]:
         if options.alternating:
             return alternating_all_reduce(*arguments)
         return powersgd_all_reduce(*arguments, warm_start=options.warm_start)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Executor, Steps, Transport, Workspace, executor_for
+from gradwire.comm import Algorithm, Executor, Transport, Workspace, executor_for
 from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
 from gradwire.compress._validation import check_flag, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
@@ -25,13 +25,12 @@ from gradwire.hooks._bucket import (
     bucket_dtype,
     ddp_hook,
     is_sparse,
-    needs_process_group,
     real_layouts,
     reduce_bucket,
     zero_copy,
 )
 from gradwire.hooks._checkpoint import ERRORS
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._handshake import HookSettings, settings_of
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
@@ -182,8 +181,6 @@ class QuantizationState(HookState):
 
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
-_PER_TENSOR = HookSettings("quantization_pertensor_hook")
-_PER_CHANNEL: dict[int, HookSettings] = {}  # by block size
 
 
 @hook_for(QuantizationState)
@@ -209,14 +206,14 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, _quantized)
 
 
-def _quantized(step: Step) -> Steps[None]:
+def _quantized(step: Step) -> Algorithm[None]:
     return quantized_all_reduce(
         step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace
     )
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -232,11 +229,12 @@ def quantization_pertensor_hook(
     Examples:
         >>> model.register_comm_hook(process_group, quantization_pertensor_hook)
     """
-    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, _PER_TENSOR)
+    settings = settings_of("quantization_pertensor_hook")
+    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, settings)
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
@@ -257,7 +255,7 @@ def quantization_perchannel_hook(
         >>> model.register_comm_hook(process_group, quantization_perchannel_hook)
     """
     check_block_size("bucket_size", bucket_size)
-    settings = _PER_CHANNEL.setdefault(bucket_size, HookSettings(f"quantization_perchannel_hook, {bucket_size}"))
+    settings = settings_of(f"quantization_perchannel_hook, {bucket_size}")
     return quantized_reduction(process_group, bucket, "int8", bucket_size, settings)
 
 
@@ -283,7 +281,7 @@ def quantized_reduction(
         executor = executor_for(group, bucket_device(bucket))
         quantized = _quantized_bucket(executor, bucket, wire, block_size)
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Steps[None]:
+    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
         return quantized_all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
 

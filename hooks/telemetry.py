@@ -5,21 +5,9 @@ To start measuring, call `Observed.observe` of the hook's state on every rank::
     >>> report = to_tensorboard(SummaryWriter("runs/int4")) if dist.get_rank() == 0 else None
     >>> state.observe(every=50, exact_every=1000, report=report)
 
-`Observed.metrics`, and each report, is a dictionary of numbers about one step on this rank:
-
-- ``step``: steps since `Observed.observe`.
-- ``gradient_bytes``, ``sent_bytes``, ``compression_ratio``: payload before and after compression, and their ratio.
-  Of n ranks, each sends 2 (n - 1) / n times its payload over the network.
-- ``uncompressed_buckets``: buckets sent in full: with sparse gradients, without a matrix worth compressing, or before
-  compression starts; also buckets so small that padding and scales exceed the savings.
-- ``encode_ms``, ``wire_ms``, ``decode_ms``: computation up to the last collective, collectives including their queue,
-  and computation after the last collective; summed over the buckets. They overlap the backward pass.
-- ``residual_ratio``: norm of the error memory divided by norm of the result. It should level off. If it keeps growing,
-  the hook drops information faster than it sends it.
-- ``cosine``, ``relative_error``: of the result against the exact mean of this step's gradients, every ``exact_every``
-  steps. With error feedback, the result contains residuals of earlier steps, so a cosine of 0.3 to 0.9 is normal for
-  PowerSGD at low rank.
-- ``saturated_elements``, ``nonfinite_elements``, ``skipped_steps``: totals of `ScaledCastState`.
+`Observed.metrics`, and each report, is a dictionary of numbers about one step on this rank. docs/telemetry.md lists
+them: payload before and after compression, encode, wire and decode time, norm of the error memory, and the error
+against the exact mean.
 """
 
 from __future__ import annotations
@@ -38,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm import Collective, Driver, Steps, Transport, Workspace
+from gradwire.comm import Algorithm, Collective, Driver, Transport
 from gradwire.compress import Gradients
 from gradwire.compress._validation import check_whole_number
 from gradwire.kernels import compute_dtype
@@ -95,7 +83,7 @@ def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
 
 
 class Observed:
-    """A hook state that can measure its steps. The module's docstring lists the metrics."""
+    """A hook state that can measure its steps. docs/telemetry.md lists the metrics."""
 
     _recorder: Stopwatch | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
 
@@ -148,7 +136,6 @@ class Observed:
 
 
 T = TypeVar("T")
-Algorithm = Callable[[Gradients, Gradients, Transport, Workspace], Steps[None]]
 
 
 class Mark:
@@ -183,9 +170,9 @@ class Timeline:
         self._marks: list[Mark] = []  # begin and end of each stretch between collectives
 
     @coroutine
-    def measured(self, steps: Steps[T]) -> Generator[Collective, None, T]:
+    def measured(self, algorithm: Algorithm[T]) -> Generator[Collective, None, T]:
         """Run an algorithm, measured; await the result."""
-        driver = Driver(steps)
+        driver = Driver(algorithm)
         try:
             while True:
                 self._marks.append(Mark(self._device))
@@ -196,7 +183,7 @@ class Timeline:
                 self.sent_bytes += collective.payload_bytes
                 yield collective
         finally:
-            steps.close()
+            algorithm.close()
 
     def milliseconds(self) -> tuple[float, float, float]:
         """Encode, wire and decode time (ms): before, in and after the collectives."""
@@ -230,19 +217,14 @@ class Stopwatch:
         return self
 
     def measured(
-        self, steps: Steps[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
-    ) -> Steps[T]:
+        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+    ) -> Algorithm[T]:
         """The algorithm of a bucket, measured; its result has the same bits.
 
-        Args:
-            steps: the algorithm.
-            is_last: whether the bucket is the last one of its step.
-            device: device of the gradients.
-            work: source and target; None for a sparse bucket, which is never compressed.
-            transport: transport of the algorithm.
+        ``work`` is its source and target, None for a sparse bucket, and ``transport`` the transport of the algorithm.
         """
         self.timelines.append(timeline := Timeline(device))
-        return timeline.measured(steps)
+        return timeline.measured(algorithm)
 
 
 class Telemetry(Stopwatch):
@@ -309,14 +291,14 @@ class Sample:
         self._copied: Mark | None = None
 
     async def measured(
-        self, steps: Steps[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
     ) -> T:
         """Run the algorithm of a bucket, measured; see `Stopwatch.measured`."""
         exact, timeline = None, Timeline(device)
         if work is not None and self._is_exact:
             exact = _flat(work[0], 1 / transport.world_size)
             await transport.all_reduce(exact)
-        result = await timeline.measured(steps)
+        result = await timeline.measured(algorithm)
         self._timelines.append(timeline)
         if work is None:
             self._gradient_bytes.append(timeline.sent_bytes)
@@ -350,7 +332,7 @@ class Sample:
         return self._copied is not None and self._copied.is_past()
 
     def metrics(self) -> dict[str, float]:
-        """The measurements, named as `gradwire.hooks.telemetry` lists them."""
+        """The measurements, named as docs/telemetry.md lists them."""
         sums = dict(zip(self._sums, self._values.tolist(), strict=True))
         sent = [timeline.sent_bytes for timeline in self._timelines]
         gradient_bytes, sent_bytes = sum(self._gradient_bytes), sum(sent)

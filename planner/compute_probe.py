@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
-from gradwire.comm.executor import Task
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
 from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
 from gradwire.hooks.debugging_hooks import noop_hook
@@ -24,7 +24,7 @@ from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
-from gradwire.planner.model import IN_FLIGHT, BucketCost, HookCost, Message, ModelCost, Overlap
+from gradwire.planner.model import BucketCost, HookCost, Message, ModelCost, Overlap
 from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
@@ -140,7 +140,7 @@ class TimingExecutor(Executor):
     """Runs each task at once, in the caller's thread and stream, and times its computation."""
 
     def __init__(self, transport: EqualRanks, device: torch.device) -> None:
-        super().__init__(transport, [Workspace(device) for _ in range(IN_FLIGHT)])
+        super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._ranks, self._device = transport, device
         self._turn = 0
         self.marks: list[Mark] = []  # start and end of each computation of the latest task
@@ -150,7 +150,7 @@ class TimingExecutor(Executor):
         self.messages = self._ranks.messages = []
         self.marks = self._ranks.marks = [Mark(self._device)]
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
-        future.set_result(run_algorithm(task(self.workspaces[self._turn % IN_FLIGHT]), self._ranks))
+        future.set_result(run_algorithm(task(self.workspaces[self._turn % MAX_TASKS_IN_FLIGHT]), self._ranks))
         self.marks.append(Mark(self._device))
         self._turn += 1
         return future

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 
 Registration = tuple[Any, CommHook]
-Make = Callable[[dist.ProcessGroup, int], Registration | None]
+Make = Callable[[dist.ProcessGroup | None, int], Registration | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class PyTorchHook:
     # whether it needs the whole model in one bucket on gloo: callbacks chain its collectives, in an order that
     # differs between ranks if there are several buckets
     one_bucket: bool = False
+    requires: str | None = None  # a package that it imports
+
+    def is_available(self) -> bool:
+        return self.requires is None or find_spec(self.requires) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +83,8 @@ def _low_rank(
     """A hook of the PowerSGD family, compared with PyTorch's `powerSGD_hook` of the same rank."""
     arguments = "".join(f", {name}={value}" for name, value in options.items())
 
-    def make_pytorchs(group: dist.ProcessGroup, start: int) -> Registration:
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd  # needs numpy
+    def make_pytorchs(group: dist.ProcessGroup | None, start: int) -> Registration:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
         return torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook
 
@@ -89,11 +94,7 @@ def _low_rank(
         code="# Compresses at once. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
         + _code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2{arguments})"),
         error_feedback=True,
-        pytorch=PyTorchHook(
-            make=make_pytorchs,
-            is_same=is_same,
-            one_bucket=True,
-        ),
+        pytorch=PyTorchHook(make=make_pytorchs, is_same=is_same, one_bucket=True, requires="numpy"),
     )
 
 
@@ -123,20 +124,14 @@ HOOKS: dict[str, HookEntry] = {
         make=lambda group, start: (ScaledCastState(group), scaled_cast_hook),
         code=_code(scaled_cast_hook, "ScaledCastState()"),
         wire=torch.float16,
-        pytorch=PyTorchHook(
-            make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
-            is_same=False,
-        ),
+        pytorch=PyTorchHook(make=lambda group, _: (group, torch_default_hooks.fp16_compress_hook), is_same=False),
     ),
     "bf16-fp32-sum": HookEntry(
         description="gradients in bf16, summed in fp32",
         make=lambda group, start: (CastState(group, accumulate="fp32"), bf16_compress_hook),
         code=_code(bf16_compress_hook, 'CastState(accumulate="fp32")'),
         wire=torch.bfloat16,
-        pytorch=PyTorchHook(
-            make=lambda group, start: (group, torch_default_hooks.bf16_compress_hook),
-            is_same=False,
-        ),
+        pytorch=PyTorchHook(make=lambda group, _: (group, torch_default_hooks.bf16_compress_hook), is_same=False),
     ),
     "int8": _quantized("int8", "gradients in 8 bit, a scale per 64 elements"),
     "fp8": _quantized("fp8_e4m3", "gradients in 8-bit floating point, a scale per 64 elements"),
@@ -157,14 +152,13 @@ HOOKS: dict[str, HookEntry] = {
 DEMO_HOOKS = ("none", "fp16", "int8", "int4", "powersgd-r4")
 
 
-_TITLES = {"none": "no hook"}
 # Footnote of tables and plots that mark hooks by `label`.
 STAR_NOTE = "*: PyTorch has no such hook, or one that fails; its closest hook runs instead"
 
 
 def display_name(hook: str) -> str:
     """The name of a hook in tables and plots of gradwire's hooks."""
-    return _TITLES.get(hook, hook)
+    return "no hook" if hook == "none" else hook
 
 
 def label(hook: str) -> str:

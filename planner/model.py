@@ -20,9 +20,8 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
 from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
-
-IN_FLIGHT = 2  # buckets of an executor
 
 
 class Overlap(Enum):
@@ -60,11 +59,6 @@ class HookCost:
         """Payload of all messages: what `Transport.payload_bytes` counts in a step."""
         return sum(message.nbytes for bucket in self.buckets for message in bucket.messages)
 
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of computation for all buckets."""
-        return sum(bucket.launch + sum(bucket.compute) + bucket.finish for bucket in self.buckets)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
@@ -101,8 +95,8 @@ class Link:
 
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
-        factor = self.bandwidth / bandwidth
-        costs = {kind: cost._replace(per_byte=factor * cost.per_byte) for kind, cost in self.costs.items()}
+        scale = self.bandwidth / bandwidth
+        costs = {kind: cost._replace(per_byte=scale * cost.per_byte) for kind, cost in self.costs.items()}
         return replace(self, bandwidth=bandwidth, costs=costs)
 
     def latency(self, message: Message) -> float:
@@ -123,12 +117,13 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
         for bucket in hook.buckets
     ]
     end = model.forward + model.backward + launches[-1]
-    for bucket, exchanged in zip(hook.buckets, exchange_ends(launched, times, IN_FLIGHT), strict=True):
+    for bucket, exchanged in zip(hook.buckets, exchange_ends(launched, times, MAX_TASKS_IN_FLIGHT), strict=True):
         end = max(end, exchanged) + bucket.finish
     end = max(end, busy_until(launched, times))
     if model.overlap is Overlap.EVERYTHING:
         return end
-    computed = model.forward + model.backward + hook.compute_seconds
+    computed = model.forward + model.backward
+    computed += sum(bucket.launch + sum(bucket.compute) + bucket.finish for bucket in hook.buckets)
     exposed = times if model.overlap is Overlap.NOTHING else times[-1:]
     return max(end, computed + sum(sum(bucket.latency) + sum(bucket.busy) for bucket in exposed))
 

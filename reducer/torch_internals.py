@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import unwrap
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.torch_internals import private_names
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GLOO_THREADS = 2  # threads of a gloo process group, PyTorch's default
 
 with private_names():
     from torch.nn.parallel.distributed import _find_tensors
@@ -31,14 +32,43 @@ with private_names():
         c10d._compute_bucket_assignment_by_size,
         c10d.get_debug_level,
         torch._C._storage_Use_Count,
+        torch._foreach_copy_,
+        torch._foreach_mul_,
         Tensor._use_count,  # type: ignore[attr-defined]
     )
+    # Methods and attributes of PyTorch's class that gradwire's class overrides, calls or reads. Its instances also have
+    # `_active_ddp_module`, and with mixed precision each parameter `_mp_param`, `_fp_param` and `_ddp_mp_hook_state`.
+    for _name in (
+        "_build_params_for_reducer",
+        "_check_comm_hook",
+        "_ddp_init_helper",
+        "_distributed_broadcast_coalesced",
+        "_fire_reducer_autograd_hook",
+        "_get_ddp_logging_data",
+        "_log_and_throw",
+        "_match_unused_params_allreduce",
+        "_module_wait_for_copy_hook",
+        "_post_forward",
+        "_pre_forward",
+        "_register_builtin_comm_hook",
+        "_register_delay_all_reduce_hook",
+        "_setup_in_backward_optimizers",
+    ):
+        getattr(DDP, _name)
+    for _name in (
+        "_comm_hooks",
+        "_delay_all_reduce_all_params",
+        "_delay_all_reduce_params",
+        "_module_parameters",
+        "_submodule_to_event",
+    ):
+        if _name not in unwrap(DDP.__init__).__code__.co_names:  # assigned there
+            raise AttributeError(f"'DistributedDataParallel' object has no attribute {_name!r}")
 
 
 def gradient_node(tensor: Tensor) -> Node:
-    """The autograd node that receives the tensor's gradient: for a parameter the node that accumulates ``.grad``.
-
-    That node lives only as long as it is referenced.
+    """The node that receives the tensor's gradient, for a parameter AccumulateGrad; lives only while it is
+    referenced.
     """
     return get_gradient_edge(tensor).node
 
@@ -46,9 +76,8 @@ def gradient_node(tensor: Tensor) -> Node:
 def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
     """Whether the memory of a parameter's ``.grad`` can be reached only through ``.grad``.
 
-    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But the
-    tensor may be a view of one that other nodes of the graph read later, or that a hook or a function has kept:
-    ``h + p.view(...)`` gives both h and p views of one gradient.
+    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But it may
+    be a view of one that others read later: ``h + p.view(...)`` gives both h and p views of one gradient.
 
     Args:
         gradient: ``.grad``, dense.
@@ -80,7 +109,7 @@ def assign_buckets(
 ) -> list[list[int]]:
     """PyTorch's assignment by dtype, device and size in bytes, of which the last repeats; a sparse gradient is alone.
 
-    ``indices`` are those of the tensors in ``sparse`` and in the result; by default their positions.
+    ``indices``, by default their positions, stand for the tensors in ``sparse`` and in the result.
     """
     buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(indices))
     return buckets
@@ -95,10 +124,7 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Exclude ``function`` from tracing when torch.compile compiles its caller.
-
-    Unlike ``torch.compiler.disable``, this does not import the compiler together with gradwire.
-    """
+    """Exclude ``function`` from tracing, like ``torch.compiler.disable``, which would import the compiler at once."""
     return _disable_dynamo(function)
 
 

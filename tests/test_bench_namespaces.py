@@ -11,9 +11,8 @@ import pytest
 import typer
 
 from gradwire.bench import namespaces
-from gradwire.bench.gpu import hook_bench
+from gradwire.bench.gpu import timings
 from gradwire.bench.namespaces import NamespaceError, Rate
-from gradwire.bench.network import EMULATED_RATES
 from gradwire.cli.options import parse_rate
 
 OBSTACLE = namespaces.obstacle()
@@ -73,7 +72,7 @@ def test_invalid_rate_is_refused(text):
 
 
 def test_rate_beyond_the_token_bucket_is_refused_for_interfaces_only():
-    for rate in {"400gbit", *EMULATED_RATES, *hook_bench.RATES}:
+    for rate in {"400gbit", *timings.RATES}:
         assert parse_rate(rate, "--bandwidth", is_modeled=True).name == rate
     with pytest.raises(typer.BadParameter, match=r"'400gbit' is not a rate; .* to 30gbit"):
         parse_rate("400gbit", "--rates")
@@ -161,7 +160,7 @@ def test_limit_replaces_the_previous_one(rates, bytes_per_second):
 
 
 @needs_namespaces
-def test_exception_leaves_no_namespace_and_handler_of_sigterm_does_not_run_in_forked_children():
+def test_exception_leaves_no_namespace_and_runs_no_handler_in_children():
     """The handler once deleted the namespaces in one of three runs."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

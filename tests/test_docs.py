@@ -2,6 +2,8 @@
 
 import ast
 import csv
+import importlib
+import inspect
 import itertools
 import re
 import tomllib
@@ -9,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import gradwire
 import gradwire.testing
+from gradwire.bench.gpu import lane
+from gradwire.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -74,7 +79,59 @@ def test_make_targets_in_the_docs_exist():
     assert named - targets == set()
 
 
-def test_ci_runs_the_commands_of_the_readme_and_those_that_contributing_lists():
+def commands_shown_on(page):
+    """The words of every command of gradwire, its tools and the GPU lane; those of results belong to their commit."""
+    spans = re.findall(r"`([^`\n]+)`(?!, commit )", CODE.sub("", page.read_text()))
+    lines = "\n".join(re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ").splitlines()
+    for text in (*spans, *lines):
+        shown = re.search(r"(?:^|--no-python |/)(gradwire|python -m (?:tools|gradwire\.bench)\.\w+)( .*|$)", text)
+        if shown and not text.startswith(("pip ", "#")):
+            yield shown[1], shown[2].partition(" #")[0].split()
+
+
+def unknown_in(program, words):
+    """The first word of a command line that is no command or option of the program; None if all are known."""
+    if program == "python -m gradwire.bench.gpu":
+        options = re.findall(r'"(--\w+)"', inspect.getsource(lane.main))
+        return next((word for word in words if word.startswith("--") and word not in options), None)
+    tool = app if program == "gradwire" else importlib.import_module(program.removeprefix("python -m ")).app
+    command = typer.main.get_command(tool)
+    for word in words:
+        commands = getattr(command, "commands", None)
+        known = {"--help", *(name for parameter in command.params for name in parameter.opts)}
+        if word.startswith("--") and word.partition("=")[0] not in known:
+            return word
+        if commands is not None and not word.startswith("-"):
+            if word not in commands:
+                return word
+            command = commands[word]
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_and_options_on_a_page_exist(page):
+    if is_log(page) or page.name == "CHANGELOG.md":
+        return
+    shown = list(commands_shown_on(page))
+    assert shown or page.name not in ("advise.md", "CONTRIBUTING.md", "getting-started.md")
+    assert [(program, *words) for program, words in shown if unknown_in(program, words)] == []
+
+
+def test_options_on_the_page_of_advise_exist():
+    named = re.findall(r"`(--[a-z-]+)", (ROOT / "docs" / "advise.md").read_text())
+    assert "--latency" in named
+    assert [option for option in named if unknown_in("gradwire", ["advise", option])] == []
+
+
+def test_unknown_command_or_option_on_a_page_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Run `gradwire bench speed`.\n\n```sh\ntorchrun --no-python gradwire advise job --hook int4  # all\n```\n"
+    )
+    assert [unknown_in(*command) for command in commands_shown_on(page)] == ["speed", "--hook"]
+
+
+def test_ci_runs_the_commands_of_readme_and_contributing():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     readme = re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -207,7 +264,8 @@ def test_api_reference_has_every_public_name():
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     public |= {f"gradwire.testing.{name}" for name in gradwire.testing.__all__}
-    public |= public_names_of_integrations() | {"gradwire.DistributedDataParallel"}
+    public |= public_names_of_integrations() | {"gradwire.DistributedDataParallel", "gradwire.attach"}
+    public |= {"gradwire.sharded.Attachment"}
     assert public == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
 
 
@@ -228,7 +286,7 @@ def test_readme_states_the_gpu_status_on_its_first_screen():
     assert "pip install" in first_screen
 
 
-def test_readme_and_contributing_name_the_versions_that_the_package_requires():
+def test_required_versions_are_named_in_readme_and_contributing():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = project["requires-python"].removeprefix(">=")
     pytorch = next(each for each in project["dependencies"] if each.startswith("torch")).removeprefix("torch>=")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.bench.gpu import kernel_cases, quantization_cases
+from gradwire.bench.gpu import kernel_checks
 from gradwire.bench.launch import LaunchError
 from gradwire.cli import __main__, doctor, self_test
 from gradwire.comm.torch_internals import TESTED_TORCH
@@ -43,7 +43,7 @@ def test_doctor_finds_this_installation_in_order():
 
 
 def test_self_test_covers_a_case_of_every_kernel_family():
-    cases = {**kernel_cases.KERNEL_CASES, **quantization_cases.QUANTIZATION_CASES}
+    cases = kernel_checks.KERNEL_CHECKS
     assert set(self_test.KERNELS.values()) <= cases.keys()
     for family in self_test.KERNELS:
         self_test.check_kernels(family, torch.device("cpu"))
@@ -106,7 +106,7 @@ def test_environment_reports_set_variables_and_unknown_interfaces(monkeypatch):
         ("3.0.0a0+git", "warning", ["warning"]),
     ],
 )
-def test_untested_torch_and_fsdps_change_of_reductions_in_2_15_are_warnings(monkeypatch, release, torch_status, fsdp):
+def test_untested_torch_and_fsdp2_reductions_are_warnings(monkeypatch, release, torch_status, fsdp):
     monkeypatch.setattr(torch, "__version__", release)
     checks = list(doctor.versions())
     assert status_of(checks)["torch"] == torch_status
@@ -157,7 +157,7 @@ def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, m
 
 
 WITHOUT_PRIVATE_NAME = """
-import sys, {owner}
+import sys, torch
 del {owner}.{name}
 try:
     import gradwire
@@ -171,6 +171,8 @@ except ImportError as error:
     [
         ("torch.distributed.distributed_c10d", "_world"),
         ("torch.nn.parallel.distributed", "_find_tensors"),
+        ("torch.distributed.ProcessGroupGloo", "_Options"),
+        ("torch.nn.parallel.DistributedDataParallel", "_pre_forward"),
     ],
 )
 def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
@@ -179,3 +181,8 @@ def test_missing_private_name_of_torch_is_named_with_remedy(owner, name):
     assert f"torch {torch.__version__} lacks one" in done.stdout
     assert name in done.stdout
     assert f"tested with torch {' to '.join(TESTED_TORCH)}: install one of these, or a newer gradwire" in done.stdout
+
+
+def test_gradwire_imports_in_builds_of_torch_without_gloo():
+    program = "import torch.distributed as dist; del dist.ProcessGroupGloo; import gradwire.reducer, gradwire.testing"
+    subprocess.run([sys.executable, "-c", program], timeout=240, check=True)

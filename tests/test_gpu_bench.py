@@ -8,24 +8,23 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import implementations
-from gradwire.bench.gpu import hook_bench, kernel_bench, report, sanitizer
-from gradwire.bench.gpu.checks import Skipped
-from gradwire.bench.gpu.hook_bench import (
-    BENCHED,
+from gradwire.bench.gpu import report, sanitizer, timings
+from gradwire.bench.gpu.compare import Skipped
+from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
+from gradwire.bench.gpu.timings import (
     CAPTURED,
     GRAPHS,
+    KERNEL_TIMINGS,
     LINKED,
+    TIMED,
     HookStep,
     captured_step,
     hook_bytes,
     hook_step,
+    kernel,
 )
-from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES, kernel
-from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, error_memory
-from gradwire.bench.kernel_case import KernelCase
-from gradwire.bench.kernel_cases import CASES
+from gradwire.bench.kernel_cases import CASES, KernelCase
 from gradwire.planner.hook_registry import HOOKS
 from tests.support.rehearsal import gpu_on_cpu
 
@@ -36,9 +35,8 @@ SMALL = [[(192,), (192, 192)], [(256, 192), (3, 5)]]
 @pytest.fixture
 def small(monkeypatch):
     """Small buckets, few rounds, and the code path of a GPU."""
-    for module in (kernel_bench, hook_bench):
-        monkeypatch.setattr(module, "buckets_of", lambda model, mib, device: SMALL)
-        monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setattr(timings, "buckets_of", lambda model, mib, device: SMALL)
+    monkeypatch.setattr(timings, "ROUNDS", 1)
     with gpu_on_cpu():
         yield
 
@@ -59,7 +57,7 @@ def test_kernel_is_timed_with_pytorch(name, small):
 
 def test_kernel_benches_cover_every_kernel_at_every_size():
     sizes = ("25 MiB", "100 MiB", "whole model")
-    assert set(KERNEL_BENCHES) == {"copy", *(f"{name}, gpt2-124m, {size}" for name in CASES for size in sizes)}
+    assert set(KERNEL_TIMINGS) == {"copy", *(f"{name}, gpt2-124m, {size}" for name in CASES for size in sizes)}
 
 
 def test_wrong_kernel_is_not_timed(small, monkeypatch):
@@ -74,7 +72,7 @@ def test_wrong_kernel_is_not_timed(small, monkeypatch):
 
 @pytest.mark.usefixtures("world_of_one", "small")
 class TestHooks:
-    @pytest.mark.parametrize("hook", BENCHED)
+    @pytest.mark.parametrize("hook", TIMED)
     def test_hook_is_timed_with_pytorchs(self, hook):
         ours, theirs, *more = hook_step(hook, "any", CPU)
         assert ours["implementation"] == GRADWIRE
@@ -124,7 +122,7 @@ class TestHooks:
     def test_step_on_an_emulated_link_is_timed(self, hook, monkeypatch):
         for name, value in {"LAYERS": 2, "NARROW": 160, "WIDE": 320}.items():
             monkeypatch.setattr(implementations, name, value)
-        rows = hook_bench.linked_step(hook, "10gbit", CPU)
+        rows = timings.linked_step(hook, "10gbit", CPU)
         assert [row["implementation"] for row in rows] == [PYTORCH, GRADWIRE]
         assert all(row["step_ms"]["p50"] > 0 for row in rows)
 
@@ -197,4 +195,4 @@ def test_case_runs_under_the_tool_and_fails_with_its_report(monkeypatch):
 
 
 def test_sanitized_cases_exist():
-    assert set(sanitizer.SANITIZED) <= set(KERNEL_CASES | QUANTIZATION_CASES)
+    assert set(sanitizer.SANITIZED) <= set(KERNEL_CHECKS)

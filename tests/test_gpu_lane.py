@@ -16,9 +16,10 @@ import torch
 
 import gradwire
 from gradwire.bench.gpu import lane, worker
-from gradwire.bench.gpu.hook_cases import CAPTURED, HOOKS
-from gradwire.hooks import default_hooks
+from gradwire.bench.gpu.hook_checks import CAPTURED, HOOKS
+from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
+from gradwire.planner import hook_registry
 from tests import gpu_lane_cases
 from tests.support.rehearsal import enter
 
@@ -84,7 +85,7 @@ def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_ba
     options = ("-m", "gpu", "-p", "no:cacheprovider", "--collect-only", "tests")
     printed = run_bare(("torch", "triton", "pytest"), "-m", "pytest", *options)
     assert "collecting tests/gpu alone" in printed
-    assert "two dtypes on the wire" in printed
+    assert "powersgd: equal bits on both DDPs" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -94,14 +95,16 @@ def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_stages_cover_every_hook_and_begin_with_two_dtypes_on_the_wire():
+def test_stages_cover_every_hook_and_wire_format():
     for stage in ("smoke", "ranks"):
         names = list(lane.cases_of(stage))
-        assert names[0] == "two dtypes on the wire"
         cases = {f"{hook}: {what}" for hook in HOOKS for what in ("equal bits on both DDPs", "no host synchronization")}
         assert cases <= set(names)
-    assert {f"quantized {wire}" for wire in WIRE_FORMATS} | set(CAPTURED) <= set(HOOKS)
-    assert HOOKS["fp16"]()[1] is default_hooks.fp16_compress_hook, "not the wire format of this name"
+    assert set(CAPTURED) <= set(HOOKS)
+    states = [make()[0] for make in HOOKS.values()]
+    assert {state.options.wire for state in states if isinstance(state, QuantizationState)} == set(WIRE_FORMATS)
+    averaging = [entry.make(None, 2) for name, entry in hook_registry.HOOKS.items() if name not in ("none", "noop")]
+    assert {hook for _, hook in averaging} <= {make()[1] for make in HOOKS.values()}
 
 
 @pytest.fixture
@@ -122,11 +125,11 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
     monkeypatch.setattr(lane, "_source", lambda _: "this code")
     output = tmp_path / "records.jsonl"
     only = [
-        "two dtypes on the wire",
+        "no hook: PyTorch's gradients",
         "low-rank passes, float16, rank 4,",
-        "scaled fp16: equal bits",
+        "scaled-fp16: equal bits",
         "quantize float32 to int4, errors in float32",
-        "cast hooks match the mean",
+        "powersgd-r4-bf16: gives the mean",
         "powersgd: replays",
     ]
     arguments = ["smoke", "ranks", "--output", str(output), *(f"--only={part}" for part in only)]
@@ -189,13 +192,13 @@ def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypa
     outcomes = iter([worker.Outcome("failed", 1.0, "what every rank said"), worker.Outcome("passed", 1.0, "")])
     monkeypatch.setattr(worker.Crew, "run", lambda crew, case, limit: next(outcomes))
     output = tmp_path / "records.jsonl"
-    only = ["--only=scaled fp16: equal bits", "--only=scaled bf16: equal bits"]
+    only = ["--only=scaled-fp16: equal bits", "--only=scaled-bf16: equal bits"]
     arguments = ["ranks", "--output", str(output), *only]
     assert lane.main(arguments, enter) == 1
     assert "what every rank said" in capsys.readouterr().out
     assert [(r["case"], r["status"], r["text"]) for r in records(output)] == [
-        ("scaled fp16: equal bits on both DDPs", "failed", "what every rank said"),
-        ("scaled bf16: equal bits on both DDPs", "passed", ""),
+        ("scaled-fp16: equal bits on both DDPs", "failed", "what every rank said"),
+        ("scaled-bf16: equal bits on both DDPs", "passed", ""),
     ]
     outcomes = iter([worker.Outcome("passed", 1.0, "")])
     assert lane.main(arguments, enter) == 0  # the failed one alone

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("tool", ["compare", "compiled", "kernel_model", "pages"])
+@pytest.mark.parametrize("tool", ["compare", "compiled", "kernel_model", "pages", "validate"])
 def test_tool_starts_in_a_checkout(tool):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, "-m", f"tools.{tool}", "--help"]

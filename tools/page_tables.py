@@ -7,21 +7,10 @@ from statistics import median
 
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import (
-    BITS,
-    RELATIVE_ERROR,
-    RELATIVE_ERROR_OF_STEPS,
-    SENT,
-    SENT_PER_STEP,
-    STEP_MS,
-    STEPS,
-    TARGET_S,
-    Record,
-    unique,
-)
-from gradwire.bench.rounding import RING, STEPS_WORLD_SIZE, TWO_SHOT
+from gradwire.bench.record import Metric, Record, unique
 from gradwire.bench.tables import Table, count, find, format_bytes, format_number, format_rate, median_of
 from gradwire.planner.hook_registry import display_name
+from tools.rounding import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
 
 LEFT_OUT = ("noop",)  # trains nothing
 # By the hook of `converge`, the wire format and the all-reduce of `rounding`.
@@ -41,9 +30,10 @@ def hooks(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]:
     for hook in unique(record["hook"] for record in network if "hook" in record.case):
         if hook in LEFT_OUT:
             continue
-        sent, plain_sent = (_of(network, rates[0], name, GRADWIRE, SENT_PER_STEP) for name in (hook, "none"))
+        sent, plain_sent = (_of(network, rates[0], name, GRADWIRE, Metric.SENT_PER_STEP) for name in (hook, "none"))
         speed_ups = [
-            _of(network, rate, "none", PYTORCH, STEP_MS) / _of(network, rate, hook, GRADWIRE, STEP_MS) for rate in rates
+            _of(network, rate, "none", PYTORCH, Metric.STEP_MS) / _of(network, rate, hook, GRADWIRE, Metric.STEP_MS)
+            for rate in rates
         ]
         rows.append(
             [
@@ -75,7 +65,7 @@ def _of(network: Sequence[Record], rate: str, hook: str, implementation: str, me
 def _further_steps(converge: Sequence[Record], hook: str) -> str:
     """Steps to the target in units of those without a hook, medians over the seeds."""
     steps = [
-        to_target([r for r in converge if r["hook"] == name and r.implementation == GRADWIRE], STEPS)
+        to_target([r for r in converge if r["hook"] == name and r.implementation == GRADWIRE], Metric.STEPS)
         for name in (hook, "none")
     ]
     return f"{median(steps[0]) / median(steps[1]):.2f}x" if steps[0] and steps[1] else ""
@@ -86,7 +76,9 @@ def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list
     trained, measured = converge[0].provenance["settings"], rounding[0].provenance["settings"]
     rows = []
     for hook, (wire, exchange) in WIRES.items():
-        steps, seconds, sent = (_at_target(converge, hook, metric) for metric in (STEPS, TARGET_S, SENT))
+        steps, seconds, sent = (
+            _at_target(converge, hook, metric) for metric in (Metric.STEPS, Metric.TARGET_S, Metric.SENT)
+        )
         wire_records = [r for r in rounding if (r["wire"], r.implementation) == (wire, exchange)]
         world_records = [r for r in wire_records if r.ranks == STEPS_WORLD_SIZE]
         errors = [find(world_records, metric) for metric in (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)]

@@ -6,12 +6,9 @@ Stages, each under 9 minutes:
     sanitize   small kernel cases under compute-sanitizer, if it is found.
     bench      times of kernels and hooks compared with PyTorch's, and a table of them.
 
-Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
-ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
-interrupted stage resumes where it stopped. A stage starts no case after `STAGE_SECONDS` and lists those that remain.
-The exit status is 0 if no case failed and none remains.
-
-The tests of gradwire rehearse the same cases on the CPU, with stand-ins for a GPU that are not part of the package.
+Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines. A case
+that has passed with the same code, versions and device, according to that file, is not run again: an interrupted stage
+resumes. A stage starts no case after `STAGE_SECONDS`. The exit status is 0 if no case failed and none remains.
 """
 
 from __future__ import annotations
@@ -29,14 +26,12 @@ from typing import Any
 import torch
 
 import gradwire
-from gradwire.bench.gpu.checks import LaneCase
-from gradwire.bench.gpu.hook_bench import HOOK_BENCHES
-from gradwire.bench.gpu.hook_cases import HOOK_CASES
-from gradwire.bench.gpu.kernel_bench import KERNEL_BENCHES
-from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.compare import LaneCase
+from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
+from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.gpu.report import tables
 from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
+from gradwire.bench.gpu.timings import HOOK_TIMINGS, KERNEL_TIMINGS
 from gradwire.bench.gpu.worker import CASE_LIMIT, Crew, Rehearse
 from gradwire.bench.record import provenance
 
@@ -49,15 +44,13 @@ IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "reh
 
 
 def cases_of(stage: str) -> Mapping[str, LaneCase]:
-    """A stage's cases by name; the case with two dtypes on the wire comes first."""
     if stage == "ranks":
-        return HOOK_CASES
+        return HOOK_CHECKS
     if stage == "sanitize":
         return SANITIZER_CASES
     if stage == "bench":
-        return {**KERNEL_BENCHES, **HOOK_BENCHES}
-    first = next(iter(HOOK_CASES))
-    return {first: HOOK_CASES[first], **KERNEL_CASES, **QUANTIZATION_CASES, **HOOK_CASES}
+        return {**KERNEL_TIMINGS, **HOOK_TIMINGS}
+    return {**KERNEL_CHECKS, **HOOK_CHECKS}
 
 
 def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from gradwire.bench.gpu.checks import LaneCase, Skipped
-from gradwire.bench.gpu.kernel_cases import KERNEL_CASES
-from gradwire.bench.gpu.quantization_cases import QUANTIZATION_CASES
+from gradwire.bench.gpu.compare import LaneCase, Skipped
+from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.launch import exit_with_launcher
 from gradwire.planner.clock import synchronize
 
@@ -92,7 +91,7 @@ def main() -> None:
     name = parser.parse_args().name
     exit_with_launcher()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    (KERNEL_CASES | QUANTIZATION_CASES)[name](device)
+    KERNEL_CHECKS[name](device)
     synchronize(device)
 
 

@@ -14,33 +14,31 @@ sys.path[0] = str(Path(__file__).parent)
 
 import ranks  # noqa: E402
 import record  # noqa: E402
-from expected_failures import EXPECTED_FAILURES  # noqa: E402
 
 
 def main():
     options = parse_arguments()
-    rows, reasons, surprises = {}, {}, 0
+    rows, reasons, failures = {}, {}, 0
     for against, world_size in itertools.product(options.against, options.world_size):
         column, counts = record.column(against, world_size), Counter()
         with ranks.Suite(against, world_size) as tests:
             for name in options.tests or tests.names:
                 outcome = tests.run(name, options.limit)
-                expected = EXPECTED_FAILURES.get(name) if against == "gradwire" else None
-                failed = outcome.result in (ranks.FAILED, ranks.TIMED_OUT)
-                surprises += failed != bool(expected)
+                failures += outcome.result in (ranks.FAILED, ranks.TIMED_OUT)
                 counts[outcome.result] += 1
                 rows.setdefault(name, {"test": name})[column] = outcome.result
-                reasons[name] = expected or outcome.reason or reasons.get(name, "")
-                report(column, name, outcome, expected, options.verbose)
+                reasons[name] = outcome.reason or reasons.get(name, "")
+                seconds = f"{outcome.seconds:5.1f} s"
+                print(f"{column:10}  {outcome.result:9}  {seconds}  {name}  {outcome.reason}", flush=True)
+                if options.verbose and outcome.details:
+                    print(outcome.details, flush=True)
         print(f"{column} ranks: {', '.join(f'{count} {result}' for result, count in counts.items())}", flush=True)
     table = [{**row, "reason": reasons[name]} for name, row in rows.items()]
     if len(table[0]) > 3:
         print_table(table)
     if options.record:
         record.write(table)
-    if surprises:
-        print(f"{surprises} outcomes are not those of expected_failures.py.")
-    return surprises > 0
+    return failures > 0
 
 
 def parse_arguments():
@@ -62,13 +60,6 @@ def parse_arguments():
     if options.record and options.tests:
         parser.error("a record has all tests, so --record does not go with --tests")
     return options
-
-
-def report(column, name, outcome, expected, verbose):
-    note = f"  ({expected})" if expected else ""
-    print(f"{column:10}  {outcome.result:9}  {outcome.seconds:5.1f} s  {name}  {outcome.reason}{note}", flush=True)
-    if verbose and outcome.details:
-        print(outcome.details, flush=True)
 
 
 def print_table(rows):

@@ -17,8 +17,13 @@ HOOKS = {
 }
 
 
-def announced(hook, start, wrapper="gradwire", first=0):
-    """The messages about the start, after the first and after the last of six steps, counted from ``first``."""
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("start", "level", "first"), [(4, "WARNING", 0), (2, "INFO", 0), (4, None, 4)], ids=["late", "early", "resumed"]
+)
+@on_ranks(2)
+def test_plain_first_steps_are_announced_once_on_the_first_rank(start, level, first, hook, wrapper):
     make, function = HOOKS[hook]
     state, logger, seen, counts = make(start), logging.getLogger("gradwire"), [], []
     state.iter = first
@@ -33,28 +38,7 @@ def announced(hook, start, wrapper="gradwire", first=0):
     finally:
         logger.removeHandler(messages)
         logger.setLevel(logging.NOTSET)
-    return tuple([each for each in seen[:n] if "compresses from step" in each[2]] for n in (counts[0], counts[-1]))
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", HOOKS)
-@on_ranks(2)
-def test_plain_first_steps_are_announced_once_on_the_first_rank(hook, wrapper):
-    _, function = HOOKS[hook]
-    text = f"{function.__name__} compresses from step 4 on, and sends gradients in full until then."
-    expected = [(function.__module__, "WARNING", text)] if dist.get_rank() == 0 else []
-    assert announced(hook, 4, wrapper) == (expected, expected)
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-@on_ranks(1)
-def test_two_plain_steps_are_announced_at_the_level_info(hook):
-    _, ((_, level, text),) = announced(hook, 2)
-    assert level == "INFO"
-    assert "compresses from step 2 on" in text
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-@on_ranks(2)
-def test_resumed_run_that_compresses_at_once_announces_nothing(hook):
-    assert announced(hook, 4, first=4) == ([], [])
+    text = f"{function.__name__} compresses from step {start} on, and sends gradients in full until then."
+    expected = [(function.__module__, level, text)] if level is not None and dist.get_rank() == 0 else []
+    for count in (counts[0], counts[-1]):
+        assert [each for each in seen[:count] if "compresses from step" in each[2]] == expected

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gradwire.bench import converge, demo, hooks, implementations, network, reducer
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.network import LOOPBACK
-from gradwire.bench.tasks import TASKS
+from gradwire.bench.tasks import TASKS, TRAINED_HOOKS, Digits, Training
 from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook
 from tests.support.ranks import on_ranks
 from tests.support.training import error_of
@@ -75,7 +75,7 @@ def network_bench(defect, implementation):
     with mock.patch.dict(HOOKS, fp16=entry(defect, implementation)), mock.patch.multiple(implementations, **SMALL):
         made = network.make_implementations(["fp16"], CPU)
         with mock.patch.object(network, "_probe") as first_that_is_timed:
-            message = refusal(lambda: network.time_steps(made, [LOOPBACK], steps=1, hosts=2, is_emulated=False))
+            message = refusal(lambda: network.time_steps(made, [LOOPBACK.name], steps=1, hosts=2))
     assert not first_that_is_timed.called and not any(one.seconds for one in made)
     return message
 
@@ -84,7 +84,7 @@ def hooks_bench(defect, implementation):
     with (
         mock.patch.dict(HOOKS, fp16=entry(defect, implementation)),
         mock.patch.multiple(implementations, **SMALL),
-        mock.patch.object(hooks, "turns", None),  # the timed steps
+        mock.patch.object(hooks, "time_in_turn", None),  # the timed steps
     ):
         return refusal(lambda: hooks.measure_round("fp16", 1, CPU))
 
@@ -96,35 +96,34 @@ def reducer_bench(defect, implementation):
 
 def converge_bench(defect, implementation):
     task = TASKS["digits"]()
-    with mock.patch.dict(converge.TRAINED_HOOKS, fp16=entry(defect, implementation)):
-        training = converge.Training(task, "fp16", implementation, seed=0, counts_bytes=False)
+    with mock.patch.dict(TRAINED_HOOKS, fp16=entry(defect, implementation)):
+        training = converge.Trial(task, "fp16", implementation, seed=0, counts_bytes=False)
     for _, batch in zip(range(2), task.batches(0), strict=False):
         training.step(batch)
-    training.evaluate()
-    return refusal(lambda: training.records(0))
+    training.is_over()
+    return refusal(training.records)
 
 
 @pytest.mark.parametrize(
     ("defect", "message"),
     [
         (None, None),
-        ("weight", "The ranks ended with different weights."),
+        ("weight", "fp16, gradwire: the ranks ended with different weights; nothing is reported."),
         ("loss", "The training loss is not finite."),
     ],
 )
 @on_ranks(2)
 def test_demo_refuses_a_training_that_went_wrong_on_one_rank(defect, message):
     expected = None if message is None else ("RuntimeError", message)
-    images, labels = torch.rand(8, 1, 8, 8), torch.arange(8)
-    training = demo.Training("fp16", seed=0, steps=2, device=CPU)
-    training.step(images, labels)
+    training = Training(Digits(), "fp16", GRADWIRE, seed=0, start=2)
+    training.step((torch.rand(8, 1, 8, 8), torch.arange(8)))
     if dist.get_rank() == 1 and defect == "weight":
         with torch.no_grad():
             weight = next(training.model.parameters()).view(-1)
             weight[0] = torch.nextafter(weight[0], torch.tensor(float("inf")))
     if dist.get_rank() == 1 and defect == "loss":
         training.losses[-1] = float("nan")
-    assert error_of(lambda: training.records(1, demo.Digits(images, labels, images, labels))) == expected
+    assert error_of(lambda: demo.records_of_training(training, epochs=1)) == expected
 
 
 @pytest.mark.parametrize("implementation", [PYTORCH, GRADWIRE])

@@ -52,55 +52,39 @@ def logged_cap(ddp):
     return ddp._get_ddp_logging_data()["bucket_cap_bytes"] / MIB
 
 
-def sizes(ddp):
-    """The sizes of the buckets in MiB."""
-    return [sum(parameter.nbytes for parameter in bucket.parameters()) / MIB for bucket in ddp.reducer.buckets]
+# Hook, options of the wrapper, and in MiB the logged cap after the rebuild and the sizes of the buckets.
+REBUILT = [
+    *((hook, {}, OF_HOOK, [26]) for hook in ("powersgd", "powersgd_alternating", "fp16_of_powersgd")),
+    *(
+        (hook, {}, 25, [2, 24])
+        for hook in (None, "fp16", "scaled_fp16", "int4", "batched_powersgd", "powersgd_of_pytorch")
+    ),
+    ("powersgd", {"bucket_cap_mb": 8}, 8, [8, 8, 8, 2]),
+    ("powersgd", {"bucket_cap_mb": 25}, 25, [26]),
+    ("powersgd", {"bucket_cap_mb_list": [4, 10]}, 10, [4, 10, 10, 2]),
+    ("powersgd", {"find_unused_parameters": True}, 25, [24, 2]),  # never rebuilt
+]
 
 
-def rebuilt(hook, copied=False, wrapper="gradwire", **options):
-    """(Logged cap before the rebuild, after it, sizes of the buckets) of a model of 26 MiB."""
-    ddp = WRAPPERS[wrapper](Probe(*WIDE), **options)
+@pytest.mark.parametrize(("hook", "options", "cap", "expected"), REBUILT)
+@on_ranks(2)
+def test_size_of_rebuilt_buckets_is_set_by_argument_hook_or_pytorch(hook, options, cap, expected):
+    ddps = [WRAPPERS["gradwire"](Probe(*WIDE), **options)]
     if hook is not None:
-        register(ddp, EVERY_HOOK[hook](None))
-    if copied:
-        ddp = copy.deepcopy(ddp)
-    first = logged_cap(ddp)
-    for _ in range(2):
-        ddp(*(torch.full((1, 1), 1.0) for _ in WIDE)).backward()
-    return first, logged_cap(ddp), sizes(ddp) if wrapper == "gradwire" else None
-
-
-def assert_rebuilt(worlds, hook, cap, expected, **options):
-    assert worlds(2).run(rebuilt, hook=hook, **options) == [(options.get("bucket_cap_mb", 25), cap, expected)] * 2
-
-
-@pytest.mark.parametrize("hook", ["powersgd", "powersgd_alternating", "fp16_of_powersgd"])
-def test_low_rank_hook_gets_larger_buckets(worlds, hook):
-    assert_rebuilt(worlds, hook, OF_HOOK, [26])
-
-
-@pytest.mark.parametrize("hook", [None, "fp16", "scaled_fp16", "int4", "batched_powersgd", "powersgd_of_pytorch"])
-def test_other_hook_gets_pytorchs_buckets(worlds, hook):
-    assert_rebuilt(worlds, hook, 25, [2, 24])
-    assert worlds(2).run(rebuilt, hook=None, wrapper="pytorch") == [(25, 25, None)] * 2
-
-
-@pytest.mark.parametrize("cap", [8, 25])
-def test_bucket_cap_mb_overrides_the_hook(worlds, cap):
-    assert_rebuilt(worlds, "powersgd", cap, [8, 8, 8, 2] if cap == 8 else [26], bucket_cap_mb=cap)
-
-
-def test_bucket_cap_mb_list_overrides_the_hook(worlds):
-    results = worlds(2).run(rebuilt, hook="powersgd", bucket_cap_mb_list=[4, 10])
-    assert [each[1:] for each in results] == [(10, [4, 10, 10, 2])] * 2
-
-
-def test_copy_keeps_the_buckets_of_its_hook(worlds):
-    assert_rebuilt(worlds, "powersgd", OF_HOOK, [26], copied=True)
-
-
-def test_buckets_that_are_never_rebuilt_keep_their_size(worlds):
-    assert_rebuilt(worlds, "powersgd", 25, [24, 2], find_unused_parameters=True)
+        register(ddps[0], EVERY_HOOK[hook](None))
+    else:
+        ddps.append(WRAPPERS["pytorch"](Probe(*WIDE), **options))
+    if (hook, options) == ("powersgd", {}):
+        ddps.append(copy.deepcopy(ddps[0]))
+    for ddp in ddps:
+        before = logged_cap(ddp)
+        assert "bucket_cap_mb_list" in options or before == options.get("bucket_cap_mb", 25)
+        for _ in range(2):
+            ddp(*(torch.full((1, 1), 1.0) for _ in WIDE)).backward()
+        assert logged_cap(ddp) == cap
+        if isinstance(ddp, WRAPPERS["gradwire"]):
+            sizes = [sum(parameter.nbytes for parameter in bucket.parameters()) / MIB for bucket in ddp.reducer.buckets]
+            assert sizes == expected
 
 
 def preferring(cap, steps=3, hook=flat_hook):

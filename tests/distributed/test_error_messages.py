@@ -3,17 +3,19 @@
 import os
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.reducer import parameters
 from tests.support.ranks import on_ranks
-from tests.support.training import WRAPPERS, message_of
+from tests.support.training import WRAPPERS, error_of
 
 
 class Part(nn.Module):
@@ -52,98 +54,118 @@ BATCH = torch.ones(2, 4)
 def unused(wrapper):
     ddp = wrapper(Part())
     ddp(BATCH, 0).backward()
-    return message_of(ddp, BATCH)
+    return error_of(ddp, BATCH)
 
 
-def unused_root_parameter(wrapper):
-    ddp = wrapper(Part())
-    weights = [parameter for name, parameter in ddp.module.named_parameters() if name != "scale"]
-    ddp(BATCH).backward(inputs=weights)
-    return message_of(ddp, BATCH)
+def without_gradient_of(parameter, **options):
+    def case(wrapper):
+        ddp = wrapper(Part(), **options)
+        ddp(BATCH).backward(inputs=[p for name, p in ddp.module.named_parameters() if name != parameter])
+        return error_of(ddp, BATCH)
 
-
-def unused_though_looked_for(wrapper):
-    ddp = wrapper(Part(), find_unused_parameters=True)
-    weights = [parameter for name, parameter in ddp.module.named_parameters() if name != "part.weight"]
-    ddp(BATCH).backward(inputs=weights)
-    return message_of(ddp, BATCH)
+    return case
 
 
 def unused_in_a_static_graph(wrapper):
     ddp = wrapper(Part(), static_graph=True)
     ddp(BATCH).backward()
     ddp(BATCH, 0).backward()
-    return message_of(ddp, BATCH)
+    return error_of(ddp, BATCH)
+
+
+def backward_of(make_module, *inputs):
+    def case(wrapper):
+        ddp = wrapper(make_module())
+        return error_of(ddp(*inputs).backward)
+
+    return case
 
 
 def used_more_often_in_a_static_graph(wrapper):
     ddp = wrapper(Part(), static_graph=True)
     ddp(BATCH).backward()
-    return message_of(ddp(BATCH, 2).backward)
-
-
-def marked_twice(wrapper):
-    ddp = wrapper(Part())
-    return message_of(ddp(BATCH, 2).backward)
+    return error_of(ddp(BATCH, 2).backward)
 
 
 def used_outside_forward(wrapper):
     """PyTorch's `_test_find_unused_parameters_kwarg`."""
     ddp = wrapper(Part(), find_unused_parameters=True)
-    return message_of((ddp(BATCH, 0) + ddp.module.part(BATCH).sum()).backward)
+    return error_of((ddp(BATCH, 0) + ddp.module.part(BATCH).sum()).backward)
 
 
 def static_graph_too_late(wrapper):
     ddp = wrapper(Part())
     ddp(BATCH).backward()
-    return message_of(ddp._set_static_graph)
+    return error_of(ddp._set_static_graph)
 
 
-def hook_registered_twice(wrapper):
-    ddp = wrapper(Part())
-    ddp.register_comm_hook(None, no_future)
-    return message_of(ddp.register_comm_hook, None, no_future)
+def no_future(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return 3
 
 
-def builtin_hook_registered_twice(wrapper):
-    ddp = wrapper(Part())
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    return message_of(ddp._register_builtin_comm_hook, dist.BuiltinCommHookType.ALLREDUCE)
+def with_wrong_bucket(state, bucket: int):
+    return None
+
+
+def with_wrong_return(state, bucket: dist.GradBucket) -> torch.Tensor:
+    return None
 
 
 def hook_returns_no_future(wrapper):
     ddp = wrapper(Part())
     ddp.register_comm_hook(None, no_future)
-    message = message_of(ddp(BATCH).backward)
-    return message[message.index("DDP communication hook's") :]  # before that, PyTorch's is about pybind11
+    kind, message = error_of(ddp(BATCH).backward)
+    return kind, message[message.index("DDP communication hook's") :]  # before that, PyTorch's is about pybind11
 
 
-def no_future(state, bucket):
-    return 3
+def registered(*hooks):
+    """Registers hooks, of which the last is refused."""
+
+    def case(wrapper):
+        ddp = wrapper(Part())
+        for hook in hooks:
+            is_builtin = isinstance(hook, dist.BuiltinCommHookType)
+            register = ddp._register_builtin_comm_hook if is_builtin else partial(ddp.register_comm_hook, None)
+            error = error_of(register, hook)
+        return error
+
+    return case
 
 
-def dense_gradient(wrapper):
-    ddp = wrapper(Words())
-    return message_of(ddp().backward)
+def constructed(make_module, **options):
+    """Wraps a module with options that are refused."""
+    return lambda wrapper: error_of(lambda: wrapper(make_module(), **{name: make() for name, make in options.items()}))
 
 
-MESSAGES = {
-    case.__name__: case
-    for case in (
-        unused,
-        unused_root_parameter,
-        unused_though_looked_for,
-        unused_in_a_static_graph,
-        used_more_often_in_a_static_graph,
-        marked_twice,
-        used_outside_forward,
-        static_graph_too_late,
-        hook_registered_twice,
-        builtin_hook_registered_twice,
-        hook_returns_no_future,
-        dense_gradient,
-    )
-}
+BUILTIN = dist.BuiltinCommHookType.ALLREDUCE
+ONCE = "can only be called once."
+# Words of PyTorch's message, and the case that raises it.
+MESSAGES = [
+    ("Expected to have finished reduction in the prior iteration", unused),
+    ("Expected to have finished reduction in the prior iteration", without_gradient_of("scale")),
+    (
+        "Since `find_unused_parameters=True` is enabled",
+        without_gradient_of("part.weight", find_unused_parameters=True),
+    ),
+    ("your training graph has changed in this iteration", unused_in_a_static_graph),
+    ("Your training graph has changed in this iteration", used_more_often_in_a_static_graph),
+    ("Expected to mark a variable ready only once.", backward_of(Part, BATCH, 2)),
+    ("Parameter at index 3 with name part.weight has been marked as ready twice", used_outside_forward),
+    ("", static_graph_too_late),
+    ("Communication hook must be callable.", registered(1)),
+    ("bucket annotation should be dist.GradBucket.", registered(with_wrong_bucket)),
+    ("return annotation should be torch.futures.Future[torch.Tensor].", registered(with_wrong_return)),
+    (ONCE, registered(no_future, no_future)),
+    (ONCE, registered(no_future, BUILTIN)),
+    (ONCE, registered(BUILTIN, BUILTIN)),
+    ("must return a torch.futures.Future object", hook_returns_no_future),
+    ("", backward_of(Words)),
+    ("", constructed(lambda: Part().requires_grad_(False))),
+    ("", constructed(lambda: nn.Sequential(nn.LazyLinear(3)))),
+    ("", constructed(lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))),
+    ("", constructed(Part, device_ids=lambda: [0])),
+    ("", constructed(Part, device_mesh=lambda: init_device_mesh("cpu", (2,)), process_group=lambda: dist.group.WORLD)),
+]
 
 
 @contextmanager
@@ -154,38 +176,19 @@ def debug_level(level):
     dist.set_debug_level_from_env()
 
 
-# What PyTorch's own tests look for.
-PARTS = {
-    "unused": [
-        "Expected to have finished reduction in the prior iteration",
-        "passing the keyword argument `find_unused_parameters=True`",
-        "`forward` function outputs participate in calculating loss",
-    ],
-    "unused_though_looked_for": ["Since `find_unused_parameters=True` is enabled"],
-    "unused_in_a_static_graph": ["your training graph has changed in this iteration"],
-    "used_more_often_in_a_static_graph": ["Your training graph has changed in this iteration"],
-    "marked_twice": ["Expected to mark a variable ready only once."],
-    "used_outside_forward": ["Parameter at index 3 with name part.weight has been marked as ready twice"],
-}
-
-
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
 @on_ranks(2)
 def test_error_messages_begin_with_those_of_pytorch(level):
     torch.manual_seed(0)
-    for name, case in MESSAGES.items():
+    for words, case in MESSAGES:
         with debug_level(level):
-            theirs, ours = (case(wrapper) for wrapper in WRAPPERS.values())
-        assert theirs, name
-        assert ours.startswith(theirs), f"{name}:\n{ours}\n\ndoes not begin with\n{theirs}"
-        for part in PARTS.get(name, []):
-            assert part in ours, name
-        if name in ("unused", "unused_in_a_static_graph", "unused_though_looked_for"):
-            rank = dist.get_rank()
-            assert f"Parameter indices which did not receive grad for rank {rank}: 3\n" in ours, name
-            assert f"Parameters which did not receive grad for rank {rank}: part.weight\n" in ours, name
-            advice = "set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
-            assert (advice in ours) == (level == "OFF"), name
+            (their_kind, theirs), (kind, ours) = (case(wrapper) for wrapper in WRAPPERS.values())
+        assert theirs and words in theirs
+        assert kind == their_kind, theirs
+        assert ours.startswith(theirs), f"{ours}\n\ndoes not begin with\n{theirs}"
+        rank = dist.get_rank()
+        if f"did not receive grad for rank {rank}: 3\n" in theirs:  # PyTorch's names it at two levels only
+            assert f"Parameters which did not receive grad for rank {rank}: part.weight\n" in ours
 
 
 def misfit():

@@ -1,17 +1,13 @@
 """Errors: what raises, with which words, and that the model trains on afterwards."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.comm import GroupTransport
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import reduce_bucket
-from gradwire.reducer.model_sync import broadcast_coalesced
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import FEATURES, AfterAnother, Parts, reentrant, wrap
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -33,81 +29,64 @@ from tests.support.training import (
 DDP = gradwire.DistributedDataParallel
 
 
-class FaultyHook:
-    """Reduces as ours do; ``fault`` and ``at``, a bucket's index, choose what goes wrong."""
-
-    def __init__(self):
-        self.fault = None
-        self.at = 0
-
-    def __call__(self, state, bucket):
-        if self.fault is None or bucket.index() != self.at:
-            return default_hooks.allreduce_hook(state, bucket)
-        return getattr(self, self.fault)(state, bucket)
-
-    def raises(self, state, bucket):
-        raise Fault("from the hook")
-
-    def raises_after_submitting(self, state, bucket):
-        default_hooks.allreduce_hook(state, bucket)
-        raise Fault("from the hook")
-
-    def returns_a_tensor(self, state, bucket):
-        return bucket.buffer()
-
-    def returns_nothing(self, state, bucket):
-        return None
-
-    def returns_too_little(self, state, bucket):
-        return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value()[:-1])
-
-    def returns_too_much(self, state, bucket):
-        return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value().repeat(2))
-
-    def future_fails(self, state, bucket):
-        future = torch.futures.Future()
-        future.set_exception(Fault("from the future"))
-        return future
-
-    def callback_fails(self, state, bucket):
-        def callback(future):
-            raise Fault("from the callback")
-
-        return default_hooks.allreduce_hook(state, bucket).then(callback)
-
-    def algorithm_fails(self, state, bucket):
-        async def algorithm(source, target, transport, workspace):
-            raise Fault("from the worker")
-
-        return reduce_bucket(state, bucket, algorithm, "test_hook")
-
-    def future_holds_nonsense(self, state, bucket):
-        future = torch.futures.Future()
-        future.set_result("a string")
-        return future
+def raise_fault(where):
+    raise Fault(where)
 
 
-TEXTS = {
-    "raises": "from the hook",
-    "raises_after_submitting": "from the hook",
-    "returns_a_tensor": "callback must return a torch.futures.Future object, but got",
-    "returns_nothing": "callback must return a torch.futures.Future object, but got",
-    "returns_too_little": "elements",
-    "returns_too_much": "elements",
-    "future_fails": "from the future",
-    "callback_fails": "from the callback",
-    "algorithm_fails": "from the worker",
-    "future_holds_nonsense": "",
+def failed(state, bucket):
+    future = torch.futures.Future()
+    future.set_exception(Fault("from the future"))
+    return future
+
+
+def with_nonsense(state, bucket):
+    future = torch.futures.Future()
+    future.set_result("a string")
+    return future
+
+
+async def failing_algorithm(source, target, transport, workspace):
+    raise_fault("from the worker")
+
+
+def reduced(change):
+    """A hook that passes its future to ``change``."""
+    return lambda state, bucket: default_hooks.allreduce_hook(state, bucket).then(change)
+
+
+NO_FUTURE = "callback must return a torch.futures.Future object, but got"
+# Hooks that fail, and words of the error.
+FAULTS = {
+    "raises": (lambda state, bucket: raise_fault("from the hook"), "from the hook"),
+    "raises after submitting": (
+        lambda state, bucket: raise_fault("from the hook") if default_hooks.allreduce_hook(state, bucket) else None,
+        "from the hook",
+    ),
+    "returns a tensor": (lambda state, bucket: bucket.buffer(), NO_FUTURE),
+    "returns nothing": (lambda state, bucket: None, NO_FUTURE),
+    "returns too little": (reduced(lambda future: future.value()[:-1]), "elements"),
+    "returns too much": (reduced(lambda future: future.value().repeat(2)), "elements"),
+    "future fails": (failed, "from the future"),
+    "callback fails": (reduced(lambda future: raise_fault("from the callback")), "from the callback"),
+    "algorithm fails": (
+        lambda state, bucket: reduce_bucket(state, bucket, failing_algorithm, "test_hook"),
+        "from the worker",
+    ),
+    "future holds nonsense": (with_nonsense, ""),
 }
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("feature", ["none", *FEATURES])
 @pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
-@pytest.mark.parametrize("fault", TEXTS)
+@pytest.mark.parametrize("fault", FAULTS)
 @on_ranks(2, 3)
 def test_failing_hook_raises_and_resynchronized_training_continues(fault, at, bad_step, feature, view):
-    hook, models = FaultyHook(), []
+    (failing, text), fails_at, models = FAULTS[fault], None, []
+
+    def hook(state, bucket):
+        return (failing if bucket.index() == fails_at else default_hooks.allreduce_hook)(state, bucket)
+
     for function in (hook, default_hooks.allreduce_hook):
         torch.manual_seed(0)
         options = {"bucket_cap_mb_list": [SMALLEST], **FEATURES.get(feature, {})}
@@ -122,16 +101,16 @@ def test_failing_hook_raises_and_resynchronized_training_continues(fault, at, ba
         for optimizer in optimizers:
             optimizer.zero_grad()
         if step == bad_step:
-            hook.fault, hook.at = fault, min(at, len(ddp.reducer.buckets) - 1)
+            fails_at = min(at, len(ddp.reducer.buckets) - 1)
             before, loss = [parameter.detach().clone() for parameter in ddp.parameters()], ddp(*batch)
-            assert TEXTS[fault] in message_of(loss.backward)
+            assert text in message_of(loss.backward)
             assert_same_bits([parameter.detach() for parameter in ddp.parameters()], before)
-            hook.fault = None
+            fails_at = None
             # The forward after a failed step tells what failed, in which step, and what to do.
-            kind, text = error_of(ddp, *batch)
+            kind, message = error_of(ddp, *batch)
             assert kind == "RuntimeError"
-            assert f"Step {bad_step + 1} failed on rank" in text
-            assert "resynchronize()" in text
+            assert f"Step {bad_step + 1} failed on rank" in message
+            assert "resynchronize()" in message
             ddp.resynchronize()
             continue
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -163,7 +142,7 @@ def new(model):
 @pytest.mark.parametrize("cap", [SMALLEST, 100], ids=["many-buckets", "one-bucket"])
 @pytest.mark.parametrize("skip_at", [0, 1, 3])
 @on_ranks(2, 3)
-def test_parameter_without_gradient_raises_pytorchs_error_at_the_next_forward(skip_at, cap):
+def test_parameter_without_gradient_raises_at_next_forward(skip_at, cap):
     batch = torch.ones(2, 4) * (1 + dist.get_rank())
     for wrapper in WRAPPERS.values():
         ddp = wrapper(new(Parts), bucket_cap_mb=cap)
@@ -236,47 +215,6 @@ def test_parameter_marked_twice_raises_until_resynchronized():
     assert_trains_as_pytorchs(ddp, new(AfterAnother), batch, range(5))
 
 
-def with_wrong_bucket(state, bucket: int):
-    return None
-
-
-def with_wrong_return(state, bucket: dist.GradBucket) -> torch.Tensor:
-    return None
-
-
-def annotated(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return default_hooks.allreduce_hook(state, bucket)
-
-
-def register_two(model, second):
-    model.register_comm_hook(None, annotated)
-    second(model)
-
-
-BAD_REGISTRATIONS = {
-    "Communication hook must be callable.": lambda model: model.register_comm_hook(None, 1),
-    "bucket annotation should be dist.GradBucket.": lambda model: model.register_comm_hook(None, with_wrong_bucket),
-    "return annotation should be torch.futures.Future[torch.Tensor].": lambda model: model.register_comm_hook(
-        None, with_wrong_return
-    ),
-    "register_comm_hook or register_builtin_comm_hook can only be called once.": lambda model: register_two(
-        model, lambda model: model.register_comm_hook(None, annotated)
-    ),
-    "can only be called once.": lambda model: register_two(
-        model, lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    ),
-}
-
-
-@pytest.mark.parametrize("text", BAD_REGISTRATIONS)
-@on_ranks(2, 3)
-def test_bad_registration_raises_pytorchs_error(text):
-    theirs, ours = (error_of(BAD_REGISTRATIONS[text], wrapper(build("mlp"))) for wrapper in WRAPPERS.values())
-    assert ours[0] == theirs[0]
-    assert text in theirs[1]
-    assert text in ours[1]
-
-
 @on_ranks(2, 3)
 def test_hooks_with_string_annotations_are_accepted():
     namespace = {"torch": torch, "dist": dist, "ours": default_hooks}
@@ -315,115 +253,13 @@ def test_failed_registration_leaves_no_trace():
     assert logged == "fp16_compress_hook"
 
 
-def unsupported():
+@on_ranks(2, 3)
+def test_python_reducer_raises_not_implemented_error():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        return error_of(DDP, build("mlp"))
-
-
-def test_python_reducer_raises_not_implemented_error(world):
-    for kind, text in world.run(unsupported):
-        assert kind == "NotImplementedError"
-        assert "gradwire.DistributedDataParallel does not support" in text
-        assert "Leave" in text, "the remedy"
-
-
-@on_ranks(2, 3)
-def test_constructor_refuses_the_same_arguments_as_pytorch():
-    frozen = build("mlp").requires_grad_(False)
-    lazy = nn.Sequential(nn.LazyLinear(3))
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    group = dist.group.WORLD
-    actions = {
-        "frozen": lambda ddp: ddp(frozen),
-        "lazy": lambda ddp: ddp(lazy),
-        "device ids": lambda ddp: ddp(build("mlp"), device_ids=[0]),
-        "mesh and group": lambda ddp: ddp(build("mlp"), device_mesh=mesh, process_group=group),
-        "sync batch norm": lambda ddp: ddp(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
-    }
-    outcomes = {
-        name: tuple(error_of(action, wrapper) for wrapper in WRAPPERS.values()) for name, action in actions.items()
-    }
-    for name, (theirs, ours) in outcomes.items():
-        assert theirs is not None, name
-        assert ours == theirs, name
-
-
-@on_ranks(2, 3)
-def test_models_that_differ_between_ranks_are_refused_as_by_pytorch():
-    module = nn.Linear(3, 3, bias=dist.get_rank() > 0)
-    theirs, ours = [error_of(wrapper, module) for wrapper in WRAPPERS.values()]
-    assert ours[0] == theirs[0] == "RuntimeError"
-    assert theirs[1].startswith("DDP expects same model across all ranks")
-    # Where three ranks count differently, either may name any other.
-    assert ours[1].startswith(theirs[1].split(", while")[0])
-
-
-@on_ranks(2, 3)
-def test_parameters_of_another_layout_are_refused_on_every_rank_at_once():
-    # PyTorch's class raises on the rank that differs and leaves rank 0 waiting; it does not compare dtypes.
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    weights = {
-        "shape": torch.zeros(3, 4 + is_last),
-        "strides": torch.zeros(4, 4).t() if is_last else torch.zeros(4, 4),
-        "dtype": torch.zeros(3, dtype=torch.float64 if is_last else torch.float32),
-    }
-    errors = {}
-    for what, weight in weights.items():
-        module = nn.Module()
-        module.first = nn.Parameter(torch.zeros(2))
-        module.weight = nn.Parameter(weight)
-        errors[what] = error_of(DDP, module)
-    results = from_all_ranks(errors)
-    for errors in results:
-        assert errors == results[0]
-        for what, (kind, message) in errors.items():
-            assert kind == "RuntimeError", what
-            assert "params[1], weight" in message
-            assert "appears not to match sizes/strides of the same param in process 0" in message
-
-
-def as_bytes(module):
-    return {
-        name: (str(tensor.dtype), tensor.stride(), tensor.reshape(-1).view(torch.uint8).tolist())
-        for name, tensor in module.state_dict().items()
-    }
-
-
-@on_ranks(2, 3)
-def test_construction_gives_every_rank_the_state_of_rank_0():
-    torch.manual_seed(dist.get_rank())
-    module = nn.Module()
-    dtypes = (torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float16)
-    for i, dtype in enumerate(dtypes):
-        module.register_parameter(f"parameter{i}", nn.Parameter(torch.randn(3, 2).to(dtype)))
-    for i, dtype in enumerate((torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn)):
-        module.register_buffer(f"buffer{i}", torch.full((3, 2), dist.get_rank()).to(dtype))
-    module.empty = nn.Parameter(torch.zeros(0))
-    module.register_buffer("scalar", torch.tensor(5 * dist.get_rank()))
-    module.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-    module.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    own = as_bytes(module)
-    DDP(module)
-    results = from_all_ranks((own, as_bytes(module)))
-    wanted = results[0][0]
-    for _, state in results:
-        assert state == wanted
-    assert results[1][0]["conv.weight"] != wanted["conv.weight"]
-
-
-@on_ranks(2, 3)
-def test_broadcast_sends_a_message_once_it_reaches_its_limit():
-    messages, transport = [], GroupTransport(dist.group.WORLD)
-
-    def noted(tensor, source):
-        messages.append(tensor.nbytes)
-        return GroupTransport.broadcast(transport, tensor, source)
-
-    tensors = [torch.full((100,), dist.get_rank() + i) for i in range(7)]  # of 800 bytes
-    with mock.patch.object(transport, "broadcast", noted):
-        broadcast_coalesced(tensors, transport, 2000)
-    assert messages == [2400, 2400, 800]
-    assert [tensor.unique().tolist() for tensor in tensors] == [[i] for i in range(7)]
+        kind, text = error_of(DDP, build("mlp"))
+    assert kind == "NotImplementedError"
+    assert "gradwire.DistributedDataParallel does not support" in text
+    assert "Leave" in text, "the remedy"
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")

@@ -216,7 +216,7 @@ def test_training_resynchronized_after_faults_continues_with_equal_ranks(worlds,
 
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 @on_ranks(2, limit=90)
-def test_handshake_that_failed_on_one_rank_is_repeated_after_resynchronization(hook):
+def test_failed_handshake_is_repeated_after_resynchronization(hook):
     # Rank 1 has agreed with rank 0, but not the other way round: alone, rank 0 would wait for the second handshake.
     group = dist.new_group()
     ddp, optimizer, _ = new_training(hook, "mlp", group)
@@ -238,7 +238,7 @@ def test_handshake_that_failed_on_one_rank_is_repeated_after_resynchronization(h
 
 
 @on_ranks(2)
-def test_resynchronize_raises_on_all_ranks_if_the_process_group_itself_is_stuck():
+def test_resynchronize_with_stuck_process_group_raises_on_all_ranks():
     group = dist.new_group(timeout=timedelta(seconds=20))
     ddp, optimizer, _ = new_training("fp16_of_pytorch", "mlp", group)
     planned = ("hook", 3) if dist.get_rank() == 1 else None

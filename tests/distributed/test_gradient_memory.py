@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -265,7 +265,7 @@ def errors_of(seen, expected, bound):
 
 
 def check_graph(hook, plan, device):
-    """What is wrong on this rank: against the mean of local gradients, or for lossy hooks against PyTorch's DDP."""
+    """Errors on this rank, against the mean of local gradients, or for lossy hooks against PyTorch's DDP."""
     with ExitStack() as stack:
         group = None
         if device == "double":
@@ -326,19 +326,16 @@ PLANS = st.builds(
 ).map(without_aliases)
 
 
-@settings(PROPERTY, max_examples=60)
-@given(plan=PLANS, hook=st.sampled_from(ALL_HOOKS), device=st.sampled_from(["cpu", "double"]))
-def test_random_graphs_of_views_have_right_gradients(worlds, plan, hook, device):
-    event(f"hook {hook}")
-    assert worlds(2).run(check_graph, hook=hook, plan=plan, device=device) == [[], []]
+@pytest.mark.parametrize(
+    ("size", "examples"), [(2, 60), *(pytest.param(size, 300, marks=pytest.mark.slow) for size in (2, 3))]
+)
+def test_random_graphs_of_views_have_right_gradients(worlds, size, examples):
+    @settings(PROPERTY, max_examples=examples)
+    @given(plan=PLANS, hook=st.sampled_from(ALL_HOOKS), device=st.sampled_from(["cpu", "double"]))
+    def gradients_are_right(plan, hook, device):
+        assert worlds(size).run(check_graph, hook=hook, plan=plan, device=device) == [[]] * size
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-@settings(PROPERTY, max_examples=300)
-@given(plan=PLANS, hook=st.sampled_from(ALL_HOOKS), device=st.sampled_from(["cpu", "double"]))
-def test_many_random_graphs_of_views_have_right_gradients(worlds, size, plan, hook, device):
-    assert worlds(size).run(check_graph, hook=hook, plan=plan, device=device) == [[]] * size
+    gradients_are_right()
 
 
 class Replacing(nn.Module):

@@ -41,11 +41,8 @@ def process_id():
     return os.getpid()
 
 
-def test_case_returns_one_result_per_rank(world):
+def test_ranks_return_a_result_each_and_stay_alive_between_cases(world):
     assert world.run(sum_of_ranks, offset=10) == [sum(range(10, 10 + world.size))] * world.size
-
-
-def test_workers_stay_alive_between_cases(world):
     assert world.run(process_id) == world.run(process_id)
 
 
@@ -116,22 +113,19 @@ def hang():
     threading.Event().wait()
 
 
-def test_fresh_case_reports_how_each_rank_ended(worlds):
-    raised, exited, signaled = worlds(3).run_fresh(
-        one_rank_ends_each_way, ways=[raise_error, exit_early, end_by_signal]
-    )
+def test_fresh_case_reports_how_each_rank_ended_and_leaves_the_pool_alone(worlds):
+    world = worlds(3)
+    before = world.run(process_id)
+    raised, exited, hung = world.run_fresh(one_rank_ends_each_way, ways=[raise_error, exit_early, hang], limit=3)
     assert (raised.how, raised.error, raised.message) == ("raised", "ValueError", "the reason")
     assert "in raise_error" in raised.output
     assert (exited.how, exited.exit_code) == ("exited", 3)
-    assert (signaled.how, signaled.exit_code) == ("exited", -signal.SIGKILL)
-
-
-def test_fresh_rank_that_hangs_is_killed_with_stacks(worlds):
-    hung, exited = worlds(2).run_fresh(one_rank_ends_each_way, ways=[hang, exit_early], limit=3)
     assert hung.how == "killed"
     assert "about to hang" in hung.output
     assert "in hang" in hung.output
-    assert (exited.how, exited.exit_code) == ("exited", 3)
+    signaled, *_ = world.run_fresh(one_rank_ends_each_way, ways=[end_by_signal, raise_error, exit_early])
+    assert (signaled.how, signaled.exit_code) == ("exited", -signal.SIGKILL)
+    assert world.run(process_id) == before
 
 
 def wait_for_a_peer_that_is_late(how):
@@ -154,9 +148,3 @@ def test_fresh_ranks_wait_no_longer_than_the_timeout_of_their_group(worlds, how,
     waited, _ = worlds(2).run_fresh(wait_for_a_peer_that_is_late, how=how)
     assert waited.how == "raised"
     assert text in waited.message
-
-
-def test_fresh_case_leaves_pool_workers_unchanged(worlds):
-    before = worlds(2).run(process_id)
-    worlds(2).run_fresh(one_rank_ends_each_way, ways=[exit_early, raise_error])
-    assert worlds(2).run(process_id) == before

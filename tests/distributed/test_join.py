@@ -1,12 +1,17 @@
 """`join`: training on unequal numbers of inputs. See features.py for the oracle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.reducer import reducer
+from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import UNDER_HOOKS, assert_parity, over, views, ways, wrap, zero_grad
+from tests.support.features import UNDER_HOOKS, assert_parity, over, views, wrap, zero_grad
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of, gradients, one_thread_group
 from tests.support.zoo import Probe
@@ -109,25 +114,6 @@ def test_join_averages_sparse_gradients_over_ranks_with_inputs(find_unused, leng
             assert_same_bits({name: gradient.to_dense() for name, gradient in found.items()}, expected)
 
 
-@ways
-@divisions
-@uneven
-@on_ranks(2, 3)
-def test_join_averages_over_ranks_with_inputs(lengths, divide, hook, view):
-    # Matrices of one column are not compressed. A third of each gradient, and the sum of those, are exact in fp16 too.
-    size, lengths = dist.get_world_size(), lengths[: dist.get_world_size()]
-    rank = dist.get_rank()
-    ddp = wrap("gradwire", Probe((3, 1), (2,)), hook, view)
-    with ddp.join(divide_by_initial_world_size=divide):
-        for step in range(lengths[rank]):
-            ddp.zero_grad()
-            ddp(torch.full((3, 1), 3.0 * 2 ** (rank + step)), torch.full((2,), -3.0 * 2 ** (rank + step))).backward()
-            live = [each for each in range(size) if lengths[each] > step]
-            mean = sum(3 * 2 ** (each + step) for each in live) / (size if divide else len(live))
-            seen = [weight.grad for weight in ddp.module.weights]
-            assert_same_bits(seen, [torch.full((3, 1), mean), torch.full((2,), -mean)])
-
-
 def end_early(wrapper, lengths):
     """The steps taken and the error of training that ends with the first rank's inputs; then a step that goes well."""
     ddp = wrap(wrapper, Probe(3))
@@ -156,3 +142,23 @@ def test_law4_join_with_early_termination_error_matches_pytorch(lengths):
     assert (f"Rank {rank} exhausted all inputs" if is_first else "Detected at least one rank that exhausted") in error[
         1
     ]
+
+
+@views
+def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, view):
+    submitted = []
+    monkeypatch.setattr(reducer, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
+    local = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 7), (11,), ())]
+    parameters = [nn.Parameter(torch.zeros_like(each)) for each in local]
+    for parameter, gradient in zip(parameters, local, strict=True):
+        parameter.grad = gradient.clone()
+    names = [str(i) for i in range(len(parameters))]
+    spec = BucketSpec(index=0, is_last=True, members=[0, 1, 2], parameters=parameters, names=names)
+    bucket, transport = DenseBucket(spec, as_view=view), LocalTransport()
+    bucket.divisor = 5
+    bucket.collect(zero_copy=True)
+    reducer.default_reduction(SimpleNamespace(process_group=None, has_streams=True), bucket)
+    (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
+    run_algorithm(algorithm(bucket.source(), bucket.target(), transport, workspace), transport)
+    bucket.finish(bucket.target().tensors[0], 1, {})
+    assert_same_bits([each.grad for each in parameters], [each * torch.tensor(1 / 5) for each in local])

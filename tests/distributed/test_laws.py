@@ -5,14 +5,14 @@ from types import NoneType
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.testing import check_laws
-from tests.support.bits import assert_same_bits, same_bits
-from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, train
+from tests.support.bits import assert_same_bits
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, own_batches, train, wrapped
 
 SKIPPED = {"fp16_of_powersgd": ["plain start", "nothing lost"]}  # the wrapper rounds first
 FEW, MANY = 4, 50  # examples
@@ -92,77 +92,63 @@ def test_laws_hold_for_every_wire_format(wire, options):
     check_quantized(wire, options, world_sizes=(2, 3, 4))
 
 
-def hooked_and_plain(wrapper, hook, model, **options):
-    return train(wrapper, model, hook=hook, **options), train(wrapper, model, **options)
-
-
 UNCHANGED = [
     *(("allreduce", model) for model in ("mlp", "conv", "lstm", "mixed", "odd")),
     *((hook, "half") for hook in ("fp16", "fp16_of_allreduce")),
     *((hook, "brain") for hook in ("bf16", "bf16_of_allreduce")),
 ]
+views = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+def assert_law3(wrapper, model, hook, view, **options):
+    """The hook gives the bits of the plain all-reduce."""
+    options |= {"gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
+    assert_same_bits(*(train(wrapper, model, hook=each, **options) for each in (hook, None)))
+
+
+@views
+@wrappers
 @pytest.mark.parametrize(("hook", "model"), UNCHANGED)
-def test_law3_hook_that_keeps_the_dtype_equals_the_plain_all_reduce(world, model, hook, wrapper, view):
-    options = {"wrapper": wrapper, "model": model, "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
-    for hooked, plain in world.run(hooked_and_plain, hook=hook, **options):
-        assert_same_bits(hooked, plain)
+@on_ranks(2, 3)
+def test_law3_hook_that_keeps_the_dtype_equals_the_plain_all_reduce(model, hook, wrapper, view):
+    assert_law3(wrapper, model, hook, view)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_law3_allreduce_hook_equals_the_plain_all_reduce_of_accumulated_gradients(worlds, wrapper, view):
-    # On two ranks: there the mean rounds the same, whether gradients are multiplied by 1 / n or views divided by n.
-    options = {"wrapper": wrapper, "model": "conv", "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
-    for hooked, plain in worlds(2).run(hooked_and_plain, hook="allreduce", accumulate=2, set_to_none=False, **options):
-        assert_same_bits(hooked, plain)
+@views
+@wrappers
+@on_ranks(2)  # there the mean rounds the same, whether gradients are multiplied by 1 / n or views divided by n
+def test_law3_allreduce_hook_equals_plain_all_reduce_when_accumulating(wrapper, view):
+    assert_law3(wrapper, "conv", "allreduce", view, accumulate=2, set_to_none=False)
 
 
-def complex_with_and_without(hook):
-    return train("gradwire", "complex", bucket_cap_mb=SMALL, hook=hook), train("gradwire", "complex", bucket_cap_mb=100)
-
-
-# PyTorch's buckets of complex gradients are wrong inside hooks, so the plain all-reduce is the oracle.
-def test_law3_allreduce_hook_on_complex_gradients_equals_plain_all_reduce(world):
-    for hooked, plain in world.run(complex_with_and_without, hook="allreduce"):
-        assert_same_bits(hooked, plain)
-
-
-def noop_and_local(model, **options):
-    """Every rank on its own, from equal parameters."""
-    options |= {"forward_sync_buffers": False}
-    kept = {name: options[name] for name in ("set_to_none", "seed") if name in options}
-    return [train(wrapper, model, hook="noop", **options) for wrapper in WRAPPERS], train(None, model, **kept)
+@on_ranks(2, 3)
+def test_law3_allreduce_hook_on_complex_gradients_equals_plain_all_reduce():
+    # PyTorch's buckets of complex gradients are wrong inside hooks, so the plain all-reduce is the oracle.
+    hooked = train("gradwire", "complex", bucket_cap_mb=SMALL, hook="allreduce")
+    assert_same_bits(hooked, train("gradwire", "complex", bucket_cap_mb=100))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@views
+@wrappers
 @pytest.mark.parametrize("model", ["mlp", "conv", "mixed", "odd"])
-def test_law3_noop_hook_leaves_local_gradients_unchanged(world, model, view, set_to_none):
-    options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALL}
-    for with_noop, local in world.run(noop_and_local, model=model, **options):
-        for record in with_noop:
-            assert_same_bits(record, local)
+@on_ranks(2, 3)
+def test_law3_noop_hook_leaves_local_gradients_unchanged(model, wrapper, view, set_to_none):
+    options = {"gradient_as_bucket_view": view, "bucket_cap_mb": SMALL, "forward_sync_buffers": False}
+    with_noop = train(wrapper, model, hook="noop", set_to_none=set_to_none, **options)
+    assert_same_bits(with_noop, train(None, model, set_to_none=set_to_none))
 
 
-def no_sync_gradients(hook, view):
-    ddp = WRAPPERS["gradwire"](build("mlp"), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    local = build("mlp")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [local.batch(generator) for _ in range(3)]
+@views
+@on_ranks(2, 3)
+def test_law3_no_sync_leaves_local_gradients_unchanged(view):
+    ddp, local, generator = wrapped(hook="fp16", gradient_as_bucket_view=view), build("mlp"), own_batches()
     with ddp.no_sync():
-        for batch in batches:
+        for _ in range(3):
+            batch = local.batch(generator)
             ddp(*batch).backward()
             local(*batch).backward()
-    return gradients(ddp), gradients(local)
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law3_no_sync_leaves_local_gradients_unchanged(world, view):
-    results = world.run(no_sync_gradients, hook="fp16", view=view)
-    for ours, local in results:
-        assert_same_bits(ours, local)
-    assert not same_bits(results[0][0]["layers.0.weight"], results[1][0]["layers.0.weight"])
+    assert_same_bits(gradients(ddp), gradients(local))
+    first, second, *_ = from_all_ranks(gradients(local)["layers.0.weight"])
+    assert not torch.equal(first, second)

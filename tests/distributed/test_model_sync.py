@@ -1,6 +1,7 @@
-"""What ranks compare at construction, and which arguments are refused there."""
+"""Construction: what ranks compare and broadcast, and which arguments are refused."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
+from gradwire.comm import GroupTransport
+from gradwire.reducer.model_sync import broadcast_coalesced
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALL, build, error_of, train
+from tests.support.training import SMALL, WRAPPERS, build, error_of, train
 
 DDP = gradwire.DistributedDataParallel
 
@@ -18,9 +21,9 @@ DDP = gradwire.DistributedDataParallel
 class WithState(nn.Module):
     """A trained and a frozen parameter, and two buffers, the second of which no checkpoint has."""
 
-    def __init__(self, frozen=None, first=None, second=None, extra=False):
+    def __init__(self, weight=None, frozen=None, first=None, second=None, extra=False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.ones(3) if weight is None else weight)
         self.fixed = nn.Parameter(torch.ones(4) if frozen is None else frozen, requires_grad=False)
         self.register_buffer("first", torch.ones(5) if first is None else first)
         self.register_buffer("second", torch.ones(2) if second is None else second, persistent=False)
@@ -31,35 +34,96 @@ class WithState(nn.Module):
         return (self.weight * x).sum()
 
 
+WEIGHT = "params[0], weight, on rank {last} with", "appears not to match sizes/strides of the same param in process 0"
+FROZEN, FIRST = "frozen parameter fixed: (4,) torch.float32", "buffer first: (5,) torch.float32"
+# How the last rank differs, and the words of the error. PyTorch's class does not compare dtypes, and raises on the last
+# rank only.
 STATES = {
-    "frozen shape": ({"frozen": torch.ones(6)}, "frozen parameter fixed: (4,) torch.float32", "(6,) torch.float32"),
-    "frozen dtype": ({"frozen": torch.ones(4).double()}, "frozen parameter fixed: (4,) torch.float32", "torch.float64"),
-    "buffer shape": ({"first": torch.ones(7)}, "buffer first: (5,) torch.float32", "(7,) torch.float32"),
-    "buffer dtype": ({"first": torch.ones(5).int()}, "buffer first: (5,) torch.float32", "(5,) torch.int32"),
-    "buffer size": ({"second": torch.ones(1, 2)}, "buffer second: (2,) torch.float32", "(1, 2) torch.float32"),
-    "one more buffer": ({"extra": True}, "buffer extra: nothing", "() torch.float32"),
+    "shape": ({"weight": torch.ones(4)}, WEIGHT),
+    "strides": ({"weight": torch.ones(6)[::2]}, WEIGHT),
+    "dtype": ({"weight": torch.ones(3).double()}, WEIGHT),
+    "frozen shape": ({"frozen": torch.ones(6)}, (FROZEN, "(6,) torch.float32 on cpu on rank {last}")),
+    "frozen dtype": ({"frozen": torch.ones(4).double()}, (FROZEN, "(4,) torch.float64 on cpu on rank {last}")),
+    "buffer shape": ({"first": torch.ones(7)}, (FIRST, "(7,) torch.float32 on cpu on rank {last}")),
+    "buffer dtype": ({"first": torch.ones(5).int()}, (FIRST, "(5,) torch.int32 on cpu on rank {last}")),
+    "buffer size": (
+        {"second": torch.ones(1, 2)},
+        ("buffer second: (2,) torch.float32", "(1, 2) torch.float32 on cpu on rank {last}"),
+    ),
+    "one more buffer": ({"extra": True}, ("buffer extra: nothing", "() torch.float32 on cpu on rank {last}")),
 }
 
 
 @pytest.mark.parametrize("difference", STATES)
 @on_ranks(2, 3)
-def test_frozen_parameters_and_buffers_that_differ_raise_on_every_rank(difference):
-    _, first, last = STATES[difference]
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    module = WithState(**(STATES[difference][0] if is_last else {}))
-    before = [tensor.clone() for tensor in (*module.parameters(), *module.buffers())]
-    error = error_of(DDP, module)
-    results = from_all_ranks(
-        (error, all(torch.equal(*pair) for pair in zip(before, (*module.parameters(), *module.buffers()), strict=True)))
-    )
-    for error, unchanged in results:
-        assert error is not None
-        assert error[0] == "RuntimeError"
-        assert error[1].startswith("DDP expects same model across all ranks")
-        assert f"{first}" in error[1]
-        assert f"{last} on cpu on rank {dist.get_world_size() - 1}" in error[1]
-        assert unchanged
-    assert len({error for error, _ in results}) == 1
+def test_parameters_and_buffers_that_differ_raise_on_every_rank(difference):
+    options, words = STATES[difference]
+    last = dist.get_world_size() - 1
+    module = WithState(**(options if dist.get_rank() == last else {}))
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    kind, message = error_of(DDP, module)
+    assert kind == "RuntimeError"
+    assert message.startswith("DDP expects same model across all ranks")
+    assert all(each.format(last=last) in message for each in words)
+    assert all(map(torch.equal, tensors, before))
+    assert_same_on_all_ranks(from_all_ranks(message))
+
+
+@on_ranks(2, 3)
+def test_models_that_differ_between_ranks_are_refused_as_by_pytorch():
+    module = nn.Linear(3, 3, bias=dist.get_rank() > 0)
+    theirs, ours = [error_of(wrapper, module) for wrapper in WRAPPERS.values()]
+    assert ours[0] == theirs[0] == "RuntimeError"
+    assert theirs[1].startswith("DDP expects same model across all ranks")
+    # With three ranks count differently, either may name any other.
+    assert ours[1].startswith(theirs[1].split(", while")[0])
+
+
+def as_bytes(module):
+    return {
+        name: (str(tensor.dtype), tensor.stride(), tensor.reshape(-1).view(torch.uint8).tolist())
+        for name, tensor in module.state_dict().items()
+    }
+
+
+@on_ranks(2, 3)
+def test_construction_gives_every_rank_the_state_of_rank_0():
+    torch.manual_seed(dist.get_rank())
+    module = nn.Module()
+    dtypes = (torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float16)
+    for i, dtype in enumerate(dtypes):
+        module.register_parameter(f"parameter{i}", nn.Parameter(torch.randn(3, 2).to(dtype)))
+    for i, dtype in enumerate((torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn)):
+        module.register_buffer(f"buffer{i}", torch.full((3, 2), dist.get_rank()).to(dtype))
+    module.empty = nn.Parameter(torch.zeros(0))
+    module.register_buffer("scalar", torch.tensor(5 * dist.get_rank()))
+    module.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    module.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    own = as_bytes(module)
+    DDP(module, init_sync=False)
+    assert as_bytes(module) == own
+    DDP(module)
+    results = from_all_ranks((own, as_bytes(module)))
+    wanted = results[0][0]
+    for _, state in results:
+        assert state == wanted
+    assert results[1][0]["conv.weight"] != wanted["conv.weight"]
+
+
+@on_ranks(2, 3)
+def test_broadcast_sends_a_message_once_it_reaches_its_limit():
+    messages, transport = [], GroupTransport(dist.group.WORLD)
+
+    def noted(tensor, source):
+        messages.append(tensor.nbytes)
+        return GroupTransport.broadcast(transport, tensor, source)
+
+    tensors = [torch.full((100,), dist.get_rank() + i) for i in range(7)]  # of 800 bytes
+    with mock.patch.object(transport, "broadcast", noted):
+        broadcast_coalesced(tensors, transport, 2000)
+    assert messages == [2400, 2400, 800]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[i] for i in range(7)]
 
 
 @on_ranks(2, 3)

@@ -17,7 +17,7 @@ OURS, THEIRS = WRAPPERS["gradwire"], WRAPPERS["pytorch"]
 @pytest.mark.parametrize("hook", [None, "allreduce"])
 @pytest.mark.parametrize("inner", WRAPPERS)
 @on_ranks(2)
-def test_wrapping_a_wrapper_raises_at_construction_with_a_hook_and_warns_without(inner, hook):
+def test_wrapped_wrapper_with_hook_raises_and_without_hook_warns(inner, hook):
     wrapper = wrapped(inner, hook=hook)
     holder = nn.Sequential(nn.Linear(3, 11), wrapper)
     with warnings.catch_warnings(record=True) as caught:
@@ -38,7 +38,7 @@ def test_wrapping_a_wrapper_raises_at_construction_with_a_hook_and_warns_without
 
 @pytest.mark.parametrize(("hook", "holds"), [(None, False), ("allreduce", False), ("allreduce", True)])
 @on_ranks(2)
-def test_pytorch_wrapper_around_ours_raises_at_every_forward_with_a_hook_and_warns_once_without(hook, holds):
+def test_pytorchs_wrapper_around_ours_raises_with_hook_else_warns_once(hook, holds):
     ours = wrapped(hook=hook)
     outer = THEIRS(nn.Sequential(ours) if holds else ours)
     with warnings.catch_warnings(record=True) as caught:
@@ -119,7 +119,7 @@ def wrap_part(wrapper, module, hook_at, ignores=(), delays=(), freezes=(), ties=
 
 
 def nest(outer, inner, hook, share):
-    """What is said when a wrapper in a module is wrapped with that module, and called once: (kind, text)."""
+    """Warnings and error, as (kind, text), of wrapping a module that has a wrapper, and of one call."""
     inner_options, outer_options, _ = SHARES[share]
     module = WithPart(None)
     if inner_options.get("ties"):

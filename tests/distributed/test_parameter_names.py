@@ -7,28 +7,23 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from gradwire.hooks import _parameter_names
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import STATES, Training, make
 from tests.support.training import (
-    SMALL,
     SMALLEST,
     WRAPPERS,
     build,
     error_of,
-    gradients,
     message_of,
     own_batches,
     register,
-    train,
 )
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
@@ -201,26 +196,7 @@ def test_unregistered_state_does_not_take_names_of_another_live_model(kind, wrap
     assert state._names.module is module
 
 
-# --- law 4 and options by name
-
-
-VARIANTS = {
-    "plain": {},
-    "cold": {"warm_start": False},
-    "no_feedback": {"use_error_feedback": False},
-    "alternating": {"alternating": True},
-    "ranks": {"ranks": {"*.0.*": 2, "head*": 0}},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@on_ranks(2, 3)
-def test_law4_gradients_without_bind_are_bitwise_equal_on_both_ddps(variant, view):
-    options = {"bucket_cap_mb": SMALL, "steps": 6, "gradient_as_bucket_view": view}
-    hooks = [(PowerSGDState(None, **(EARLY | VARIANTS[variant])), powerSGD_hook) for _ in WRAPPERS]
-    theirs, ours = (train(wrapper, "conv", hook=hook, **options) for wrapper, hook in zip(WRAPPERS, hooks, strict=True))
-    assert_same_bits(ours, theirs)
+# --- options by name
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -234,71 +210,7 @@ def test_ranks_and_stacks_by_name_apply_without_bind(wrapper):
     assert shapes == {"layers.0.weight": (2, 1, 6), "layers.1.weight": (1, 1, 6)}
 
 
-# --- law 7
-
-
-CUT, TOTAL = 6, 10
-
-
-def train_on(ddp, optimizer, steps):
-    seen = []
-    for i in steps:
-        optimizer.zero_grad()
-        step(ddp, torch.Generator().manual_seed(10 * i + dist.get_rank()))
-        seen.append(torch.cat([gradient.flatten() for gradient in gradients(ddp).values()]))
-        optimizer.step()
-    return seen
-
-
-def prepared(wrapper, options):
-    torch.manual_seed(0)
-    ddp, state = trained(build("mlp"), wrapper, steps=0, cap=SMALL, **options)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), state
-
-
-@pytest.mark.parametrize("options", [{}, {"alternating": True}], ids=["both-sides", "alternating"])
-@pytest.mark.parametrize(
-    ("first", "second"), [("pytorch", "pytorch"), ("pytorch", "gradwire"), ("gradwire", "pytorch")]
-)
-@on_ranks(2)
-def test_law7_distributed_checkpoint_without_bind_resumes_like_uninterrupted_run(tmp_path, first, second, options):
-    ddp, optimizer, state = prepared(first, options)
-    train_on(ddp, optimizer, range(CUT))
-    everything = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state}
-    dcp.save(everything, checkpoint_id=str(tmp_path))
-    whole = train_on(ddp, optimizer, range(CUT, TOTAL))
-
-    ddp, optimizer, state = prepared(second, options)
-    for parameter in ddp.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the optimizer's state, to be loaded into
-    restored = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state}
-    dcp.load(restored, checkpoint_id=str(tmp_path))
-    ddp.module.load_state_dict(restored["model"])
-    optimizer.load_state_dict(restored["optimizer"])
-    for expected, actual in zip(whole, train_on(ddp, optimizer, range(CUT, TOTAL)), strict=True):
-        # 400 roundings a step, each of which a column of P may enlarge tenfold, as in test_powersgd_state.py.
-        assert (actual - expected).norm() <= 400 * 10 * (TOTAL - CUT) * 2.0**-24 * expected.norm()
-    assert sorted(state.tensors("errors")) == [
-        "layers.0.weight",
-        "layers.2.weight",
-        "layers.4.weight",
-        "layers.6.weight",
-    ]
-
-
-@pytest.mark.parametrize(("first", "second"), [("pytorch", "gradwire"), ("gradwire", "pytorch")])
-@on_ranks(2)
-def test_law7_scales_without_bind_resume_on_other_ddp(first, second):
-    state, loaded = ScaledCastState(), ScaledCastState()
-    train(first, "mlp", hook=(state, scaled_cast_hook), bucket_cap_mb=SMALL)
-    loaded.load_state_dict(state.state_dict())
-    train(second, "mlp", hook=(loaded, scaled_cast_hook), bucket_cap_mb=25)
-    assert sorted(state.exponents()) == sorted(loaded.exponents()) == names_of_the_mlp()
-
-
-def names_of_the_mlp():
-    return sorted(name for name, _ in build("mlp").named_parameters())
+# --- compiled models
 
 
 @pytest.mark.parametrize("after", WRAPPERS)

@@ -1,40 +1,33 @@
 """Law 4, without a hook: gradwire's DistributedDataParallel gives PyTorch's gradients to the bit."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.bits import assert_same_bits, differences
+from tests.support.features import assert_parity, views
+from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import MODELS, SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 from tests.support.zoo import Probe
 
-
-def with_both(model, **options):
-    """The same training in PyTorch's DDP and in gradwire's."""
-    return train("pytorch", model, **options), train("gradwire", model, **options)
+clearings = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 
 
-def assert_parity(results):
-    for theirs, ours in results:
-        assert_same_bits(ours, theirs)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@clearings
+@views
 @pytest.mark.parametrize("model", MODELS)
-def test_law4_no_hook_matches_pytorch(world, model, view, set_to_none):
+@on_ranks(2, 3)
+def test_law4_no_hook_matches_pytorch(model, view, set_to_none):
     options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALL}
-    assert_parity(world.run(with_both, model=model, **options))
+    assert_parity(train, model=model, **options)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@views
 @pytest.mark.parametrize("model", ["conv", "lstm", "mixed", "odd"])
-def test_law4_accumulation_under_no_sync_matches_pytorch(world, model, view):
+@on_ranks(2, 3)
+def test_law4_accumulation_under_no_sync_matches_pytorch(model, view):
     options = {"gradient_as_bucket_view": view, "accumulate": 3, "bucket_cap_mb": SMALL}
-    assert_parity(world.run(with_both, model=model, **options))
+    assert_parity(train, model=model, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +42,9 @@ def test_law4_accumulation_under_no_sync_matches_pytorch(world, model, view):
     ids=["default", "smallest", "huge", "small-list", "list"],
 )
 @pytest.mark.parametrize("model", ["mlp", "mixed"])
-def test_law4_any_bucket_cap_matches_pytorch(world, model, caps):
-    assert_parity(world.run(with_both, model=model, **caps))
+@on_ranks(2, 3)
+def test_law4_any_bucket_cap_matches_pytorch(model, caps):
+    assert_parity(train, model=model, **caps)
 
 
 def bucket_layouts(wrapper, model, **options):
@@ -68,38 +62,31 @@ def bucket_layouts(wrapper, model, **options):
     return seen
 
 
-def bucket_layouts_of_both(**options):
-    return bucket_layouts("pytorch", **options), bucket_layouts("gradwire", **options)
-
-
 @pytest.mark.parametrize(
     "caps", [{}, {"bucket_cap_mb": SMALL}, {"bucket_cap_mb_list": [SMALLEST, SMALL]}], ids=["default", "cap", "list"]
 )
 @pytest.mark.parametrize("model", ["mlp", "lstm", "mixed", "frozen", "odd"])
-def test_law4_hooks_are_shown_pytorchs_buckets(world, model, caps):
-    for theirs, ours in world.run(bucket_layouts_of_both, model=model, **caps):
-        assert ours == theirs
+@on_ranks(2, 3)
+def test_law4_hooks_are_shown_pytorchs_buckets(model, caps):
+    assert_parity(bucket_layouts, model=model, **caps)
 
 
-def in_subgroup(model, partition, **options):
-    group, _ = dist.new_subgroups_by_enumeration(partition)
-    return with_both(model, group=group, **options)
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@views
 @pytest.mark.parametrize("hook", [None, "fp16"])
-def test_law4_subgroups_match_pytorch(world, view, hook):
-    partition = [[0, 2], [1]] if world.size == 3 else [[0], [1]]
+@on_ranks(2, 3)
+def test_law4_subgroups_match_pytorch(view, hook):
+    partition = [[0, 2], [1]] if dist.get_world_size() == 3 else [[0], [1]]
+    group, _ = dist.new_subgroups_by_enumeration(partition)
     options = {"gradient_as_bucket_view": view, "hook": hook, "bucket_cap_mb": SMALL}
-    assert_parity(world.run(in_subgroup, model="mlp", partition=partition, **options))
+    assert_parity(train, model="mlp", group=group, **options)
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_law4_buffers_match_pytorch(world, sync):
-    results = world.run(with_both, model="conv", forward_sync_buffers=sync)
-    assert_parity(results)
-    means = [ours.state["features.1.running_mean"] for _, ours in results]
-    assert any(not torch.equal(mean, means[0]) for mean in means), "each rank's last batch went into its own buffers"
+@on_ranks(2, 3)
+def test_law4_buffers_match_pytorch(sync):
+    ours = assert_parity(train, model="conv", forward_sync_buffers=sync)
+    first, *others = from_all_ranks(ours.state["features.1.running_mean"])
+    assert any(not torch.equal(mean, first) for mean in others), "each rank's last batch went into its own buffers"
 
 
 def assign_odd_gradients(module):
@@ -113,16 +100,17 @@ def assign_odd_gradients(module):
         parameter.grad = values
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@clearings
+@views
 @pytest.mark.parametrize("model", ["mlp", "conv", "odd"])
-def test_law4_assigned_gradients_of_odd_strides_match_pytorch(world, model, view, set_to_none):
+@on_ranks(2, 3)
+def test_law4_assigned_gradients_of_odd_strides_match_pytorch(model, view, set_to_none):
     options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALL}
-    assert_parity(world.run(with_both, model=model, prepare=assign_odd_gradients, **options))
+    assert_parity(train, model=model, prepare=assign_odd_gradients, **options)
 
 
 def identity_of_assigned_gradients(wrapper, view):
-    """Which of the tensors that a user assigned are still the gradients, and which of them hold their values."""
+    """Whether each tensor that a user assigned still is the gradient, and whether it has its values."""
     module = build("mlp")
     ddp = WRAPPERS[wrapper](module, gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
     kept = []
@@ -136,13 +124,10 @@ def identity_of_assigned_gradients(wrapper, view):
     return kept
 
 
-def identity_with_both(view):
-    return identity_of_assigned_gradients("pytorch", view), identity_of_assigned_gradients("gradwire", view)
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law4_assigned_gradients_stay_the_users_tensors_as_in_pytorch(world, view):
-    assert_parity(world.run(identity_with_both, view=view))
+@views
+@on_ranks(2, 3)
+def test_law4_assigned_gradients_stay_the_users_tensors_as_in_pytorch(view):
+    assert_parity(identity_of_assigned_gradients, view=view)
 
 
 class Undefined(torch.autograd.Function):
@@ -178,15 +163,16 @@ class UndefinedGradients(Probe):
         return tuple(torch.randn(size, generator=generator) for size in (5, 6, 7))
 
 
-def undefined_gradients(**options):
-    return tuple(train(wrapper, UndefinedGradients(), **options) for wrapper in WRAPPERS)
+def undefined_gradients(wrapper, **options):
+    return train(wrapper, UndefinedGradients(), **options)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law4_undefined_gradients_match_pytorch(world, view, set_to_none):
+@clearings
+@views
+@on_ranks(2, 3)
+def test_law4_undefined_gradients_match_pytorch(view, set_to_none):
     options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALLEST}
-    assert_parity(world.run(undefined_gradients, **options))
+    assert_parity(undefined_gradients, **options)
 
 
 # Steps of unusual loops: each takes the wrapped model, a function that draws a batch, and the number of the step.
@@ -235,17 +221,6 @@ def under_autocast(ddp, batch, _):
     loss.backward()
 
 
-def with_a_graph(ddp, batch, _, create_graph=True):
-    ddp.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # autograd's, about a reference cycle
-        ddp(*batch()).backward(create_graph=create_graph)
-
-
-def without_a_graph(*arguments):
-    with_a_graph(*arguments, create_graph=False)
-
-
 def run_loop(wrapper, loop, model, view, hook=None):
     """Gradients after each of six steps."""
     ddp = WRAPPERS[wrapper](build(model), gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
@@ -258,11 +233,7 @@ def run_loop(wrapper, loop, model, view, hook=None):
     return seen
 
 
-def loop_with_both(**options):
-    return run_loop("pytorch", **options), run_loop("gradwire", **options)
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@views
 @pytest.mark.parametrize(
     ("loop", "model"),
     [
@@ -273,26 +244,17 @@ def loop_with_both(**options):
         (under_autocast, "conv"),
     ],
 )
-def test_law4_unusual_loops_match_pytorch(world, loop, model, view):
-    assert_parity(world.run(loop_with_both, loop=loop, model=model, view=view))
+@on_ranks(2, 3)
+def test_law4_unusual_loops_match_pytorch(loop, model, view):
+    assert_parity(run_loop, loop=loop, model=model, view=view)
 
 
 # On two ranks, where the mean has the same bits whether a gradient is multiplied or divided.
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@views
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "fp16_of_pytorch", "scaled_bf16", "powersgd"])
-def test_law4_gradients_cleared_in_part_match_pytorch_under_a_hook(worlds, hook, view):
-    options = {"loop": clearing_some_gradients, "model": "mlp", "hook": hook, "view": view}
-    assert_parity(worlds(2).run(loop_with_both, **options))
-
-
-def with_and_without_graph(**options):
-    return [run_loop("gradwire", loop, "mlp", **options) for loop in (without_a_graph, with_a_graph)]
-
-
-# PyTorch's own fails here as soon as a bucket has two parameters, so its gradients cannot be the oracle.
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_create_graph_leaves_gradients_unchanged(world, view):
-    assert_parity(world.run(with_and_without_graph, view=view))
+@on_ranks(2)
+def test_law4_gradients_cleared_in_part_match_pytorch_under_a_hook(hook, view):
+    assert_parity(run_loop, loop=clearing_some_gradients, model="mlp", hook=hook, view=view)
 
 
 def ignoring_a_parameter(wrapper, **options):
@@ -310,33 +272,8 @@ def freezing_and_wrapping_anew(wrapper, **options):
     return first, train(wrapper, module, bucket_cap_mb=SMALLEST, **options)
 
 
-def training_with_both(training, view):
-    return [training(wrapper, gradient_as_bucket_view=view) for wrapper in WRAPPERS]
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@views
 @pytest.mark.parametrize("training", [ignoring_a_parameter, freezing_and_wrapping_anew])
-def test_law4_unusual_wrappers_match_pytorch(world, training, view):
-    assert_parity(world.run(training_with_both, training=training, view=view))
-
-
-def wide_enough(wrapper, **options):
-    """A model whose gradients need more than one block and more than one default bucket."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 5000), nn.Tanh(), nn.Linear(5000, 60), nn.Tanh(), nn.Linear(60, 2))
-    ddp = WRAPPERS[wrapper](module, **options)
-    generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.randn(2, 64, generator=generator)).square().mean().backward()
-        seen.append(gradients(ddp))
-    return seen
-
-
-def differences_of_wide_ones(**options):
-    return differences(wide_enough("gradwire", **options), wide_enough("pytorch", **options))
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-def test_law4_default_buckets_of_a_wide_model_match_pytorch(world, view):
-    assert world.run(differences_of_wide_ones, gradient_as_bucket_view=view) == [[]] * world.size
+@on_ranks(2, 3)
+def test_law4_unusual_wrappers_match_pytorch(training, view):
+    assert_parity(training, gradient_as_bucket_view=view)

@@ -4,11 +4,13 @@ import copy
 import inspect
 import logging
 import re
+import warnings
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorchs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,11 +20,11 @@ from gradwire.compress import LowRankBucket, LowRankPolicy, flat_low_rank_bucket
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.bits import assert_same_bits
 from tests.support.powersgd_checkpoints import EARLY, own_memory, trained
 from tests.support.ranks import on_ranks
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, own_batches, train_steps, wrapped
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, own_batches, register, train_steps, wrapped
 
 # --- options
 
@@ -299,3 +301,107 @@ def test_step_allocates_no_tensor_of_gradient_size(dtype, feedback, kind):
     # All P of the bucket together, in fp64, are 3 * 4 * 1024 * 8 bytes: 1/21 of a matrix in 16 bit.
     assert allocations.nbytes, "the factors' small tensors are seen"
     assert max(allocations.nbytes) <= sources[0].nbytes / 20
+
+
+# --- nothing to compress
+
+
+class Adapters(nn.Module):
+    """Low-rank adapters of a frozen matrix."""
+
+    def __init__(self, rank=4, width=640):
+        super().__init__()
+        self.frozen = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.lora_a = nn.Linear(width, rank, bias=False)
+        self.lora_b = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        return (self.frozen(x) + self.lora_b(self.lora_a(x))).square().mean()
+
+
+class Summed(nn.Module):
+    """The sum of what a module returns."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x):
+        return self.inner(x).sum()
+
+
+def warned(model, inputs, hook=powerSGD_hook, wrapper="gradwire", steps=5, **options):
+    """After which steps there was a warning, and its message."""
+    state = PowerSGDState(None, start_powerSGD_iter=2, **options)
+    ddp = WRAPPERS[wrapper](model)
+    state.bind(model)
+    register(ddp, (state, hook))
+    found = []
+    for i in range(steps):
+        ddp.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp(inputs).backward()
+        found += [(i + 1, str(each.message)) for each in caught if "PowerSGD" in str(each.message)]
+    return found
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"matrix_approximation_rank": 4},
+            "4 x 640 elements; its factors of rank 4 have 2,576, a rate of 0.99. "
+            "Lower matrix_approximation_rank: rank 1 has 3.98.",
+        ),
+        (
+            {"matrix_approximation_rank": 2, "min_compression_rate": 2},
+            "4 x 640 elements; its factors of rank 2 have 1,288, a rate of 1.99. min_compression_rate=2 asks for a "
+            "higher one: lower it, or matrix_approximation_rank: rank 1 has 3.98.",
+        ),
+        (
+            {"matrix_approximation_rank": 1, "min_compression_rate": 5},
+            "4 x 640 elements; its factors of rank 1 have 644, a rate of 3.98. min_compression_rate=5 asks for a "
+            "higher one: lower it.",
+        ),
+        (
+            {"matrix_approximation_rank": 4, "min_compression_rate": 5},
+            "4 x 640 elements; its factors of rank 4 have 2,576, a rate of 0.99. Lower matrix_approximation_rank and "
+            "min_compression_rate: rank 1 has 3.98.",
+        ),
+        ({"ranks": {"*": 0}}, "ranks exempts every matrix."),
+    ],
+    ids=["rank", "rate or rank", "rate", "rate and rank", "exempt"],
+)
+def test_powersgd_that_compresses_no_adapter_warns_once_with_reason(world_of_one, wrapper, options, reason):
+    ((when, message),) = warned(Adapters(), torch.ones(2, 640), wrapper=wrapper, **options)
+    assert when == 3, "the first compressed step"
+    assert message.startswith("PowerSGD compresses nothing here: it sends all 5,120 elements. ")
+    assert reason in message
+    if "rank 4" in reason:
+        assert "The largest matrix, lora_" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "options", "text"),
+    [
+        (Summed(nn.LayerNorm(8)), 8, {}, "No parameter is a matrix"),
+        (Summed(nn.Linear(2, 2)), 2, {}, "too small for any rank"),
+        (
+            Adapters(),
+            640,
+            {"hook": batched_powerSGD_hook, "matrix_approximation_rank": 64},
+            "No bucket is large enough",
+        ),
+    ],
+    ids=["vectors", "tiny matrix", "batched"],
+)
+def test_powersgd_on_a_model_too_small_for_it_warns_with_the_reason(world_of_one, model, width, options, text):
+    ((_, message),) = warned(model, torch.ones(2, width), **options)
+    assert text in message
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_powersgd_that_compresses_does_not_warn(world_of_one, hook):
+    assert warned(Adapters(), torch.ones(2, 640), hook=hook, matrix_approximation_rank=1) == []

@@ -1,6 +1,7 @@
 """Training that resumes from a checkpoint of `PowerSGDState`, or with other buckets, equals an uninterrupted run."""
 
 import gc
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from tests.support.powersgd_checkpoints import (
     TOTAL,
     VARIANTS,
     U,
-    own_memory,
     relative_deviation,
     save_and_load,
 )
@@ -81,26 +81,14 @@ def run_and_save(path, cut, total, wrapper, options, **case):
     state = PowerSGDState(None, **(EARLY | options))
     _, checkpoint = run(state, wrapper, range(cut), **case)
     checkpoint["powersgd"] = state.state_dict()
-    checkpoint["errors of rank 0"] = own_memory(state)["errors"]
     if dist.get_rank() == 0:
         torch.save(checkpoint, path)
     dist.barrier()
     return uninterrupted[cut:]
 
 
-# What a checkpoint could have done wrong.
-CHANGES = {
-    "nothing": lambda saved, checkpoint: saved,
-    "no errors": lambda saved, checkpoint: saved | {"errors": {}},
-    "errors of rank 0": lambda saved, checkpoint: saved | {"errors": checkpoint["errors of rank 0"]},
-    "no factors": lambda saved, checkpoint: saved | {"q": {}, "p": {}},
-    "no iter": lambda saved, checkpoint: saved | {"iter": 0},
-}
-
-
-def resume(path, cut, total, wrapper, options, change="nothing", **case):
+def resume(path, cut, total, wrapper, options, **case):
     checkpoint = torch.load(path)
-    checkpoint["powersgd"] = CHANGES[change](checkpoint["powersgd"], checkpoint)
     state = PowerSGDState(None, **(EARLY | options))
     seen, _ = run(state, wrapper, range(cut, total), checkpoint=checkpoint, **case)
     return seen
@@ -111,7 +99,7 @@ def saved_run(worlds, tmp_path_factory):
     """Makes a checkpoint on two ranks, once for each of its arguments; returns its path and the uninterrupted run."""
     made = {}
 
-    def make(wrapper="gradwire", cap=SMALLEST, dtype=torch.float32, **options):
+    def make(wrapper, cap, dtype, **options):
         key = (wrapper, cap, dtype, *options.items())
         if key not in made:
             path = tmp_path_factory.mktemp("checkpoint") / "checkpoint.pt"
@@ -122,60 +110,41 @@ def saved_run(worlds, tmp_path_factory):
     return make
 
 
-def deviations(
-    world, saved, wrapper="gradwire", cap=SMALLEST, dtype=torch.float32, change="nothing", other_steps=(), **options
-):
-    path, uninterrupted = saved
-    case = {"path": path, "cut": CUT, "total": TOTAL, "wrapper": wrapper, "bucket_cap_mb": cap, "dtype": dtype}
-    results = world.run(resume, change=change, options=options, other_steps=other_steps, **case)
-    assert_same_on_all_ranks(results)
-    return relative_deviation(results[0], uninterrupted)
-
-
-@pytest.mark.parametrize("dtype", U)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_law7_checkpoint_resumes_with_another_world_size(worlds, saved_run, ranks, dtype):
-    # Measured: 0.02 of the tolerance.
-    saved = saved_run(dtype=dtype)
-    assert deviations(worlds(ranks), saved, dtype=dtype) <= TOLERANCE * U[dtype]
-
-
-@pytest.mark.parametrize("change", [change for change in CHANGES if change != "nothing"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_law7_checkpoint_without_an_entry_resumes_differently(worlds, saved_run, ranks, change):
-    # The failing twin of the test above. Measured: 0.9 to 1.3, which is 5e11 times the tolerance.
-    dtype = torch.float64
-    deviation = deviations(worlds(ranks), saved_run(dtype=dtype), dtype=dtype, change=change)
-    assert deviation > max(0.1, 1e6 * TOLERANCE * U[dtype])
-
-
+# World size, dtype, DDP and bucket size before and after, steps before the load, options. Without bf16 factors: the sum
+# of shares that are rounded to bf16 depends on their number.
 BUCKETS = {"a bucket each": SMALLEST, "default": None}
+HERE = ("gradwire", SMALLEST)
+RESUMPTIONS = {
+    **{f"{dtype} on {size}": (size, dtype, HERE, HERE, 0, {}) for size in (1, 2, 3) for dtype in U},
+    **{
+        f"{name} on {size}": (size, torch.float64, HERE, HERE, 0, options)
+        for size in (1, 2, 3)
+        for name, options in VARIANTS.items()
+        if name not in ("plain", "bf16 factors")
+    },
+    **{
+        f"from {before} to {after}": (2, torch.float32, before, after, 0, {})
+        for before in product(WRAPPERS, BUCKETS.values())
+        for after in product(WRAPPERS, BUCKETS.values())
+    },
+    **{
+        f"after {steps} steps on {wrapper}": (2, torch.float64, HERE, (wrapper, SMALLEST), steps, {})
+        for steps in (1, 5)  # before and after the first compressed one
+        for wrapper in WRAPPERS
+    },
+}
 
 
-@pytest.mark.parametrize("after", BUCKETS)
-@pytest.mark.parametrize("before", BUCKETS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_law7_checkpoint_resumes_with_other_buckets_on_other_ddp(worlds, saved_run, wrapper, before, after):
-    saved = saved_run(wrapper, BUCKETS[before])
-    for other in WRAPPERS:
-        assert deviations(worlds(2), saved, other, BUCKETS[after]) <= TOLERANCE * U[torch.float32]
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("other_steps", [1, 5], ids=["before-the-start", "after-the-start"])
-def test_law7_checkpoint_loaded_in_mid_training_resumes_from_its_step(worlds, saved_run, wrapper, other_steps):
-    saved, steps = saved_run(dtype=torch.float64), range(100, 100 + other_steps)
-    deviation = deviations(worlds(2), saved, wrapper, dtype=torch.float64, other_steps=steps)
-    assert deviation <= TOLERANCE * U[torch.float64]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "bf16 factors"])
-def test_law7_checkpoint_of_every_variant_resumes(worlds, saved_run, variant, ranks):
-    # Without bf16 factors, because the sum of shares that are rounded to bf16 depends on their number.
-    options = VARIANTS[variant]
-    saved = saved_run(dtype=torch.float64, **options)
-    assert deviations(worlds(ranks), saved, dtype=torch.float64, **options) <= TOLERANCE * U[torch.float64]
+@pytest.mark.parametrize("case", RESUMPTIONS)
+def test_law7_resumed_run_equals_uninterrupted_run_up_to_rounding(worlds, saved_run, case):
+    size, dtype, before, (wrapper, cap), steps, options = RESUMPTIONS[case]
+    path, uninterrupted = saved_run(*before, dtype, **options)
+    arguments = {"path": path, "cut": CUT, "total": TOTAL, "dtype": dtype, "options": options}
+    others = range(100, 100 + steps)
+    results = worlds(size).run(resume, wrapper=wrapper, bucket_cap_mb=cap, other_steps=others, **arguments)
+    assert_same_on_all_ranks(results)
+    # Measured: 0.02 of the tolerance.
+    assert relative_deviation(results[0], uninterrupted) <= TOLERANCE * U[dtype]
 
 
 @pytest.mark.parametrize("saved_before", [[0], [1, 2], [3, 4, 5]], ids=["at-first", "early", "later"])

@@ -32,23 +32,6 @@ wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 # --- features of DDP
 
 
-@wrappers
-@on_ranks(2, 3)
-def test_accumulated_gradients_are_quantized_once(wrapper):
-    seen = []
-    for accumulate in (True, False):
-        ddp, generator = wrapped(wrapper, hook=hook_of("int4")), own_batches()
-        for _ in range(3):
-            ddp.zero_grad()
-            *earlier, last = (ddp.module.batch(generator) for _ in range(3))
-            with ddp.no_sync():
-                for batch in earlier:
-                    (ddp if accumulate else ddp.module)(*batch).backward()
-            ddp(*last).backward()
-        seen.append(gradients(ddp))
-    assert_same_bits(*seen)
-
-
 @on_ranks(2, 3)
 def test_sparse_gradients_are_sent_whole():
     torch.manual_seed(0)

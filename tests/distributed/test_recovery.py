@@ -33,6 +33,7 @@ from tests.support.training import (
     gradients,
     message_of,
     own_batches,
+    plainly_named,
     register,
     train_steps,
     wrapped,
@@ -166,10 +167,13 @@ def test_resynchronization_from_rank_1_gives_all_ranks_its_parameters_buffers_an
 # --- error memory
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["hook", "wrapped-hook"])
 @pytest.mark.parametrize("kind", [kind for kind in FEEDBACK if kind != "auto"])
-@on_ranks(3)
-def test_results_of_a_failed_step_return_to_the_error_memory_of_every_rank(kind):
-    training = Training(kind, "gradwire", group=dist.new_group())
+@on_ranks(2, 3)
+def test_results_of_a_failed_step_return_to_the_error_memory_of_every_rank(kind, is_wrapped, view):
+    wrap = plainly_named if is_wrapped else None
+    training = Training(kind, group=dist.new_group(), wrap_hook=wrap, gradient_as_bucket_view=view)
     training.run(START + 2)
     local, ledger = build("mlp"), Ledger(training.module)
     for name, error in training.state.state_dict()["errors"].items():

@@ -57,12 +57,12 @@ def test_law4_delayed_parameters_match_pytorch(hook, view, clear):
     assert_same_on_all_ranks(from_all_ranks(ours))
 
 
-def large_gradients(wrapper, clear, accumulate, dtype):
+def large_gradients(wrapper, view, clear, accumulate, dtype):
     """Gradients of layers of more than 1 MiB and of small ones, one of them non-contiguous."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(700, 800), nn.Tanh(), nn.Linear(800, 700), nn.Linear(700, 3)).to(dtype)
     module[2].weight.data = module[2].weight.data.t().contiguous().t()
-    ddp = WRAPPERS[wrapper](module)
+    ddp = WRAPPERS[wrapper](module, gradient_as_bucket_view=view)
     generator = own_batches()
     seen = []
     for _ in range(4):
@@ -79,9 +79,10 @@ def large_gradients(wrapper, clear, accumulate, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clear", ["to-none", "kept"])
+@views
 @on_ranks(2, 3)
-def test_law4_large_gradients_match_pytorch(clear, accumulate, dtype):
-    ours = assert_parity(large_gradients, clear=clear, accumulate=accumulate, dtype=dtype)
+def test_law4_large_gradients_match_pytorch(view, clear, accumulate, dtype):
+    ours = assert_parity(large_gradients, view=view, clear=clear, accumulate=accumulate, dtype=dtype)
     assert_same_on_all_ranks(from_all_ranks(ours))
 
 
@@ -161,18 +162,19 @@ def test_feature_without_unused_parameters_changes_no_bits(model, feature, hook,
 
 
 @views
-@features
+@pytest.mark.parametrize("feature", ["none", *FEATURES])
 @on_ranks(2, 3)
 def test_create_graph_warns_and_gradients_are_unchanged(feature, view):
     runs = []
     for keep in (False, True):
         torch.manual_seed(0)
-        ddp, generator, seen = wrap("gradwire", Parts(), view=view, **FEATURES[feature]), own_batches(), []
+        ddp, generator, seen = wrap("gradwire", Parts(), view=view, **FEATURES.get(feature, {})), own_batches(), []
         for _ in range(3):
             ddp.zero_grad()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                ddp(torch.randn(3, 4, generator=generator), (0, 2)).backward(create_graph=keep)
+                use = range(5) if feature == "none" else (0, 2)
+                ddp(torch.randn(3, 4, generator=generator), use).backward(create_graph=keep)
             assert any("create_graph=True  is not well-supported" in str(each.message) for each in caught) == keep
             seen.append(gradients(ddp))
         runs.append(seen)

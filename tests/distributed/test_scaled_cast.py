@@ -1,8 +1,6 @@
 """`scaled_cast_hook`: what its scales do over the steps, and what a checkpoint keeps."""
 
-import copy
 import io
-import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from gradwire.hooks import default_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, gradients, register
 from tests.support.zoo import Probe
 
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -253,72 +251,6 @@ def save_and_load(value):
     return torch.load(file, weights_only=True)
 
 
-def trained_state(wrapper, model="mlp", bind=False, steps=4, state=None, **options):
-    module = build(model)
-    state = ScaledCastState() if state is None else state
-    if bind:
-        state.bind(module)
-    record = train(wrapper, module, hook=(state, scaled_cast_hook), steps=steps, **options)
-    return state, record
-
-
-def round_trip(wrapper):
-    state, _ = trained_state(wrapper, bucket_cap_mb=SMALL)
-    loaded = ScaledCastState()
-    loaded.load_state_dict(save_and_load(state.state_dict()))
-    pickled = pickle.loads(pickle.dumps(ScaledCastState(margin=5, growth=2, backoff=3, dtype=torch.bfloat16)))
-    copied = copy.deepcopy(state)
-    return {
-        "saved": state.state_dict(),
-        "loaded": loaded.state_dict(),
-        "exponents": (state.exponents(), loaded.exponents(), copied.exponents()),
-        "options": pickled.scaling,
-        "copied": copied.state_dict(),
-    }
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_law7_state_round_trip(world, wrapper):
-    results = world.run(round_trip, wrapper=wrapper)
-    for result in results:
-        assert_same_bits(result["loaded"], result["saved"])
-        assert_same_bits(result["copied"], result["saved"])
-        before, *after = result["exponents"]
-        assert after == [before, before]
-        assert len(before) == 8
-        options = result["options"]
-        assert (options.margin, options.growth, options.backoff, options.dtype) == (5, 2, 3, torch.bfloat16)
-    assert_same_on_all_ranks([result["exponents"] for result in results])
-
-
-def state_is_a_snapshot():
-    state, _ = trained_state("gradwire", steps=2)
-    saved = state.state_dict()
-    before = copy.deepcopy(saved)
-    trained_state("gradwire", steps=3, state=state)
-    return before, saved
-
-
-def test_state_dict_is_a_copy(world):
-    for before, saved in world.run(state_is_a_snapshot):
-        assert_same_bits(saved, before)
-
-
-def names_of(model):
-    bound, _ = trained_state("pytorch", model, bind=True, bucket_cap_mb=SMALL)
-    theirs, _ = trained_state("pytorch", model, bucket_cap_mb=SMALL)
-    ours, _ = trained_state("gradwire", model, bucket_cap_mb=SMALL)
-    keys = [sorted(state.exponents()) for state in (bound, theirs, ours)]
-    trainable = sorted(name for name, parameter in build(model).named_parameters() if parameter.requires_grad)
-    return keys, trainable
-
-
-@pytest.mark.parametrize("model", ["mlp", "conv", "lstm", "frozen", "odd"])
-def test_law7_state_is_keyed_by_parameter_name(world, model):
-    for keys, trainable in world.run(names_of, model=model):
-        assert keys == [trainable] * 3
-
-
 def resume(values, first, second, cut):
     """Gradients and exponents of the steps after ``cut``, with and without a restart under other options."""
     mine = [ranks[dist.get_rank()] for ranks in values]
@@ -382,95 +314,6 @@ def test_law7_resumed_training_starts_with_saved_scale(world, resumption):
     for *_, loaded, exponents in results:
         assert all(abs(exponents[name] - loaded[name]) <= 2 for name in loaded)
     assert_same_on_all_ranks([exponents for *_, exponents in results])
-
-
-def resume_on_some_ranks(values, cut):
-    """Rank 0 lost its checkpoint."""
-    mine = [ranks[dist.get_rank()] for ranks in values]
-    state = ScaledCastState()
-    for piece in (mine[:cut], mine[cut:]):
-        ddp = WRAPPERS["gradwire"](Probe(*(tensor.shape for tensor in mine[0])))
-        saved = state.state_dict()
-        state = ScaledCastState()
-        if dist.get_rank() != 0:
-            state.load_state_dict(saved)
-        register(ddp, (state, scaled_cast_hook))
-        for step in piece:
-            ddp.zero_grad()
-            ddp(*step).backward()
-    return gradients(ddp), state.exponents()
-
-
-def test_law2_ranks_agree_if_one_lost_its_state(world):
-    # The gradient falls at the restart: what the others remember is not what rank 0 would choose from it.
-    values = [random_gradients(world, 5)] * 4 + [scaled(random_gradients(world, 5), 2.0**-12)] * 4
-    results = world.run(resume_on_some_ranks, values=values, cut=4)
-    assert_same_on_all_ranks(results)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": torch.float32},
-        {"dtype": torch.float64},
-        {"margin": -1},
-        {"margin": 13},
-        {"margin": 2.0},
-        {"growth": 0},
-        {"growth": None},
-        {"backoff": -1},
-        {"backoff": "1"},
-    ],
-    ids=str,
-)
-def test_bad_options_raise(options):
-    (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=name) as error:
-        ScaledCastState(**options)
-    assert str(value) in str(error.value)
-
-
-def a_state():
-    names = ["a", "b"]
-    return {
-        "names": names,
-        "exponents": torch.tensor([[3, 1], [-4, 1]], dtype=torch.int32),
-        "counters": torch.tensor([1, 2, 3, 0]),
-    }
-
-
-BAD_STATES = {
-    "empty": {},
-    "no exponents": {key: value for key, value in a_state().items() if key != "exponents"},
-    "other length": a_state() | {"names": ["a", "b", "c"]},
-    "names are not a list": a_state() | {"names": "ab"},
-    "names are not strings": a_state() | {"names": [1, 2]},
-    "names are repeated": a_state() | {"names": ["a", "a"]},
-    "other counters": a_state() | {"counters": torch.zeros(3, dtype=torch.int64)},
-    "counters are not a tensor": a_state() | {"counters": [0, 0, 0, 0]},
-    "exponents are not a tensor": a_state() | {"exponents": [[0, 1], [0, 1]]},
-    "exponents are not whole": a_state() | {"exponents": torch.tensor([[0.5, 1.0], [torch.nan, 1.0]])},
-    "exponents are out of range": a_state() | {"exponents": torch.tensor([[1000, 1], [0, 1]])},
-}
-
-
-@pytest.mark.parametrize("bad", BAD_STATES)
-def test_bad_state_raises_and_changes_nothing(bad):
-    state = ScaledCastState()
-    state.load_state_dict(a_state())
-    with pytest.raises(ValueError):
-        state.load_state_dict(BAD_STATES[bad])
-    assert_same_bits(state.state_dict(), a_state())
-    assert (state.nonfinite_elements, state.saturated_elements, state.skipped_steps) == (1, 2, 3)
-
-
-def test_loaded_state_is_a_copy():
-    saved = a_state()
-    state = ScaledCastState()
-    state.load_state_dict(saved)
-    saved["exponents"].zero_()
-    saved["counters"].zero_()
-    assert_same_bits(state.state_dict(), a_state())
 
 
 def test_repr_shows_options():

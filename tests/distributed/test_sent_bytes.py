@@ -4,9 +4,7 @@ The network interface counts as many, plus headers.
 """
 
 import io
-import os
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,13 +13,14 @@ from rich.console import Console
 from torch.nn import functional
 
 import gradwire
-from gradwire.bench import demo, launch, namespaces
+from gradwire.bench import launch, namespaces, tasks
+from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.network import places_of
-from gradwire.cli.advice_report import print_advice
+from gradwire.cli.advise import print_advice
 from gradwire.planner import link_probe, probe
-from gradwire.planner.advice import advise
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
+from gradwire.planner.recommend import advise
 from tests.support.ranks import on_ranks
 from tests.support.training import sent_bytes
 
@@ -48,21 +47,21 @@ def printed_code(measured, advice, hook):
 
 @on_ranks(3)
 def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
+    task = tasks.Digits()
     names = [name for name in HOOKS if name not in ("none", "noop")]
     small = {"SIZES": (1 << 8, 1 << 12)}, {"MODEL_BUDGET": 0.0, "HOOK_BUDGET": 0.0}
     with mock.patch.multiple(link_probe, **small[0]), mock.patch.multiple(probe, **small[1]):
-        measured = probe.measure(lambda device: Job(demo.make_network(), loss), names, CPU)
+        measured = probe.measure(lambda device: Job(task.make_model(), loss), names, CPU)
     advice = advise(measured)
     predicted = {each.hook: each.payload_bytes for each in advice.predictions}
     numbers = {}
     for name in names:
-        ddp = gradwire.DistributedDataParallel(demo.make_network())
+        ddp = gradwire.DistributedDataParallel(task.make_model())
         program = {"torch": torch, "model": ddp}
         exec(printed_code(measured, advice, name), program)
         if "state" in program:
             program["state"].observe(every=1)
-        with mock.patch.object(demo, "PLAIN_STEPS", 2):
-            training = demo.Training(name, seed=0, steps=STEPS, device=CPU)
+        training = tasks.Training(task, name, GRADWIRE, seed=0, start=2)
         transport, telemetry = [], []
         for _ in range(STEPS):
             before = sent_bytes()
@@ -70,12 +69,12 @@ def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
             loss(ddp).backward()
             transport.append(sent_bytes() - before)
             telemetry += [program["state"].metrics()["sent_bytes"]] if "state" in program else []
-            training.step(*batch())
+            training.step(batch())
         counts = {"transport": transport, "telemetry": telemetry, "demo": training.sent_bytes}
         numbers[name] = {each: sum(steps[-2:]) / 2 for each, steps in counts.items() if steps}
         numbers[name]["advise"] = predicted[name]
     plain = predicted["none"]
-    assert plain == 4 * sum(p.numel() for p in demo.make_network().parameters())
+    assert plain == 4 * sum(p.numel() for p in task.make_model().parameters())
     assert numbers["fp16"]["advise"] == plain / 2
     for name, counts in numbers.items():
         assert len(set(counts.values())) == 1, (name, counts)
@@ -84,12 +83,11 @@ def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
-def test_interface_sends_the_payload_that_telemetry_counts(monkeypatch):
+def test_interface_sends_the_payload_that_telemetry_counts():
     """Of n ranks, each sends 2 (n - 1) / n times its payload; headers add 3 % at most, and two barriers 10 kB."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
     hooks = ["fp16", "bf16-fp32-sum", "int4", "powersgd-r4"]
     with places_of(3, is_local=False) as places:
-        records = launch.run("interface_bytes", {"hooks": hooks, "threads": 1}, places)
+        records = launch.run("tests.support.interface_bytes", {"hooks": hooks, "threads": 1}, places)
     counts = {(record["hook"], record.metric): record.p50 for record in records}
     for hook in hooks:
         payload = counts[hook, "telemetry"] * 2 * 2 / 3

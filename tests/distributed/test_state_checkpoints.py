@@ -1,6 +1,9 @@
-"""Checkpoints of every hook state: prepared copies, sums over the ranks by name, and errors of another shape."""
+"""Checkpoints of every hook state: entries, merged errors, copies, prepared copies, and errors of another model."""
 
+import copy
+import pickle
 import re
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,15 +11,221 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gradwire.hooks import _checkpoint
-from tests.support.bits import assert_same_bits
+from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.features import FEATURES, Parts
-from tests.support.states import FEEDBACK, START, STATES, Training, errors_of
-from tests.support.training import SMALLEST, WRAPPERS, message_of
+from tests.support.powersgd_checkpoints import EARLY, U, save_and_load
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.states import FEEDBACK, START, STATES, Training, errors_of, make
+from tests.support.training import SMALLEST, WRAPPERS, build, message_of, own_batches, register, train_steps, wrapped
 from tests.support.zoo import SparseTable
 
+states = pytest.mark.parametrize("kind", STATES)
 feedback_states = pytest.mark.parametrize("kind", FEEDBACK)
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def trained(kind, wrapper="gradwire", model="mlp", **options):
+    training = Training(kind, wrapper, model, **options)
+    training.run(START + 2)
+    return training
+
+
+# --- entries
+
+OF_POWERSGD = {"iter", "errors", "q", "p", "numel"}
+ENTRIES = {
+    "powersgd": OF_POWERSGD,
+    "powersgd_alternating": OF_POWERSGD,
+    "batched_powersgd": OF_POWERSGD,
+    "int4": {"iter", "errors"},
+    "topk": {"iter", "errors"},
+    "auto": {"iter", "plan", "chosen", "states"},
+    "scaled_fp16": {"names", "exponents", "counters"},
+}
+
+
+@states
+@wrappers
+@on_ranks(2)
+def test_law7_state_round_trip_with_weights_only_is_bitwise_equal(kind, wrapper):
+    training = trained(kind, wrapper)
+    saved = training.state.state_dict()
+    assert set(saved) == ENTRIES[kind]
+    assert saved.get("iter", START + 2) == START + 2
+    for tensor in tree_leaves(saved):
+        if isinstance(tensor, torch.Tensor):
+            assert type(tensor) is torch.Tensor
+            assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu") or kind == "scaled_fp16"
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a file holds no more than the tensor"
+    assert_same_on_all_ranks(from_all_ranks(saved))
+    loaded, _ = make(kind, training.module)
+    loaded.load_state_dict(save_and_load(saved, weights_only=True))
+    assert_same_bits(loaded.state_dict(), saved)  # means and sums of two equal errors are exact
+
+
+@wrappers
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        *(("powersgd", model) for model in ("mlp", "conv", "complex", "odd", "mixed", "brain", "half")),
+        *((kind, "mlp") for kind in ("batched_powersgd", "int4")),
+    ],
+)
+@on_ranks(2, 3)
+def test_saved_errors_are_means_or_sums_over_ranks_as_declared(kind, model, wrapper):
+    state = trained(kind, wrapper, model).state
+    saved, own = state.state_dict()["errors"], from_all_ranks(state.tensors("errors"))
+    divisor = {"mean": len(own), "sum": 1}[state.memory["errors"].merge]
+    assert saved.keys() == own[0].keys() != set()
+    for name, merged in saved.items():
+        errors = torch.stack([errors[name].double() for errors in own])
+        # A division and a sum a rank, each rounded once.
+        bound = 2 * len(own) * U[merged.dtype] * errors.abs().sum(0) / divisor
+        assert ((errors.sum(0) / divisor - merged).abs() <= bound).all()
+        assert not torch.equal(errors[0], errors[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "bound"), [("mlp", None), ("mlp", "module"), ("mlp", "ddp"), ("frozen", None), ("lstm", None)]
+)
+@states
+@wrappers
+@on_ranks(1)
+def test_law7_checkpoint_is_keyed_by_parameter_name_with_and_without_bind(kind, model, bound, wrapper):
+    ddp = wrapped(wrapper, model, bucket_cap_mb=SMALLEST)
+    state, hook = make(kind, ddp.module)
+    if bound is not None:
+        state.bind(ddp if bound == "ddp" else ddp.module)
+        state.bind(ddp.module)  # again
+    register(ddp, (state, hook))
+    train_steps(ddp, START + 1)
+    names = [name for name, p in ddp.module.named_parameters() if p.requires_grad]
+    matrices = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.dim() > 1]
+    if kind == "scaled_fp16":
+        assert sorted(state.exponents()) == sorted(names)
+        return
+    saved = state.state_dict()
+    method = saved["plan"].get if kind == "auto" else lambda _: kind
+    expected = [name for name in names if name in matrices or not method(name).startswith("powersgd")]
+    assert sorted(errors_of(saved)) == sorted(expected)
+
+
+@states
+@wrappers
+@on_ranks(2)
+def test_training_modifies_no_saved_and_no_loaded_dictionary(kind, wrapper):
+    training = trained(kind, wrapper)
+    saved = training.state.state_dict()
+    before = copy.deepcopy(saved)
+    for each in (training, Training(kind, wrapper, load=saved)):
+        each.run(3)
+        (each.ddp(*each.module.batch(own_batches())) * torch.inf).backward()  # a skipped step is counted
+    assert_same_bits(saved, before)
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "powersgd_alternating", "int4", "topk"])
+@on_ranks(2)
+def test_state_before_its_first_step_saves_zero_errors(kind):
+    training = Training(kind)
+    saved = training.state.state_dict()
+    loaded, _ = make(kind, training.module)
+    loaded.load_state_dict(save_and_load(saved))
+    assert_same_bits(loaded.state_dict(), saved)
+    shapes = {
+        name: p.shape for name, p in training.module.named_parameters() if p.dim() == 2 or kind in ("int4", "topk")
+    }
+    assert {name: error.shape for name, error in saved["errors"].items()} == shapes
+    assert all(not error.any() for error in saved["errors"].values())
+    assert set(saved.get("q", shapes)) == set(shapes)
+
+
+# --- copies
+
+# Every option has another value than by default.
+COPIED = {
+    "powersgd": (
+        powerSGD_hook,
+        partial(
+            PowerSGDState,
+            matrix_approximation_rank=3,
+            start_powerSGD_iter=2,
+            min_compression_rate=1.25,
+            orthogonalization_epsilon=1e-8,
+            random_seed=5,
+            compression_stats_logging_frequency=7,
+            batch_tensors_with_same_shape=True,
+            ranks={"*.0.*": 1},
+            stacks={"layers.4.weight": 1},
+            factor_dtype=torch.bfloat16,
+            alternating=True,
+            precision="fp32",
+            cuda_graphs=True,
+        ),
+    ),
+    "quantization": (
+        quantization_hook,
+        partial(
+            QuantizationState,
+            wire="int2",
+            block_size=32,
+            start_iter=0,
+            exempt=["*.2.bias"],
+            wires={"*.0.*": "int8"},
+            stochastic_rounding=True,
+            error_dtype=torch.bfloat16,
+            seed=5,
+        ),
+    ),
+    "scaled cast": (
+        scaled_cast_hook,
+        partial(ScaledCastState, dtype=torch.bfloat16, margin=5, growth=2, backoff=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", COPIED)
+@on_ranks(2)
+def test_pickled_or_copied_state_keeps_options_and_memory_of_its_rank(kind, wrapper):
+    hook, new_state = COPIED[kind]
+    state = new_state(dist.group.WORLD)
+    train_steps(wrapped(wrapper, hook=(state, hook)), START + 2)
+    memory = own_memory(state)
+    for other in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert repr(other) == repr(state) != repr(type(state)(None)), "all options"
+        assert other.process_group is None, "not pickled, as in PyTorch"
+        assert_same_bits(own_memory(other), memory)
+        train_steps(wrapped(wrapper, hook=(other, hook)))
+    first, second = from_all_ranks(memory)
+    assert differences(first, second) or kind == "scaled cast", "errors are this rank's own"
+
+
+def own_memory(state):
+    if isinstance(state, ScaledCastState):
+        return state.state_dict()
+    return {entry: copy.deepcopy(state.tensors(entry)) for entry in state.memory} | state.counts()
+
+
+@pytest.mark.parametrize(
+    ("hook", "new_state"),
+    [
+        (batched_powerSGD_hook, partial(PowerSGDState, **EARLY)),
+        (quantization_hook, partial(QuantizationState, start_iter=0)),
+    ],
+)
+@on_ranks(1)
+def test_state_without_error_feedback_saves_no_errors(hook, new_state):
+    state = new_state(None, use_error_feedback=False)
+    train_steps(wrapped(hook=(state, hook)))
+    saved = state.state_dict()
+    assert [saved[entry] for entry in state.memory] == [{}] * len(state.memory)
+
 
 # --- prepared copies
 
@@ -25,14 +234,9 @@ class Meeting(Exception):
     """A call to the other ranks."""
 
 
-def nobody_else():
-    """Lets every meeting with other ranks raise."""
-    return mock.patch.object(_checkpoint, "named_barrier", side_effect=Meeting)
-
-
 def is_prepared(state):
     """Whether `state_dict` needs no other rank."""
-    with nobody_else():
+    with mock.patch.object(_checkpoint, "named_barrier", side_effect=Meeting):
         try:
             state.state_dict()
         except Meeting:
@@ -40,63 +244,49 @@ def is_prepared(state):
     return True
 
 
-def prepared_before_and_after(action, kind, wrapper="gradwire", steps=START + 2):
-    """Whether there is a prepared copy before and after ``action(training)``."""
+@pytest.mark.parametrize("steps", [1, START + 2], ids=["plain", "compressed"])
+@wrappers
+@feedback_states
+@on_ranks(2)
+def test_prepared_copy_is_dropped_by_the_next_step(kind, wrapper, steps):
     training = Training(kind, wrapper)
     training.run(steps)
     training.state.prepare_checkpoint()
-    before = is_prepared(training.state)
-    action(training)
-    return before, is_prepared(training.state)
+    assert is_prepared(training.state)
+    training.run(1)
+    assert not is_prepared(training.state)
 
 
-def prepare_and_step(kind, wrapper):
-    """Around a plain step and a compressed one."""
-    return [prepared_before_and_after(lambda each: each.run(1), kind, wrapper, steps) for steps in (1, START + 2)]
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@wrappers
 @feedback_states
-def test_prepared_copy_is_dropped_by_the_next_step(worlds, kind, wrapper):
-    assert worlds(2).run(prepare_and_step, kind=kind, wrapper=wrapper) == [[(True, False)] * 2] * 2
-
-
-def prepare_before_the_first_step(kind, wrapper):
-    return prepared_before_and_after(lambda training: None, kind, wrapper, steps=0)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@feedback_states
-def test_copy_prepared_before_the_first_step_needs_no_other_rank(worlds, kind, wrapper):
+@on_ranks(2)
+def test_copy_prepared_before_the_first_step_needs_no_other_rank(kind, wrapper):
     # No step has used any method of an automatic choice's plan yet; all of them are in the checkpoint.
-    assert worlds(2).run(prepare_before_the_first_step, kind=kind, wrapper=wrapper) == [(True, True)] * 2
+    training = Training(kind, wrapper)
+    training.state.prepare_checkpoint()
+    assert is_prepared(training.state)
 
 
-def prepare_and_load(kind):
-    training = Training(kind)
-    training.run(START + 2)
+@feedback_states
+@on_ranks(2)
+def test_prepared_copy_is_dropped_by_loading_another_state(kind):
+    training = trained(kind)
     early = training.state.state_dict()
     training.run(2)
     training.state.prepare_checkpoint()
     training.state.load_state_dict(early)
-    return early, is_prepared(training.state), training.state.state_dict()
+    assert not is_prepared(training.state)
+    assert_same_bits(training.state.state_dict(), early)  # means and sums of two equal errors are exact
 
 
 @feedback_states
-def test_prepared_copy_is_dropped_by_loading_another_state(worlds, kind):
-    for early, is_still_prepared, after in worlds(2).run(prepare_and_load, kind=kind):
-        assert not is_still_prepared
-        assert_same_bits(after, early)  # means and sums of two equal errors are exact
-
-
-def prepare_and_resynchronize(kind):
-    return prepared_before_and_after(lambda training: training.ddp.resynchronize(), kind)
-
-
-@feedback_states
-def test_prepared_copy_is_dropped_by_resynchronization(worlds, kind):
+@on_ranks(2)
+def test_prepared_copy_is_dropped_by_resynchronization(kind):
     # Ranks that had begun the failed step have none: one that still returned its copy would leave them waiting.
-    assert worlds(2).run(prepare_and_resynchronize, kind=kind) == [(True, False)] * 2
+    training = trained(kind)
+    training.state.prepare_checkpoint()
+    training.ddp.resynchronize()
+    assert not is_prepared(training.state)
 
 
 # --- sums over the ranks
@@ -124,26 +314,19 @@ def in_another_order(value):
     return {key: in_another_order(each) for key, each in reversed(value.items())}
 
 
-def saved_with_errors_in_another_order(kind, prepares):
-    """Checkpoints before and after a load on which rank 1 has the errors in another order."""
-    training = Training(kind, model=Square(), bucket_cap_mb=SMALLEST)
-    training.run(START + 2)
-    before = training.state.state_dict()
-    is_reversed = dist.get_rank() == 1
-    training.state.load_state_dict(in_another_order(before) if is_reversed else before)
-    if prepares:
-        training.state.prepare_checkpoint()
-    return before, training.state.state_dict()
-
-
 @pytest.mark.parametrize("prepares", [False, True], ids=["collective", "prepared"])
 @feedback_states
-def test_errors_in_another_order_on_one_rank_are_summed_by_name(worlds, kind, prepares):
-    for before, after in worlds(2).run(saved_with_errors_in_another_order, kind=kind, prepares=prepares):
-        errors = errors_of(before)
-        assert errors.keys() == {f"layers.{i}.weight" for i in range(4)}
-        assert len({error.norm().item() for error in errors.values()}) == 4
-        assert_same_bits(errors_of(after), errors)  # means and sums of two equal errors are exact
+@on_ranks(2)
+def test_errors_in_another_order_on_one_rank_are_summed_by_name(kind, prepares):
+    training = trained(kind, model=Square(), bucket_cap_mb=SMALLEST)
+    before = training.state.state_dict()
+    training.state.load_state_dict(in_another_order(before) if dist.get_rank() == 1 else before)
+    if prepares:
+        training.state.prepare_checkpoint()
+    errors = errors_of(before)
+    assert errors.keys() == {f"layers.{i}.weight" for i in range(4)}
+    assert len({error.norm().item() for error in errors.values()}) == 4
+    assert_same_bits(errors_of(training.state.state_dict()), errors)  # means and sums of two equal errors are exact
 
 
 # --- parameters that no compressed step has had
@@ -171,40 +354,35 @@ class Sparse(SparseTable):
 PARTLY_COMPRESSED = {"unused": (SomeParts, FEATURES["skip-unused"]), "sparse": (Sparse, {})}
 
 
-def load_distributed(kind, wrapper, situation, path):
-    """What a training saves, and what a new state of the same model loads."""
+@wrappers
+@pytest.mark.parametrize("situation", PARTLY_COMPRESSED)
+@pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "batched_powersgd"])  # whose factors are buckets'
+@on_ranks(2)
+def test_law7_distributed_checkpoint_loads_if_a_parameter_was_never_compressed(tmp_path, kind, situation, wrapper):
     model, options = PARTLY_COMPRESSED[situation]
     trainings = []
     for _ in range(2):
         torch.manual_seed(0)
         trainings.append(Training(kind, wrapper, model(), bucket_cap_mb=SMALLEST, **options))
     trainings[0].run(START + 2)
-    trained, fresh = (training.state for training in trainings)
-    dcp.save({"hook": trained}, checkpoint_id=path)
-    dcp.load({"hook": fresh}, checkpoint_id=path)
-    return trained.state_dict(), fresh.state_dict()
+    used, fresh = (training.state for training in trainings)
+    dcp.save({"hook": used}, checkpoint_id=str(tmp_path))
+    dcp.load({"hook": fresh}, checkpoint_id=str(tmp_path))
+    saved = used.state_dict()
+    assert_same_bits(fresh.state_dict(), saved)  # means and sums of two equal errors are exact
+    if kind != "scaled_fp16":
+        assert "table.weight" not in errors_of(saved), "no memory for a sparse gradient"
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("situation", PARTLY_COMPRESSED)
-@pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "batched_powersgd"])  # whose factors are buckets'
-def test_law7_distributed_checkpoint_loads_if_a_parameter_was_never_compressed(
-    worlds, tmp_path, kind, situation, wrapper
-):
-    options = {"kind": kind, "situation": situation, "wrapper": wrapper, "path": str(tmp_path)}
-    for saved, loaded in worlds(2).run(load_distributed, **options):
-        assert_same_bits(loaded, saved)  # means and sums of two equal errors are exact
-        if kind != "scaled_fp16":
-            assert "table.weight" not in errors_of(saved), "no memory for a sparse gradient"
+# --- errors of another model
 
 
-# --- errors of another shape
-
-
-def load_transposed_error(kind, wrapper, is_bound):
-    """The refusal of an error of the right number of elements: at the load, or at the first step of a new state."""
-    training = Training(kind, wrapper)
-    training.run(START + 2)
+@wrappers
+@pytest.mark.parametrize("is_bound", [True, False], ids=["at-load", "at-first-step"])
+@feedback_states
+@on_ranks(2)
+def test_loaded_error_of_right_size_and_other_shape_is_refused(kind, wrapper, is_bound):
+    training = trained(kind, wrapper)
     saved = training.state.state_dict()
     for state in saved["states"].values() if "states" in saved else [saved]:
         if (error := state["errors"].get("layers.0.weight")) is not None:
@@ -212,19 +390,28 @@ def load_transposed_error(kind, wrapper, is_bound):
             for factors in (state.get("q", {}), state.get("p", {})):  # which would not fit it
                 factors.pop("layers.0.weight", None)
     if is_bound:
-        return message_of(training.state.load_state_dict, saved), training.state.iter
-    fresh = Training(kind, wrapper, load=saved)
-    return message_of(fresh.run, 1), fresh.state.iter
+        message = message_of(training.state.load_state_dict, saved)
+    else:
+        training = Training(kind, wrapper, load=saved)
+        message = message_of(training.run, 1)
+    assert re.match(
+        r"The error memory of layers\.0\.weight has shape \(11, 23\), its gradient \(23, 11\).*Load the state of",
+        str(message),
+    )
+    assert training.state.iter == START + 2
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("is_bound", [True, False], ids=["at-load", "at-first-step"])
-@feedback_states
-def test_loaded_error_of_right_size_and_other_shape_is_refused(worlds, kind, wrapper, is_bound):
-    results = worlds(2).run(load_transposed_error, kind=kind, wrapper=wrapper, is_bound=is_bound)
-    for message, iteration in results:
-        assert re.match(
-            r"The error memory of layers\.0\.weight has shape \(11, 23\), its gradient \(23, 11\).*Load the state of",
-            str(message),
-        )
-        assert iteration == START + 2
+@wrappers
+@pytest.mark.parametrize("kind", ["powersgd", "int4", "topk"])
+@on_ranks(2, 3)
+def test_errors_of_another_models_parameters_are_refused(kind, wrapper):
+    name, parameter = next(iter(build("mlp").named_parameters()))
+    for names in (["elsewhere.weight"], ["elsewhere.weight", name]):
+        training = Training(kind, wrapper)
+        errors = {each: torch.zeros(parameter.shape) for each in names}
+        loaded = {"iter": 5, "errors": errors, "q": {}, "p": {}, "numel": [0, 0]}
+        message = message_of(training.state.load_state_dict, loaded) or message_of(training.run, 1)
+        assert (
+            f"1 of {len(names)} entries of the error memory belong to parameters that this model does not have, such "
+            "as 'elsewhere.weight'"
+        ) in message

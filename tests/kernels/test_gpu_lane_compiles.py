@@ -3,6 +3,7 @@
 The launches are those of the lane's own cases, run on the CPU without their checks: no kernel runs.
 """
 
+import sys
 from contextlib import suppress
 from functools import partial
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu import hook_cases, kernel_bench, kernel_cases, quantization_cases
-from gradwire.bench.gpu.checks import Skipped
+from gradwire.bench.gpu import hook_checks, kernel_checks, timings
+from gradwire.bench.gpu.compare import Skipped
 from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import rotation
 from tests.kernels import ahead_of_time  # noqa: F401 (skips this module where nothing can be compiled)
@@ -23,7 +24,9 @@ TARGET = "sm_90"
 CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")
 
 
-def of_case(module, case):
+def of_case(case):
+    module = sys.modules[getattr(case, "func", case).__module__]
+
     def run():
         with suppress(Skipped):
             case(torch.device("cpu"))
@@ -36,20 +39,17 @@ def of_case(module, case):
 
 
 def of_bench(name, mib):
-    buckets = kernel_bench.buckets_of(kernel_bench.MODEL, mib, torch.device("cuda"))
+    buckets = timings.buckets_of(timings.MODEL, mib, torch.device("cuda"))
     _, launches = recorded_cases(CASES[name], rotation(buckets, mib))
     return [launch for of_bucket in launches for launch in of_bucket]
 
 
 KERNELS = {
-    **{name: partial(of_case, kernel_cases, case) for name, case in kernel_cases.KERNEL_CASES.items()},
-    **{
-        name: partial(of_case, quantization_cases, case) for name, case in quantization_cases.QUANTIZATION_CASES.items()
-    },
+    **{name: partial(of_case, case) for name, case in kernel_checks.KERNEL_CHECKS.items()},
     **{
         f"bench {name}": partial(of_bench, *bench.args)
-        for name, bench in kernel_bench.KERNEL_BENCHES.items()
-        if bench is not kernel_bench.copy
+        for name, bench in timings.KERNEL_TIMINGS.items()
+        if bench is not timings.copy
     },
 }
 
@@ -90,7 +90,7 @@ def one_rank():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", hook_cases.HOOK_CASES)
+@pytest.mark.parametrize("case", hook_checks.HOOK_CHECKS)
 def test_kernels_of_hooks_of_gpu_lane_compile(case, one_rank, checked=set()):  # noqa: B006
-    launches = of_case(hook_cases, hook_cases.HOOK_CASES[case])
+    launches = of_case(hook_checks.HOOK_CHECKS[case])
     check_variants(launches, check_compiled, checked)

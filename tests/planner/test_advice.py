@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from gradwire.cli.advice_report import draw, format_bandwidth, print_advice, to_json
-from gradwire.planner.advice import advise
+from gradwire.bench.plots import draw_advice
+from gradwire.bench.tables import format_bandwidth
+from gradwire.cli.advise import print_advice, to_json
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
+from gradwire.planner.recommend import advise
 
 KIND = "all-reduce float32"
 
@@ -98,7 +100,7 @@ def test_json_holds_predictions_and_code():
 
 def test_plot_is_a_png_file(tmp_path):
     case = measured(1e9, *all_hooks())
-    draw(case, advise(case), tmp_path / "plot.png")
+    draw_advice(case, advise(case), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,4 +1,4 @@
-"""Runs of gradwire's and of PyTorch's `powerSGD_hook` on chosen gradients, which may fail or hang."""
+"""Runs of gradwire's and PyTorch's `powerSGD_hook` on chosen gradients, which may fail or hang, and their summary."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 
 from gradwire.hooks import powerSGD_hook as ours
 from tests.support.harness import CaseFailed
-from tests.support.training import WRAPPERS, register
-from tests.support.zoo import Probe
+from tests.support.powersgd_checkpoints import EARLY, save_and_load
+from tests.support.powersgd_steps import Fed, U
+from tests.support.training import SMALLEST, WRAPPERS, gradients, register
+from tests.support.worker import join_group
 
 MODULES = {"ours": ours, "pytorchs": pytorchs}
 # Seconds. A probe of PyTorch's hook takes less than one; it may hang where ranks issue collectives in other orders.
 PROBE_LIMIT = 20.0
-# Half an ulp of fp32.
-U = 2.0**-24
 
 
 @dataclass
 class Run:
-    """What a run left on one rank: the gradients of every step until it ended, and the errors that were raised."""
+    """The outcome of a run on one rank: the gradients of every step until it ended, and the errors that were raised."""
 
     gradients: list = field(default_factory=list)
     errors: list = field(default_factory=list)
@@ -33,16 +33,14 @@ class Run:
 
 
 def wrapped(tensors, wrapper="pytorch", **options):
-    """A DDP whose parameters are laid out as ``tensors``, and have for gradients what it is called with."""
-    module = Probe()
-    module.weights = torch.nn.ParameterList(torch.zeros_like(tensor) for tensor in tensors)
-    return WRAPPERS[wrapper](module, **options)
+    """A DDP whose parameters have ``tensors``' layouts, and its inputs for gradients."""
+    return WRAPPERS[wrapper](Fed(tensors), **options)
 
 
 def registered(library, tensors, wrapper="pytorch", batched=False, options=None, **ddp_options):
     """A new state of the library that compresses from the third step on, and a DDP that has it."""
     module, ddp = MODULES[library], wrapped(tensors, wrapper, **ddp_options)
-    state = module.PowerSGDState(None, **({"start_powerSGD_iter": 2, "min_compression_rate": 1} | (options or {})))
+    state = module.PowerSGDState(None, **(EARLY | (options or {})))
     register(ddp, (state, module.batched_powerSGD_hook if batched else module.powerSGD_hook))
     return state, ddp
 
@@ -50,9 +48,8 @@ def registered(library, tensors, wrapper="pytorch", batched=False, options=None,
 def step(ddp, tensors, set_to_none=True):
     """One backward pass; returns copies of the reduced gradients."""
     ddp.zero_grad(set_to_none=set_to_none)
-    loss = ddp(*tensors)
-    (loss.real if loss.is_complex() else loss).backward()
-    return [parameter.grad.clone() for parameter in ddp.parameters()]
+    ddp(*tensors).backward()
+    return list(gradients(ddp).values())
 
 
 def described(error):
@@ -81,17 +78,13 @@ def run_steps(library, values, batched=False, options=None, wrapper="pytorch", *
 
 
 def probe(world, case, **arguments):
-    """What the case returns on rank 0 of a run of PyTorch's hook, or None if that ended the processes or hung."""
+    """The result of the case on rank 0 of a run of PyTorch's hook, or None if that ended the processes or hung."""
     try:
         return world.run(case, limit=PROBE_LIMIT, **arguments)[0]
     except CaseFailed as failure:
         if failure.errors:  # a mistake in the case
             raise
         return None
-
-
-def probe_steps(world, **arguments):
-    return probe(world, run_steps, library="pytorchs", **arguments) or Run(errors=["no answer"])
 
 
 def relative_error(actual, expected):
@@ -106,11 +99,11 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def random_values(world, steps, shapes, seed=0, dtype=torch.float32):
+def random_values(world_size, steps, shapes, dtype=torch.float32):
     """Different on every rank and in every step."""
-    g = generator(seed)
+    g = generator(0)
     return [
-        [[torch.randn(shape, generator=g, dtype=dtype) for shape in shapes] for _ in range(world.size)]
+        [[torch.randn(shape, generator=g, dtype=dtype) for shape in shapes] for _ in range(world_size)]
         for _ in range(steps)
     ]
 
@@ -145,3 +138,119 @@ def assert_nothing_lost(run, values, index, skipped=()):
             left = left + given - run.gradients[i][index].double()
     known = run.seen.get(f"weights.{index}", torch.zeros(()))
     assert (left.mean(0) - known).abs().max() <= (2 * len(values) + 2) * U * largest
+
+
+def resume(library, values, cut, share=False, new_steps=0):
+    """The gradients of the steps from ``cut``, uninterrupted and resumed from a checkpoint.
+
+    Args:
+        library: "ours" or "pytorchs".
+        values: gradients by step and rank.
+        cut: the first step after the restart.
+        share: whether every rank loads what rank 0 saved.
+        new_steps: plain steps after the restart, before the state is used, in which PyTorch's DDP lays out its buckets.
+    """
+    mine = [ranks[dist.get_rank()] for ranks in values]
+    module = MODULES[library]
+
+    def fresh():
+        return module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+
+    def trained(state, steps):
+        ddp = wrapped(mine[0])
+        register(ddp, (state, module.powerSGD_hook))
+        return [step(ddp, tensors) for tensors in steps]
+
+    uninterrupted = trained(fresh(), mine)[cut:]
+    state, run = fresh(), Run()
+    trained(state, mine[:cut])
+    saved = state.state_dict() if library == "ours" else state
+    try:
+        loaded = save_and_load(saved)
+    except Exception as error:
+        run.errors.append(described(error))
+        loaded = save_and_load(saved, weights_only=False)
+    if share:
+        box = [loaded]
+        dist.broadcast_object_list(box, 0)
+        (loaded,) = box
+    if library == "ours":
+        state = fresh()
+        state.load_state_dict(loaded)
+    else:
+        state = loaded
+    if new_steps:
+        state.start_powerSGD_iter = state.iter + new_steps
+    try:
+        run.gradients = trained(state, [*mine[:new_steps], *mine[cut:]])[new_steps:]
+    except Exception as error:
+        run.errors.append(described(error))
+    return uninterrupted, run
+
+
+def deviations(uninterrupted, run):
+    """Relative, of each step."""
+    flat = [[torch.cat([g.flatten() for g in s]) for s in steps] for steps in (run.gradients, uninterrupted)]
+    return [relative_error(*pair) for pair in zip(*flat, strict=False)]
+
+
+def train_many_buckets(library):
+    """Gradients after 30 steps of PyTorch's DDP, 16 buckets each."""
+    join_group()
+    module = MODULES[library]
+    model = torch.nn.Sequential(*(torch.nn.Linear(24 + 4 * i, 28 + 4 * i) for i in range(8)))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=SMALLEST)
+    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    ddp.register_comm_hook(state, module.powerSGD_hook)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(30):
+        ddp.zero_grad()
+        ddp(torch.randn(8, 24)).square().mean().backward()
+    return [parameter.grad for parameter in ddp.parameters()]
+
+
+def end_of(outcomes):
+    """How two ranks with many buckets ended, in a few words."""
+    for outcome in outcomes:
+        if outcome.how != "returned":
+            reasons = {"killed": "hangs", "exited": f"exit code {outcome.exit_code}", "raised": outcome.error}
+            return reasons[outcome.how]
+    gradients = [outcome.value for outcome in outcomes]
+    same = all(torch.equal(*pair) and pair[0].isfinite().all() for pair in zip(*gradients, strict=True))
+    return "right" if same else "ranks hold different gradients"
+
+
+def two_models(library, wrapper):
+    """What happens where a second model, of other shapes, uses the state of a first."""
+    module = MODULES[library]
+    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    gradients = [[torch.ones(24, 20)], [torch.ones(16, 30)]]
+    try:
+        models = []
+        for tensors in gradients:
+            models.append(wrapped(tensors, wrapper))
+            register(models[-1], (state, module.powerSGD_hook))
+        for _ in range(4):
+            for ddp, tensors in zip(models, gradients, strict=True):
+                step(ddp, tensors)
+    except Exception as error:
+        return len(models), state.iter, described(error)
+    return 2, state.iter, "trains"
+
+
+outcomes = {}
+
+
+class Summary:
+    """Prints what PyTorch's hook did at the end of the run."""
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not outcomes:
+            return
+        absent = [name for name, (is_shown, _) in outcomes.items() if not is_shown]
+        count = f"{len(outcomes) - len(absent)} of {len(outcomes)}"
+        line = f"PyTorch {torch.__version__}'s powerSGD_hook goes wrong in {count} cases"
+        terminalreporter.write_line(line + (f"; not in {', '.join(absent)}" if absent else ""))
+        if terminalreporter.verbosity > 0:
+            for name, (is_shown, evidence) in outcomes.items():
+                terminalreporter.write_line(f"  {name}: {'shown' if is_shown else 'not shown'}: {evidence}")

@@ -11,7 +11,9 @@ from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register
 START = 2  # the first compressed step of every state with error feedback
 
 
-FEEDBACK = ("powersgd", "powersgd_alternating", "batched_powersgd", "int4", "auto", "topk")
+# Hooks with error memory; a wrapper's state is that of its hook.
+_MEMORY = {hook: getattr(HOOKS[hook](None)[0], "memory", {}) for hook in HOOKS if "_of_" not in hook}
+FEEDBACK = (*(hook for hook, memory in _MEMORY.items() if "errors" in memory), "batched_powersgd", "auto")
 STATES = (*FEEDBACK, "scaled_fp16")
 
 
@@ -68,16 +70,17 @@ class Training:
         kind: a name in `STATES`.
         model: a name of the zoo, or a module with batches.
         load: a checkpoint that the state loads before it is registered.
+        wrap_hook: makes the registered hook from the state's.
         options: arguments of the wrapper's constructor.
     """
 
-    def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, **options):
+    def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, wrap_hook=None, **options):
         self.module = build(model) if isinstance(model, str) else model
         self.ddp = WRAPPERS[wrapper](self.module, process_group=group, **({"bucket_cap_mb": SMALL} | options))
         self.state, hook = make(kind, self.module, group)
         if load is not None:
             self.state.load_state_dict(load)
-        register(self.ddp, (self.state, hook))
+        register(self.ddp, (self.state, hook if wrap_hook is None else wrap_hook(hook)))
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
     def run(self, steps):

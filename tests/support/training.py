@@ -22,6 +22,7 @@ from gradwire.hooks import (
     quantization_hooks,
     scaled_cast_hooks,
 )
+from gradwire.planner import hook_registry
 from gradwire.testing._cases import plainly_named
 from tests.support.zoo import MODELS
 
@@ -76,6 +77,18 @@ HOOKS = {
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
 }
 HOOKS["topk"] = lambda group: (topk.TopKState(group, density=0.25), topk.topk_hook)
+
+
+def _of_registry():
+    """The hooks of the registry that are not in `HOOKS` with options for small models."""
+    # The results of batched_powerSGD_hook depend on the buckets.
+    known = {powerSGD_hook.batched_powerSGD_hook, *(make(None)[1] for make in HOOKS.values())}
+    averaging = {name: entry for name, entry in hook_registry.HOOKS.items() if name not in ("none", "noop")}
+    makers = {name: lambda group, make=entry.make: make(group, 2) for name, entry in averaging.items()}
+    return {name: make for name, make in makers.items() if make(None)[1] not in known}
+
+
+HOOKS |= _of_registry()
 NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
 # Plain for two steps, measures for four, and chooses.
 AUTO = {
@@ -214,7 +227,7 @@ def train_steps(ddp, number=1, generator=None, optimizer=None):
 
 @dataclass
 class Record:
-    """What a training run leaves: the gradients of every step, and the parameters and buffers at its end."""
+    """The outcome of a training run: the gradients of every step, and the parameters and buffers at its end."""
 
     gradients: list
     state: dict

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.gpu.checks import LaneCase, large_numel, name_of, same, skip_if_rehearsed
+from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of, same, skip_if_rehearsed
 
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
@@ -27,15 +27,12 @@ def _gradients(dtype: torch.dtype, device: torch.device, offset: int, seed: int,
     generator = torch.Generator().manual_seed(seed)
     tensors = []
     for k, shape in enumerate(SHAPES):
-        numel = int(torch.Size(shape).numel())
-        values = torch.randn(numel, generator=generator) * 10.0 ** (k - 3)
-        if numel > 100:
+        values = torch.randn(int(torch.Size(shape).numel()), generator=generator) * 10.0 ** (k - 3)
+        if len(values) > 100:
             values[7], values[64:128] = 0, 0
             if bad and seed == 0:
                 values[5] = torch.nan
-        buffer = torch.empty(offset + numel, dtype=dtype, device=device)
-        buffer[offset:] = values.to(dtype)
-        tensors.append(buffer[offset:].view(shape))
+        tensors.append(at_offset(values.to(dtype).to(device).view(shape), offset))
     return tensors
 
 
@@ -108,7 +105,7 @@ def both_shots(
         same(first, reference, what)
 
 
-def beyond_int32(device: torch.device) -> None:
+def quantization_beyond_int32(device: torch.device) -> None:
     """int4 codes of a gradient of more than 2^31 elements that are on its grid come back to the bit."""
     numel = large_numel(device, 3)
     gradient = torch.empty(numel, dtype=torch.bfloat16, device=device)
@@ -138,7 +135,7 @@ _VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, bool, int], ...] = (
     (torch.bfloat16, None, False, 0),
     (torch.float16, torch.float32, False, 1),
 )
-QUANTIZATION_CASES: dict[str, LaneCase] = {
+QUANTIZATION_CHECKS: dict[str, LaneCase] = {
     **{
         _label(wire, *variant): partial(both_shots, wire, *variant, False)
         for wire in kernels.WIRE_FORMATS
@@ -148,5 +145,5 @@ QUANTIZATION_CASES: dict[str, LaneCase] = {
         f"quantize NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
         for wire in kernels.WIRE_FORMATS
     },
-    "int4 of more than 2^31 elements": beyond_int32,
+    "int4 of more than 2^31 elements": quantization_beyond_int32,
 }

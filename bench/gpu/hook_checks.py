@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 from gradwire.bench.emulated import emulated_link, wire_seconds
-from gradwire.bench.gpu.checks import LaneCase, Skipped, require
+from gradwire.bench.gpu.compare import LaneCase, Skipped, require
 from gradwire.bench.gpu.training import (
     HalfNet,
     Net,
@@ -27,15 +27,20 @@ from gradwire.bench.gpu.training import (
     train,
     wrap,
 )
+from gradwire.bench.implementations import check_hook
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
 from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
-from gradwire.hooks import default_hooks, quantization_hooks, scaled_cast_hooks
+from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import GradBucket, reduce_bucket, zero_copy
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.kernels import WIRE_FORMATS, flatten, unflatten
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.kernels import flatten, unflatten
+from gradwire.planner import hook_registry
+from gradwire.planner.hook_registry import HookEntry
 
 
 def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options: Any) -> Callable[[], StateAndHook]:
@@ -43,61 +48,50 @@ def _powersgd(hook: Callable[..., Any] = powerSGD_hook, rank: int = 4, **options
     return lambda: (PowerSGDState(None, rank, 2, 1, **options), hook)
 
 
+POWERSGD: dict[str, dict[str, Any]] = {
+    "powersgd": {},
+    "powersgd, rank 32": {"rank": 32},
+    "powersgd, bf16 factors": {"factor_dtype": torch.bfloat16},
+    "powersgd, alternating": {"alternating": True},
+    "powersgd, batched": {"hook": batched_powerSGD_hook},
+}
+
+
 def _quantized(wire: str, **options: Any) -> Callable[[], StateAndHook]:
     """A quantized hook from the third step on."""
-    return lambda: (quantization_hooks.QuantizationState(None, wire, **options), quantization_hooks.quantization_hook)
+    return lambda: (QuantizationState(None, wire, **options), quantization_hook)
 
 
-# Each makes a new state and hook: states and wrappers keep memory between steps.
+def _registered(entry: HookEntry) -> Callable[[], StateAndHook]:
+    return lambda: entry.make(None, 2) or (None, default_hooks.allreduce_hook)
+
+
+# Each makes a new state and hook: states and wrappers keep memory between steps. The registry's PowerSGD hooks would
+# leave small matrices uncompressed.
 HOOKS: dict[str, Callable[[], StateAndHook]] = {
-    "allreduce": lambda: (None, default_hooks.allreduce_hook),
-    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
-    "bf16": lambda: (None, default_hooks.bf16_compress_hook),
+    **{
+        name: _registered(entry)
+        for name, entry in hook_registry.HOOKS.items()
+        if name not in ("none", "noop") and not name.startswith("powersgd")
+    },
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "scaled fp16": lambda: (scaled_cast_hooks.ScaledCastState(), scaled_cast_hooks.scaled_cast_hook),
-    "scaled bf16": lambda: (
-        scaled_cast_hooks.ScaledCastState(dtype=torch.bfloat16),
-        scaled_cast_hooks.scaled_cast_hook,
-    ),
-    "bf16, sums in fp32": lambda: (default_hooks.CastState(accumulate="fp32"), default_hooks.bf16_compress_hook),
-    **{f"quantized {wire}": _quantized(wire) for wire in WIRE_FORMATS},
-    "quantized int4, stochastic rounding, bf16 errors": _quantized(
-        "int4", stochastic_rounding=True, error_dtype=torch.bfloat16
-    ),
-    "powersgd": _powersgd(),
-    "powersgd, rank 32": _powersgd(rank=32),
-    "powersgd, bf16 factors": _powersgd(factor_dtype=torch.bfloat16),
-    "powersgd, alternating": _powersgd(alternating=True),
-    "powersgd, batched": _powersgd(batched_powerSGD_hook),
+    "scaled-bf16": lambda: (ScaledCastState(dtype=torch.bfloat16), scaled_cast_hook),
+    **{f"quantized {wire}": _quantized(wire) for wire in ("bf16", "fp16", "fp32")},
+    "int4, stochastic rounding, bf16 errors": _quantized("int4", stochastic_rounding=True, error_dtype=torch.bfloat16),
+    **{name: _powersgd(**options) for name, options in POWERSGD.items()},
     "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
 # Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
 STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
-CAPTURED = ("allreduce", "fp16", "scaled fp16", "quantized int4", "powersgd", "powersgd, CUDA graphs")
+CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd", "powersgd, CUDA graphs")
 # Options and nets of hooks whose kernels are captured between collectives.
-GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], type[Net | HalfNet]]] = {
-    "powersgd": (_powersgd, Net),
-    "powersgd, rank 32": (partial(_powersgd, rank=32), Net),
-    "powersgd, fp16 gradients": (_powersgd, HalfNet),
-    "powersgd, bf16 factors": (partial(_powersgd, factor_dtype=torch.bfloat16), Net),
-    "powersgd, alternating": (partial(_powersgd, alternating=True), Net),
-    "powersgd, cold start": (partial(_powersgd, warm_start=False), Net),
-    "powersgd, batched": (partial(_powersgd, batched_powerSGD_hook), Net),
+GRAPHED: dict[str, tuple[dict[str, Any], type[Net | HalfNet]]] = {
+    **{name: (options, Net) for name, options in POWERSGD.items()},
+    "powersgd, fp16 gradients": ({}, HalfNet),
+    "powersgd, cold start": ({"warm_start": False}, Net),
 }
-# Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
-MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
-
-
-def mixed_dtypes(device: torch.device) -> None:
-    """Buckets with two dtypes on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
-    for net in (HalfNet, Net):
-        for name in MIXED:
-            for wrapper in (OurDDP, TorchDDP):
-                _, gradients = train(wrapper, device, HOOKS[name](), net)
-                require(all(g.isfinite().all() for g in gradients[-1]), f"{name}, {net.__name__}: not finite")
-                assert_equal_on_all_ranks(gradients, f"{name}, {net.__name__}")
 
 
 def no_hook_matches_pytorch(device: torch.device) -> None:
@@ -180,27 +174,20 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
 def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
     """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
-    make, net = GRAPHED[name]
+    options, net = GRAPHED[name]
     steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
     for wrapper in (OurDDP, TorchDDP):
-        _, eager = train(wrapper, device, make()(), net, steps)
-        _, graphs = train(wrapper, device, make(cuda_graphs=True)(), net, steps)
+        _, eager = train(wrapper, device, _powersgd(**options)(), net, steps)
+        _, graphs = train(wrapper, device, _powersgd(**options, cuda_graphs=True)(), net, steps)
         workspaces = executor_for(None, device).workspaces
         captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
         require(captured > 0, f"{wrapper.__name__}: no graph was captured")
         assert_same(graphs, eager, wrapper.__name__)
 
 
-def cast_hooks_match_the_mean(device: torch.device) -> None:
-    """Cast hooks give the mean within the rounding of their wire dtype."""
-    _, exact = train(TorchDDP, device)
-    for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled fp16", 2**-11), ("scaled bf16", 2**-8)):
-        _, rounded = train(OurDDP, device, HOOKS[name]())
-        for mine, other in zip(rounded, exact, strict=True):
-            for a, b in zip(mine, other, strict=True):
-                # One rounding of each contribution, one of each partial sum; the floor is fp16's subnormal step.
-                bound = rounding * (dist.get_world_size() + 1) * b.abs().max() + 2**-23
-                require((a - b).abs().max() <= bound, f"{name}: off by {(a - b).abs().max().item()}")
+def hook_gives_the_mean(name: str, device: torch.device) -> None:
+    """A hook of the registry gives the mean within the rounding of its wire dtype, or keeps what it drops as error."""
+    check_hook(name, device)
 
 
 def no_flat_buffer_is_allocated(device: torch.device) -> None:
@@ -239,8 +226,8 @@ def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
     """Gradients below fp16's smallest number arrive, and a NaN reaches every rank and leaves the scale."""
     module = nn.Linear(100, 100, bias=False)
     model = wrap(OurDDP, module, device)
-    state = scaled_cast_hooks.ScaledCastState()
-    model.register_comm_hook(state, scaled_cast_hooks.scaled_cast_hook)
+    state = ScaledCastState()
+    model.register_comm_hook(state, scaled_cast_hook)
     batch = torch.full((1, 100), 1e-9, device=device)
     for _ in range(3):
         model.zero_grad()
@@ -255,32 +242,6 @@ def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
     require(module.weight.grad.isnan().all(), "a NaN did not arrive")
     require(state.exponents() == exponents, "a NaN moved the scale")
     require(state.skipped_steps == 1, f"{state.skipped_steps} steps with a NaN, expected 1")
-
-
-def powersgd_loses_nothing(device: torch.device) -> None:
-    """The sum of all gradients equals the sum of all results plus the final errors, up to rounding."""
-    for name in ("powersgd", "powersgd, rank 32", "powersgd, bf16 factors", "powersgd, alternating"):
-        module = nn.Linear(300, 200, bias=False)
-        model = wrap(OurDDP, module, device)
-        state, hook = HOOKS[name]()
-        register(model, state, hook)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        balance = torch.zeros(200, 300, dtype=torch.float64, device=device)
-        largest = 0.0
-        for _ in range(20):
-            model.zero_grad()
-            # The gradient of the weight is the sum over the batch of one-hot rows times columns: the columns, exactly.
-            columns = torch.randn(200, 300, generator=generator).to(device)
-            (model(columns) * torch.eye(200, device=device)).sum().backward()
-            assert module.weight.grad is not None
-            balance += columns.double() - module.weight.grad.double()
-            largest = max(largest, columns.abs().max().item())
-        balance -= state.tensors("errors")["weight"].double()
-        dist.all_reduce(balance)
-        # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
-        bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
-        require(balance.abs().max() <= bound, f"{name}: {balance.abs().max().item()} is lost, allowed {bound}")
-        require(state.compression_stats()[0] > 1, f"{name}: nothing was compressed")
 
 
 def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
@@ -348,7 +309,7 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
 
             seconds, least = timed(all_reduce, device).seconds, 0.5 * wire_seconds(tensor.nbytes, rate, 2)
             require(seconds > least, f"an all-reduce took {seconds} s, expected at least {least}")
-    for name in ("fp16", "quantized int4", "powersgd, bf16 factors"):
+    for name in ("fp16", "int4", "powersgd, bf16 factors"):
         _, plain = train(OurDDP, device, HOOKS[name]())
         with emulated_link(rate, 2, device):
             _, ours = train(OurDDP, device, HOOKS[name]())
@@ -360,10 +321,10 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
     assert_same(theirs, train(TorchDDP, device, (None, torch_hooks.fp16_compress_hook))[1], "PyTorch's hook")
 
 
-HOOK_CASES: dict[str, LaneCase] = {
-    "two dtypes on the wire": mixed_dtypes,
+HOOK_CHECKS: dict[str, LaneCase] = {
     "no hook: PyTorch's gradients": no_hook_matches_pytorch,
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},
+    **{f"{name}: gives the mean": partial(hook_gives_the_mean, name) for name in hook_registry.HOOKS if name != "noop"},
     **{f"{name}: no host synchronization": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
     **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
     **{
@@ -373,11 +334,9 @@ HOOK_CASES: dict[str, LaneCase] = {
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            cast_hooks_match_the_mean,
             no_flat_buffer_is_allocated,
             two_collectives_of_a_bucket_stay_in_order,
             scaled_cast_keeps_tiny_gradients,
-            powersgd_loses_nothing,
             powersgd_survives_a_nonfinite_gradient,
             powersgd_launches_a_dozen_kernels_for_each_bucket,
             wrapped_hooks_of_pytorch_run,

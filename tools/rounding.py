@@ -17,9 +17,12 @@ from rich.progress import track
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.record import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, Measured, Record, records_of, unique
+from gradwire.bench.record import Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
 
+BITS = "bits per element"
+RELATIVE_ERROR = "relative error"
+RELATIVE_ERROR_OF_STEPS = "relative error of several steps"
 RING = "ring, sum in wire dtype"
 TWO_SHOT = "two-shot, sum in fp32"
 RINGS = ("fp32", "fp16", "bf16")
@@ -89,6 +92,7 @@ class TwoShot:
 
 
 def all_reduces() -> list[SimulatedAllReduce]:
+    """Ring and two-shot all-reduces in every wire format."""
 
     def ring(wire: kernels.WireFormat, _: int) -> Mean:
         return partial(ring_mean, wire=wire)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
+from gradwire.bench.models import JOBS
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import limit_to, measure_on_links
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of, unique
+from gradwire.bench.network import limit_to
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
     Group,
@@ -30,10 +30,11 @@ from gradwire.bench.tables import (
     median_of,
     pivot,
 )
-from gradwire.planner.advice import Advice, advise
 from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.probe import PLAIN
 from gradwire.planner.probe import measure as measure_job
+from gradwire.planner.recommend import Advice, advise
+from tools.links import STEPS_IN_A_ROW, Training, measure_on_links, time_in_rows
 
 DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
@@ -48,10 +49,12 @@ _WARM_UP = 5
 def measure(
     models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
 ) -> Measured:
+    """Predicted and measured step times of each hook, at each rate of the link."""
     return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds})
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """A rank of a host: predict, then measure, at each rate."""
     model, records = settings["model"], []
     build = JOBS[model]
     trainings = {hook: Training(build(device), HOOKS[hook].make) for hook in unique((PLAIN, *settings["hooks"]))}
@@ -75,15 +78,16 @@ def _records(
     records = []
     for hook, step_times in times.items():
         case = {"model": model, "rate": rate, "hook": hook}
-        records += records_of("advise", case, MEASURED, hosts, {STEP_MS: percentiles_ms(step_times)})
-        records += records_of("advise", case, PREDICTED, hosts, {STEP_MS: predicted[hook]})
+        records += records_of("advise", case, MEASURED, hosts, {Metric.STEP_MS: percentiles_ms(step_times)})
+        records += records_of("advise", case, PREDICTED, hosts, {Metric.STEP_MS: predicted[hook]})
     case = {"model": model, "rate": rate, "hook": advice.recommended}
     speed_up = round(median(times[PLAIN]) / median(times[advice.recommended]), 4)
     return records + records_of("advise", case, "advice", hosts, {SPEED_UP: speed_up, ADVICE_S: round(seconds, 2)})
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    steps = [record for record in records if record.metric == STEP_MS]
+    """A table of errors for each model, and a table of the advice."""
+    steps = [record for record in records if record.metric == Metric.STEP_MS]
     rates = unique(record["rate"] for record in steps)
     columns = [
         (f"{header}{format_rate(rate)}", cell(rate))
@@ -136,7 +140,7 @@ def _found(group: Group, metric: str) -> Record:
 
 def _errors(group: Group) -> list[float]:
     """Magnitudes of the errors of all predictions, in percent."""
-    steps = [record for record in group if record.metric == STEP_MS]
+    steps = [record for record in group if record.metric == Metric.STEP_MS]
     return [abs(_percent(hook_steps)) for _, hook_steps in groups_of(steps, "hook")]
 
 
@@ -151,7 +155,7 @@ def _at_rate(group: Sequence[Record], rate: str) -> list[Record]:
 
 
 def _measured(rate: str) -> Any:
-    return lambda group: format_number(median_of(_at_rate(group, rate), STEP_MS, MEASURED) or 0)
+    return lambda group: format_number(median_of(_at_rate(group, rate), Metric.STEP_MS, MEASURED) or 0)
 
 
 def _error(rate: str) -> Any:
@@ -160,6 +164,6 @@ def _error(rate: str) -> Any:
 
 def _percent(group: Sequence[Record]) -> float:
     """The error of a prediction in percent."""
-    predicted, measured = (median_of(group, STEP_MS, name) for name in (PREDICTED, MEASURED))
+    predicted, measured = (median_of(group, Metric.STEP_MS, name) for name in (PREDICTED, MEASURED))
     assert predicted is not None and measured is not None
     return 100 * (predicted / measured - 1)

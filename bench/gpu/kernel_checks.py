@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.gpu.checks import (
+from gradwire.bench.gpu.compare import (
     LaneCase,
     Skipped,
+    at_offset,
     large_numel,
     name_of,
     require,
@@ -25,6 +26,7 @@ from gradwire.bench.gpu.checks import (
     skip_if_rehearsed,
     within,
 )
+from gradwire.bench.gpu.quantization_checks import QUANTIZATION_CHECKS
 from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import ELEMENTWISE_RANK, MAX_STRIPS
 
@@ -48,15 +50,12 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offs
     if numel > 5:
         values[3], values[4], values[5] = torch.nan, torch.inf, -0.0
     values = torch.view_as_complex(values) if dtype.is_complex else values[:, 0]
-    buffer = torch.empty(offset + numel, dtype=dtype, device=device)
-    buffer[offset:] = values.to(dtype)
-    return buffer[offset:].view(shape)
+    return at_offset(values.to(dtype).to(device).view(shape), offset)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int) -> Tensor:
     """A tensor of NaN, ``offset`` elements past an aligned address."""
-    numel = int(torch.Size(shape).numel())
-    return torch.full((offset + numel,), torch.nan, dtype=dtype, device=device)[offset:].view(shape)
+    return at_offset(torch.full(tuple(shape), torch.nan, dtype=dtype, device=device), offset)
 
 
 def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
@@ -152,11 +151,8 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
     generator = torch.Generator().manual_seed(rank)
 
     def matrices(matrix_dtype: torch.dtype) -> list[Tensor]:
-        made = []
-        for m in table.matrices:
-            buffer = _empty((m.rows, m.columns), matrix_dtype, device, offset)
-            made.append(buffer.copy_(torch.randn(m.rows, m.columns, generator=generator)))
-        return made
+        made = [torch.randn(m.rows, m.columns, generator=generator) for m in table.matrices]
+        return [at_offset(matrix.to(matrix_dtype).to(device), offset) for matrix in made]
 
     def factor(side: kernels.FactorLayout, matrix_dtype: torch.dtype) -> Tensor:
         return torch.randn(side.numel, generator=generator).to(matrix_dtype).to(device)
@@ -381,7 +377,7 @@ def lowrank_beyond_int32(device: torch.device) -> None:
     skip_if_rehearsed(numel)
 
 
-KERNEL_CASES: dict[str, LaneCase] = {
+KERNEL_CHECKS: dict[str, LaneCase] = {
     **{
         f"flatten and unflatten {name_of(dtype)}, {layout}": partial(flattening, dtype, layout)
         for dtype in SOURCES
@@ -407,4 +403,5 @@ KERNEL_CASES: dict[str, LaneCase] = {
     **{f"warm start, rank {rank}": partial(warm_start, rank) for rank in RANKS},
     "flatten and unflatten more than 2^31 elements": flattening_beyond_int32,
     "low-rank passes over more than 2^31 elements": lowrank_beyond_int32,
+    **QUANTIZATION_CHECKS,
 }

@@ -47,6 +47,12 @@ def within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:
         )
 
 
+def at_offset(values: Tensor, offset: int) -> Tensor:
+    """A contiguous copy of ``values``, ``offset`` elements past an aligned address."""
+    buffer = torch.empty(offset + values.numel(), dtype=values.dtype, device=values.device)
+    return buffer[offset:].view(values.shape).copy_(values)
+
+
 def require(is_so: object, what: str) -> None:
     if not is_so:
         raise AssertionError(what)

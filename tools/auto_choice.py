@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from gradwire.bench.models import JOBS, STEPS_IN_A_ROW, Training, time_in_rows
+from gradwire.bench.models import JOBS
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import limit_to, measure_on_links
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
+from gradwire.bench.network import limit_to
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, format_rate, pivot, speed_up, value
 from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
 from gradwire.planner.hook_registry import HOOKS
+from tools.links import STEPS_IN_A_ROW, Training, measure_on_links, time_in_rows
 
 DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
@@ -30,10 +31,12 @@ WARM_UP = 5
 
 
 def measure(models: Sequence[str], rates: Sequence[Rate], rounds: int, hosts: int = 2) -> Measured:
+    """The choice at each rate of the link, and the step times of the choice, no hook and every candidate."""
     return measure_on_links(__name__, models, rates, hosts, {"rounds": rounds})
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
+    """A rank of a host: choose, then time all trainings, at each rate."""
     build, records = JOBS[settings["model"]], []
     fixed = {name: Training(build(device), HOOKS[name].make) for name in ("none", *CANDIDATES)}
     for _ in range(WARM_UP):  # on an unlimited link
@@ -50,7 +53,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         times = time_in_rows(trainings, settings["rounds"], f"{settings['model']}, {name:<12}")
         case, chosen_by = {"model": settings["model"], "rate": name}, Counter(chosen.state.plan.values())
         for each, seconds in times.items():
-            records += records_of("auto", case, each, settings["hosts"], {STEP_MS: percentiles_ms(seconds)})
+            records += records_of("auto", case, each, settings["hosts"], {Metric.STEP_MS: percentiles_ms(seconds)})
         for each, parameters in chosen_by.items():
             records += records_of("auto", case, each, settings["hosts"], {PARAMETERS: parameters})
     return records
@@ -72,11 +75,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
         f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
         "interleaved steps",
     ]
-    times = [(each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
-    choices = [("choice", _choice), ("speed-up", speed_up(STEP_MS, NO_HOOK, AUTO))]
+    times = [(each, value(Metric.STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
+    choices = [("choice", _choice), ("speed-up", speed_up(Metric.STEP_MS, NO_HOOK, AUTO))]
     return [
         pivot("Automatic choice", records, names, choices, choice_notes),
-        pivot(f"Automatic choice: {STEP_MS}", records, names, times, time_notes),
+        pivot(f"Automatic choice: {Metric.STEP_MS}", records, names, times, time_notes),
     ]
 
 

@@ -1,25 +1,27 @@
-"""Cases of the lane's stage *bench* for hooks, on synthetic gradients of real models, compared with PyTorch's.
+"""Cases of the GPU lane's stage *bench*: device, graph replay and host time, and launches, compared with PyTorch's.
 
-A step calls the hook on every bucket in turn, as DDP does, and waits for the results on the device. There is no
-forward, no backward and one rank. gradwire's hook gets lists of gradients, as gradwire's DDP hands them over; PyTorch's
-gets flat buffers, as with ``gradient_as_bucket_view=True``. Results replace the gradients, which loses nothing:
-gradient + error is the same in every step.
+A case checks gradwire's result, then times gradwire and PyTorch, interleaved. Kernels run over buckets that no cache
+holds. A row's ``nbytes`` are those that gradwire's kernels read and write at least; divided by the bandwidth of a copy
+they give the byte floor.
+
+A step of a hook calls it on every bucket in turn and waits for the results on the device, on one rank. gradwire's hook
+gets lists of gradients, PyTorch's flat buffers, as with ``gradient_as_bucket_view=True``. Results replace the
+gradients, which loses nothing: gradient + error is the same in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
-from math import prod
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire import kernels
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.gpu.checks import require
-from gradwire.bench.gpu.kernel_bench import Row, buckets_of, calls_of, row
+from gradwire.bench.gpu.compare import require
 from gradwire.bench.implementations import (
     FIRST_COMPRESSED,
     GRADWIRE,
@@ -33,25 +35,84 @@ from gradwire.bench.implementations import (
     needs_one_bucket,
     prepare,
 )
-from gradwire.bench.kernel_cases import BLOCK_SIZE
+from gradwire.bench.kernel_cases import BLOCK_SIZE, CASES, COMPILED, check, copy_bandwidth, time_cases
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import percentiles_ms
-from gradwire.bench.shapes import Shape
-from gradwire.bench.timing import in_turn, timed, timed_replays
+from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
+from gradwire.bench.timing import Timing, driver_calls, in_turn, timed, timed_replays
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.torch_internals import default_group
-from gradwire.compress import LowRankPolicy, WirePolicy
-from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
-MODELS = ("gpt2-124m", "bert-base", "resnet50", "llama-1b")
-BENCHED = ("fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r32", "int8", "int4")
+Row = dict[str, Any]
+
+MODEL = "gpt2-124m"
+SIZES_MIB = (25, 100, 1024)  # at which a bucket is full: DDP's default, a larger one, and the whole model
+ROUNDS = 10
+# A rehearsal takes a model's first parameters, each dimension divided by 4, in buckets of a sixteenth of the size.
+REHEARSED_PARAMETERS, REHEARSED_DIVISOR = 24, 4
+
+
+def buckets_of(model: str, mib: int, device: torch.device) -> list[list[Shape]]:
+    """The shapes of a model's buckets that are full at ``mib``; those of a smaller model on a CPU."""
+    shapes = list(SHAPES[model]())
+    if device.type == "cuda":
+        return buckets(lambda: iter(shapes), mib << 20)
+    small = [tuple(-(-n // REHEARSED_DIVISOR) for n in shape) for shape in shapes[:REHEARSED_PARAMETERS]]
+    return buckets(lambda: iter(small), (mib << 20) // REHEARSED_DIVISOR**2)
+
+
+def row(implementation: str, timings: Sequence[Timing], **others: Any) -> Row:
+    """The row of an implementation: percentiles of its timings in milliseconds, and ``others``."""
+    host = [timing.host_seconds for timing in timings if timing.host_seconds is not None]
+    return {
+        "implementation": implementation,
+        "device_ms": percentiles_ms([timing.seconds for timing in timings]),
+        "host_ms": percentiles_ms(host) if host else None,
+        "includes_host": any(timing.includes_host for timing in timings),
+        **others,
+    }
+
+
+def calls_of(work: Callable[[], object], device: torch.device) -> Row:
+    calls = driver_calls(work, device)
+    return {} if calls is None else {"launches": calls.launches, "host_waits": calls.synchronizations}
+
+
+def copy(device: torch.device) -> list[Row]:
+    """The bandwidth of a copy, the measure of all byte floors."""
+    numel = 1 << 26 if device.type == "cuda" else 1 << 16
+    return [{"implementation": "copy_", "numel": numel, "gb_per_s": round(copy_bandwidth(device, numel), 1)}]
+
+
+def kernel(name: str, mib: int, device: torch.device) -> list[Row]:
+    """Check and time a kernel on buckets of `MODEL`."""
+    shapes = rotation(buckets_of(MODEL, mib, device), mib)
+    with torch.no_grad():
+        cases = [CASES[name](bucket_shapes, device) for bucket_shapes in shapes]
+        check(cases[0], MODEL)
+        for case in cases:
+            case.implementations.pop(COMPILED, None)  # it takes tens of seconds
+        nbytes = mean(case.nbytes for case in cases)
+        rows = []
+        for implementation, timings in time_cases(cases, ROUNDS, device).items():
+            calls = calls_of(cases[0].implementations[implementation], device)
+            rows.append(row(implementation, timings, nbytes=nbytes, **calls))
+        replays = timed_replays(lambda: [case.implementations[GRADWIRE]() for case in cases], device, ROUNDS)
+    rows[0]["graph_ms"] = percentiles_ms([replay.seconds / len(shapes) for replay in replays])
+    return rows
+
+
+MODELS = (MODEL, "bert-base", "resnet50", "llama-1b")
+# Choices that keep the stage short; any other hook of the registry can be added.
+TIMED = ("fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r32", "int8", "int4")
 CAPTURED = ("fp16", "scaled-fp16", "powersgd-r4", "int8", "int4")
 LINKED = ("fp16", "int4", "powersgd-r4")
 RATES, HOSTS = ("10gbit", "100gbit"), 2
 BUCKET_MIB = 25  # bucket size of hooks whose state prefers no other
-ROUNDS = 10
 GRAPHS = "gradwire, cuda_graphs=True"
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
 
@@ -68,8 +129,9 @@ class HookStep:
         generator = torch.Generator(device).manual_seed(0)
         for index, bucket_shapes in enumerate(shapes):
             parameters = [torch.empty(shape, device=device) for shape in bucket_shapes]
-            for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
+            gradients = [torch.randn(shape, device=device, generator=generator) for shape in bucket_shapes]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             names = [f"{index}.{i}" for i in range(len(parameters))]
             spec = BucketSpec(
                 index=index,
@@ -80,7 +142,7 @@ class HookStep:
             )
             bucket = DenseBucket(spec, as_view=is_flat)
             bucket.collect(zero_copy=not is_flat)
-            self.gradients |= dict(zip(names, bucket.gradients() if is_flat else _gradients(parameters), strict=True))
+            self.gradients |= dict(zip(names, bucket.gradients() if is_flat else gradients, strict=True))
             self._buckets.append(bucket)
 
     def __call__(self) -> None:
@@ -91,7 +153,7 @@ class HookStep:
 
     def check(self, wire: torch.dtype | None) -> None:
         """Take a step and check its result. A collective call."""
-        local, old = self._copies(), self._errors()
+        local, old = [gradient.clone() for gradient in self.gradients.values()], self._errors()
         self()
         result, new = list(self.gradients.values()), self._errors()
         if wire is not None:
@@ -101,39 +163,35 @@ class HookStep:
             complaint = complaint_about_feedback(local, old, result, new, is_quantized)
         require(complaint is None, f"{complaint}; nothing is timed.")
 
-    def _copies(self) -> list[Tensor]:
-        return [gradient.clone() for gradient in self.gradients.values()]
-
     def _errors(self) -> list[Tensor]:
         errors = error_memory(self.state)
         zero = torch.zeros((), device=next(iter(self.gradients.values())).device)
         return [errors.get(name, zero.expand_as(gradient)) for name, gradient in self.gradients.items()]
 
 
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float:
-    """Bytes that the kernels of a step read and write at least, on one rank."""
-    parameters = [shape for bucket_shapes in shapes for shape in bucket_shapes]
-    numel, fp32 = sum(map(prod, parameters)), torch.float32
+def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
+    """Bytes that the kernels of a step read and write at least, on one rank; None where they are not counted."""
+    layouts = [torch.empty(shape, device="meta") for bucket_shapes in shapes for shape in bucket_shapes]
+    numel, fp32 = sum(layout.numel() for layout in layouts), torch.float32
+    registration: tuple[Any, Any] = HOOKS[hook].make(None, FIRST_COMPRESSED) or (None, None)
+    state, function = registration
     if (wire := HOOKS[hook].wire) is not None:
         return kernels.flatten_bytes(numel, fp32, wire) + kernels.unflatten_bytes(numel, wire, fp32)
-    if hook in kernels.WIRE_FORMATS:
-        formats = WirePolicy(wire=hook).wire_formats([torch.empty(shape, device="meta") for shape in parameters])
-        return sum(_quantized_bytes(prod(shape), format) for shape, format in zip(parameters, formats, strict=True))
-    policy = LowRankPolicy(rank=int(hook.removeprefix("powersgd-r")))
-    found = [policy.matrix_shape("", torch.empty(shape, device="meta")) for shape in parameters]
-    matrices = [matrix for matrix in found if matrix is not None]
-    compressed = sum(m.matrices * m.rows * m.columns for m in matrices)
-    return (
-        kernels.lowrank_bytes(compressed, fp32)
-        + kernels.orthogonalize_bytes(sum(m.matrices * m.rank * m.rows for m in matrices), fp32, fp32)
-        + kernels.renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), fp32, fp32)
-        + kernels.flatten_bytes(numel - compressed, fp32, fp32)
-        + kernels.unflatten_bytes(numel - compressed, fp32, fp32)
-    )
+    if function is quantization_hook:
+        formats = state.options.wire_formats(layouts)
+        return sum(_quantized_bytes(t.numel(), format) for t, format in zip(layouts, formats, strict=True))
+    if function is powerSGD_hook and not state.options.alternating:
+        sent = state.options.factor_dtype or fp32
+        matrices = [m for m in state.options.policy.matrix_shapes(layouts) if m is not None]
+        compressed = sum(m.matrices * m.rows * m.columns for m in matrices)
+        return (
+            kernels.lowrank_bytes(compressed, fp32)
+            + kernels.orthogonalize_bytes(sum(m.matrices * m.rank * m.rows for m in matrices), sent, fp32)
+            + kernels.renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), sent, fp32)
+            + kernels.flatten_bytes(numel - compressed, fp32, fp32)
+            + kernels.unflatten_bytes(numel - compressed, fp32, fp32)
+        )
+    return None
 
 
 def _quantized_bytes(numel: int, format: kernels.WireFormat) -> float:
@@ -172,10 +230,9 @@ def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device, cu
 
 def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) -> dict[str, HookStep]:
     """PyTorch's hook, by its name in the rows, if it runs here."""
-    if not _pytorch_runs(hook):
-        return {}
     entry = HOOKS[hook].pytorch
-    assert entry is not None
+    if entry is None or not entry.is_available():
+        return {}
     registration = entry.make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
     if needs_one_bucket(hook, device):
@@ -183,17 +240,12 @@ def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) 
     return {PYTORCH if entry.is_same else CLOSEST: _warm(HookStep(registration, shapes, device, is_flat=True))}
 
 
-def _pytorch_runs(hook: str) -> bool:
-    """Whether PyTorch's hook runs here: its PowerSGD needs numpy."""
-    return not hook.startswith("powersgd") or find_spec("numpy") is not None
-
-
 @torch.no_grad()
 def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
-    if hook.startswith("powersgd"):
+    if hasattr(steps[GRADWIRE].state, "cuda_graphs"):
         steps[GRAPHS] = _ours(hook, shapes, device, cuda_graphs=True)
     timings = {name: [] for name in steps}  # type: ignore[var-annotated]
     for turn in range(ROUNDS):
@@ -217,7 +269,8 @@ def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     """Interleaved training steps of a small model in both DDPs, on an emulated link between `HOSTS` hosts."""
-    names = [PYTORCH, GRADWIRE] if _pytorch_runs(hook) else [GRADWIRE]
+    entry = HOOKS[hook].pytorch
+    names = [PYTORCH, GRADWIRE] if entry is not None and entry.is_available() else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
     prepare(made, device)
     first = WARM_UP + 1
@@ -228,8 +281,16 @@ def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     return [{"implementation": each.name, "step_ms": percentiles_ms(each.seconds)} for each in made]
 
 
-HOOK_BENCHES: dict[str, Callable[[torch.device], list[Row]]] = {
-    **{f"hook {hook}, {model}": partial(hook_step, hook, model) for model in MODELS for hook in BENCHED},
+KERNEL_TIMINGS: dict[str, Callable[[torch.device], list[Row]]] = {
+    "copy": copy,
+    **{
+        f"{name}, {MODEL}, {f'{mib} MiB' if mib < SIZES_MIB[-1] else 'whole model'}": partial(kernel, name, mib)
+        for mib in SIZES_MIB
+        for name in CASES
+    },
+}
+HOOK_TIMINGS: dict[str, Callable[[torch.device], list[Row]]] = {
+    **{f"hook {hook}, {model}": partial(hook_step, hook, model) for model in MODELS for hook in TIMED},
     **{f"graph of hook {hook}, {MODELS[0]}": partial(captured_step, hook, MODELS[0]) for hook in CAPTURED},
     **{f"hook {hook}, link of {rate}": partial(linked_step, hook, rate) for rate in RATES for hook in LINKED},
 }

@@ -1,0 +1,201 @@
+"""`ReplicaGroup`: stands in for the process group between replicas, and averages through a communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import connections_of
+from gradwire.comm.transport import wait_for
+from gradwire.compress import Gradients
+from gradwire.hooks._bucket import CommHook, is_zero_copy
+from gradwire.kernels import SegmentTable, unflatten
+from gradwire.sharded.exchange import Exchange
+
+
+class ShardBucket:
+    """This rank's shards of the gradients of one parameter group, with the interface of gradwire's DDP buckets.
+
+    FSDP2 reduces them in one flat tensor, whose shards are padded along dimension 0.
+
+    Attributes:
+        process_group: the replicas of this shard.
+        numel: number of elements of the flat tensor, padding included.
+    """
+
+    zero_copy = True
+    hook_has_groups = False
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layouts: Sequence[Tensor],
+        offsets: Sequence[int],
+        numel: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._names = list(names)
+        self._layouts = list(layouts)
+        self._offsets = offsets
+        self._table = SegmentTable(self._layouts)
+        self._flat: Tensor | None = None
+        self._position, self._is_last = 0, False
+        self.device = layouts[0].device
+        self.numel = numel
+        self.process_group = group
+        self.model_parameters: Sequence[Tensor] = self._layouts
+
+    def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
+        """Hold the gradients of a backward, the bucket number ``position`` of it."""
+        self._flat, self._position, self._is_last, self.zero_copy = flat, position, is_last, zero_copy
+
+    def release(self) -> None:
+        """Drop the gradients."""
+        self._flat = None
+
+    def index(self) -> int:
+        """Position in the order of this backward."""
+        return self._position
+
+    def is_last(self) -> bool:
+        """Whether all parameter groups have reduced their gradients."""
+        return self._is_last
+
+    def parameters(self) -> list[Tensor]:
+        """Tensors in the layouts of the shards, without memory."""
+        return self._layouts
+
+    def parameter_names(self) -> list[str]:
+        """Fully qualified parameter names."""
+        return self._names
+
+    def gradients(self) -> list[Tensor]:
+        """One view of the flat tensor per parameter."""
+        flat = self.buffer()
+        return [
+            flat.as_strided(layout.shape, layout.stride(), flat.storage_offset() + offset)
+            for layout, offset in zip(self._layouts, self._offsets, strict=True)
+        ]
+
+    def buffer(self) -> Tensor:
+        """The flat tensor, padding included."""
+        assert self._flat is not None
+        return self._flat
+
+    def source(self) -> Gradients:
+        """The gradients, one tensor per parameter."""
+        return Gradients(self.gradients(), self._table)
+
+    def target(self) -> Gradients:
+        """The same tensors, which receive the mean."""
+        return self.source()
+
+    def empty_buffer(self) -> Tensor:
+        """A flat tensor for the mean, without padding."""
+        return torch.empty(self._table.numel, dtype=self._layouts[0].dtype, device=self.device)
+
+    def finish(self, result: Tensor) -> None:
+        """Write a hook's result into the flat tensor, unless the hook has."""
+        flat = self.buffer()
+        if result.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
+            return
+        if result.numel() == flat.numel() and not self.zero_copy:
+            flat.copy_(result.view_as(flat))
+        else:
+            unflatten(result.view(-1), self.gradients(), table=self._table)
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """A process group whose all-reduce averages the gradients of one parameter group with a hook.
+
+    Args:
+        replicas: the ranks that hold the same shards.
+        group: the parameter group.
+        names: parameter names, in the order of the parameter group.
+        state: state of the hook.
+        hook: a communication hook.
+        exchange: shared by all parameter groups of a model.
+    """
+
+    def __init__(
+        self,
+        replicas: dist.ProcessGroup,
+        group: Any,
+        names: Sequence[str],
+        state: Any,
+        hook: CommHook,
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
+        self.replicas = replicas
+        self._parameters = dict(zip(names, group.fsdp_params, strict=True))
+        self._device = group.device
+        self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
+        self._exchange = exchange
+        self._buckets: dict[object, ShardBucket | None] = {}
+
+    def getBackendName(self) -> str:
+        """Name of the backend, for PyTorch's messages."""
+        return "gradwire"
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work | None:  # type: ignore[override]
+        """All-reduce one flat tensor, with the hook if it can.
+
+        It cannot if a trainable parameter has no gradient, or if the parameter group has reduced other gradients in
+        this backward.
+        """
+        (flat,) = tensors
+        exchange, operation = self._exchange, options.reduceOp
+        exchange.begin()
+        bucket, is_mean = self.bucket(flat.dtype), operation == dist.ReduceOp.AVG
+        is_whole = bucket is not None and flat.numel() == bucket.numel and self not in exchange.averaged
+        if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
+            return self.replicas.allreduce(tensors, options)
+        exchange.averaged.append(self)
+        exchange.attempt(self.replicas, partial(self._average, bucket, flat))
+        if not is_mean:
+            flat.mul_(self.size())
+        return None
+
+    def _average(self, bucket: ShardBucket, flat: Tensor) -> None:
+        connections, n_averaged = connections_of(self.replicas), len(self._exchange.averaged)
+        bucket.collect(flat, n_averaged - 1, n_averaged == self._exchange.n_groups, self._is_zero_copy)
+        try:
+            future = self._hook(self._state, bucket)  # type: ignore[arg-type]
+            connections.finish()
+            value: Any = wait_for(future, connections.check_peers)
+            bucket.finish(value if isinstance(value, Tensor) else value[0])
+        finally:
+            bucket.release()
+
+    def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
+        """The shards of the trainable parameters, reduced in ``dtype``; None if this rank has none or order is unknown.
+
+        PyTorch 2.15 orders parameters by the dtype of their gradients.
+        """
+        trainable = {name: each for name, each in self._parameters.items() if each.sharded_param.requires_grad}
+        key = (dtype, tuple(trainable))
+        if key not in self._buckets:
+            self._buckets[key] = self._new_bucket(trainable, dtype)
+        return self._buckets[key]
+
+    def _new_bucket(self, trainable: Mapping[str, Any], dtype: torch.dtype) -> ShardBucket | None:
+        layouts, offsets, numel = {}, [], 0
+        for name, parameter in trainable.items():
+            size = parameter.sharded_size
+            if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
+                layout = torch.empty_strided(
+                    size, parameter.contiguous_sharded_stride, dtype=dtype, device=self._device
+                )
+                layout.untyped_storage().resize_(0)
+                layouts[name] = layout
+                offsets.append(numel)
+            numel += parameter.padded_sharded_param_size.numel()
+        if not layouts or len({parameter.sharded_param.dtype for parameter in trainable.values()}) > 1:
+            return None
+        return ShardBucket(list(layouts), list(layouts.values()), offsets, numel, self.replicas)

@@ -1,0 +1,439 @@
+"""`gradwire.attach` on HSDP and `replicate`, two replicas of two shards, against PyTorch's own all-reduce."""
+
+import copy
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import gradwire
+from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+from tests.support.bits import assert_same_bits
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import Fault, error_of, message_of, wrapped
+
+PLACES = ["hsdp", "replicate"]
+SHARDED = ["hsdp", "fsdp"]
+START = 1
+
+
+@functools.cache
+def mesh(place):
+    if place == "hsdp":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("replicate" if place == "replicate" else "shard",))
+
+
+class Model(nn.Module):
+    """Rows that 4 does not divide, fewer rows than shards, a tied weight, and a layer that not every step uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(9, 15)
+        self.between = nn.Linear(15, 16)
+        self.second = nn.Linear(16, 16)
+        self.spare = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.second.weight
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x, spare=True):
+        x = torch.tanh(self.tied(torch.tanh(self.second(torch.tanh(self.between(self.first(x)))))))
+        return self.last(self.spare(x) if spare else x)
+
+
+def sharded(place, *, prepare=lambda model: None, columns=False, **options):
+    torch.manual_seed(0)
+    model = Model()
+    prepare(model)
+    if columns and place != "replicate":  # those that divide by the number of shards
+        options["shard_placement_fn"] = lambda each: Shard(each.dim() - 1 if each.shape[-1] % 4 == 0 else 0)
+    wrap = replicate if place == "replicate" else fully_shard
+    for layer in (model.first, model.spare):
+        wrap(layer, mesh=mesh(place), **options)
+    wrap(model, mesh=mesh(place), **options)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for each in model.parameters():
+            nn.init.uniform_(each, -0.3, 0.3)
+    return model
+
+
+def backward(model, step, **options):
+    """Gradients of one backward of this rank's own batch."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    model(torch.randn(5, 9, generator=generator), **options).square().mean().backward()
+
+
+def gradients(model):
+    """This rank's shards of all gradients by name; None where there is none."""
+    named = model.named_parameters()
+    return {name: None if each.grad is None else each.grad.to_local().clone() for name, each in named}
+
+
+def train(model, steps=4):
+    """The gradients of each step of plain SGD."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps):
+        model.zero_grad()
+        backward(model, step)
+        seen.append(gradients(model))
+        optimizer.step()
+    return seen
+
+
+def norm(tensors):
+    """Euclidean norm of all elements."""
+    return torch.cat([tensor.flatten() for tensor in tensors]).norm()
+
+
+FEATURES = {
+    "plain": {},
+    "frozen": {"prepare": lambda model: model.first.weight.requires_grad_(False)},
+    "bf16 reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bf16 wire": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "fp16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)},
+    "columns": {"columns": True},
+    "compiled": {"prepare": lambda model: model.spare.compile(backend="eager")},
+    "meta device": {"prepare": lambda model: model.to("meta")},
+    "checkpointed": {"prepare": lambda model: setattr(model, "spare", checkpoint_wrapper(model.spare))},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_uncompressed_hook_has_the_bits_of_the_native_all_reduce(place, feature):
+    native, ours = (sharded(place, **FEATURES[feature]) for _ in range(2))
+    gradwire.attach(ours, None, allreduce_hook)
+    got, exact = train(ours), train(native)
+    if feature == "fp16":  # PyTorch sums, gradwire averages and multiplies: subnormal numbers are rounded
+        torch.testing.assert_close(got[0], exact[0], rtol=2**-10, atol=2**-21)
+    else:
+        assert_same_bits(got, exact)
+
+
+@pytest.mark.parametrize("divide_factor", [None, 2.0])
+@pytest.mark.parametrize("feature", ["plain", "bf16 reduction", "fp16"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_reduce_scatter_in_16_bits_is_the_fp32_sum_of_rounded_gradients(place, wire, feature, divide_factor):
+    native, ours = sharded(place, **FEATURES[feature]), sharded(place, **FEATURES[feature])
+    attachment = gradwire.attach(ours, within=wire)
+    assert f"in {wire}, with sums in fp32" in attachment.report
+    for model in (native, ours):
+        if divide_factor is not None and feature == "fp16":  # gloo has no PREMUL_SUM
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(divide_factor)
+        backward(model, 0)
+        backward(model, 1)  # adds to the gradient
+    got, exact = gradients(ours), gradients(native)
+    # Half a unit in the last place of every rank's gradient: 2^-9 in bf16, 2^-12 in fp16.
+    bound = (2**-8 if wire == "bf16" else 2**-11) + (2**-9 if feature == "fp16" else 0)
+    missing = [got[name] - gradient for name, gradient in exact.items()]
+    assert norm(missing) <= 2 * bound * norm(exact.values())
+    if feature == "plain":
+        assert norm(missing) > 0
+    attachment.detach()
+    for model in (native, ours):
+        model.zero_grad()
+        backward(model, 2)
+    assert_same_bits(gradients(ours), gradients(native))
+
+
+@on_ranks(4)
+def test_hsdp_compresses_within_and_between_replicas():
+    native, ours = sharded("hsdp"), sharded("hsdp")
+    state = QuantizationState(wire="int8", start_iter=0)
+    report = gradwire.attach(ours, state, within="bf16").report
+    assert "quantization_hook compresses" in report
+    assert "in bf16" in report
+    assert "plain" not in report
+    for model in (native, ours):
+        backward(model, 0)
+    missing = [gradients(ours)[name] - gradient for name, gradient in gradients(native).items()]
+    assert 0 < norm(missing) <= 3e-2 * norm(gradients(native).values())
+    assert state.iter == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_accumulated_gradients_are_reduced_once(place):
+    native, ours = sharded(place), sharded(place)
+    state = QuantizationState(start_iter=2)
+    gradwire.attach(ours, state)
+    for model in (native, ours):
+        for step, is_last in enumerate((False, False, True)):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_all_reduce(is_last, recurse=False)
+            backward(model, step)
+    assert_same_bits(gradients(ours), gradients(native))
+    assert state.iter == 1
+
+
+COMPRESSED = {
+    "fp16": (lambda: None, fp16_compress_hook, 1e-3),
+    "bf16": (lambda: None, bf16_compress_hook, 8e-3),
+    "fp32 sums": (lambda: CastState(accumulate="fp32"), bf16_compress_hook, 8e-3),
+    "scaled": (lambda: ScaledCastState(), None, 1e-3),
+    "int8": (lambda: QuantizationState(wire="int8", start_iter=START), None, 2e-2),
+    "int4": (lambda: QuantizationState(wire="int4", start_iter=START), None, 0.3),
+}
+
+
+@pytest.mark.parametrize("hook", COMPRESSED)
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_compressed_gradients_are_near_the_exact_mean_and_equal_on_replicas(place, hook):
+    make, function, bound = COMPRESSED[hook]
+    native, ours = sharded(place), sharded(place)
+    gradwire.attach(ours, make(), function)
+    for step in range(START + 1):
+        for model in (native, ours):
+            model.zero_grad()
+            backward(model, step)
+        ours_now, exact = gradients(ours), gradients(native)
+        if step >= START:
+            assert any(not torch.equal(ours_now[name], exact[name]) for name in exact)
+        missing = [ours_now[name] - gradient for name, gradient in exact.items()]
+        assert norm(missing) <= bound * norm(exact.values())
+        replicas = mesh(place).get_group("replicate")
+        same = [None] * replicas.size()
+        dist.all_gather_object(same, ours_now, group=replicas)
+        assert_same_bits(same[0], same[-1])
+
+
+@pytest.mark.parametrize("wire", ["int4", "sign"])
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_law1_applied_gradients_and_errors_sum_to_the_exact_gradients(place, wire):
+    native, ours = sharded(place), sharded(place)
+    attachment = gradwire.attach(ours, QuantizationState(wire=wire, start_iter=START, exempt=()))
+    total = None
+    for step in range(5):
+        for model in (native, ours):
+            model.zero_grad()
+            backward(model, step)
+        difference = {name: gradients(native)[name] - gradients(ours)[name] for name in gradients(ours)}
+        total = difference if total is None else {name: total[name] + difference[name] for name in total}
+    errors = attachment.state_dict()["errors"]
+    for name, missing in total.items():
+        torch.testing.assert_close(errors[name].to_local(), missing, atol=1e-6, rtol=1e-5)
+    assert any(missing.abs().max() > 1e-4 for missing in total.values())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_powersgd_on_row_shards_conserves_the_gradient(place):
+    native, ours = sharded(place), sharded(place)
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+    attachment = gradwire.attach(ours, state)
+    total = {}
+    for step in range(6):
+        for model in (native, ours):
+            model.zero_grad()
+            backward(model, step)
+        for name, gradient in gradients(ours).items():
+            total[name] = total.get(name, 0) + gradients(native)[name] - gradient
+    saved = attachment.state_dict()
+    assert {"q", "p"}.isdisjoint(saved)
+    assert saved["iter"] == 6
+    again = gradwire.attach(sharded(place), PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1))
+    again.load_state_dict(saved)
+    assert_same_bits(
+        [each.to_local() for each in again.state_dict()["errors"].values()],
+        [each.to_local() for each in saved["errors"].values()],
+    )
+    assert total["first.weight"].abs().max() > 1e-4
+    for name, missing in total.items():
+        torch.testing.assert_close(saved["errors"][name].to_local(), missing, atol=1e-6, rtol=1e-5)
+
+
+@on_ranks(4)
+def test_patterns_match_fully_qualified_names():
+    native, ours = sharded("hsdp"), sharded("hsdp")
+    state = QuantizationState(wire="sign", start_iter=0, exempt=(), wires={"first.*": "fp32"})
+    gradwire.attach(ours, state)
+    for model in (native, ours):
+        backward(model, 0)
+    exact, got = gradients(native), gradients(ours)
+    assert_same_bits(got["first.weight"], exact["first.weight"])
+    assert not torch.equal(got["spare.weight"], exact["spare.weight"])
+    unmatched = QuantizationState(wires={"nothing.*": "int8"})
+    assert "nothing.*" in message_of(gradwire.attach, sharded("hsdp"), unmatched)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_parameter_group_with_a_missing_gradient_is_reduced_plainly_and_keeps_its_errors(place):
+    native, ours = sharded(place), sharded(place)
+    state = QuantizationState(wire="int4", start_iter=0)
+    attachment = gradwire.attach(ours, state)
+    for step in range(2):
+        for model in (native, ours):
+            model.zero_grad()
+            backward(model, step)
+            if step == 0:
+                ours.requires_grad_(True)
+    before = copy.deepcopy(attachment.state_dict()["errors"])
+    for model in (native, ours):
+        model.zero_grad()
+        backward(model, 2, spare=False)
+    assert gradients(ours)["spare.weight"] is None
+    assert state.iter == 3
+    after = attachment.state_dict()["errors"]
+    assert_same_bits(after["spare.weight"].to_local(), before["spare.weight"].to_local())
+    assert not torch.equal(after["first.weight"].to_local(), before["first.weight"].to_local())
+
+
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("hsdp", "hsdp"), ("hsdp", "replicate"), ("replicate", "hsdp")])
+@on_ranks(4)
+def test_checkpoint_loads_with_other_numbers_of_shards_and_replicas(saved_in, loaded_in):
+    first = sharded(saved_in)
+    attachment = gradwire.attach(first, QuantizationState(wire="int4", start_iter=START))
+    train(first, 3)
+    saved = attachment.state_dict()
+    (path,) = {each for each in from_all_ranks(_folder()) if each}
+    checkpoint.save({"hook": saved}, checkpoint_id=path)
+    second = gradwire.attach(sharded(loaded_in), QuantizationState(wire="int4", start_iter=START))
+    loaded = {"hook": second.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=path)
+    second.load_state_dict(loaded["hook"])
+    assert second.state.iter == 3
+    again = second.state_dict()["errors"]
+    for name, error in saved["errors"].items():
+        assert error.full_tensor().abs().max() > 0
+        torch.testing.assert_close(again[name].full_tensor(), error.full_tensor(), atol=1e-9, rtol=1e-6)
+
+
+def _folder():
+    import tempfile
+
+    return tempfile.mkdtemp() if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_telemetry_reports_each_step(place):
+    model, state = sharded(place), QuantizationState(wire="int4", start_iter=0)
+    gradwire.attach(model, state)
+    state.observe(every=1, exact_every=1)
+    train(model, 3)
+    metrics = state.metrics()
+    assert metrics["step"] == 3
+    assert metrics["sent_bytes"] > 0
+    assert 0.9 < metrics["cosine"] <= 1
+
+
+@on_ranks(4)
+def test_parameter_frozen_after_attach_leaves_the_others_compressed():
+    native, ours = sharded("hsdp"), sharded("hsdp")
+    state = QuantizationState(wire="int4", start_iter=0)
+    gradwire.attach(ours, state)
+    for model in (native, ours):
+        backward(model, 0)
+        model.zero_grad()
+        model.first.weight.requires_grad_(False)
+        backward(model, 1)
+    got, exact = gradients(ours), gradients(native)
+    assert got["first.weight"] is None
+    assert not torch.equal(got["first.bias"], exact["first.bias"])
+    assert state.iter == 2
+
+
+# Errors.
+
+
+@on_ranks(4)
+def test_checkpoint_of_a_state_that_depends_on_the_shards_raises_with_the_remedy():
+    model = sharded("hsdp")
+    attachment = gradwire.attach(model, ScaledCastState())
+    train(model, 3)
+    kind, text = error_of(attachment.state_dict)
+    assert kind == "NotImplementedError"
+    assert "state.state_dict() of every rank" in text
+
+
+@on_ranks(4)
+def test_failed_exchange_raises_the_reason_on_its_replicas_and_every_later_backward_raises():
+    model = sharded("replicate")
+    gradwire.attach(model, QuantizationState(wire="int4", start_iter=0))
+    backward(model, 0)
+    name = "quantized_all_reduce"
+    fails = mock.patch.object(gradwire.hooks.quantization_hooks, name, side_effect=Fault("on one rank"))
+    if dist.get_rank() == 1:
+        with fails:
+            message = message_of(backward, model, 1)
+    else:
+        message = message_of(backward, model, 1)
+    assert "on one rank" in message
+    assert "on one rank" in message_of(backward, model, 2)
+
+
+@on_ranks(4)
+def test_wires_within_a_replica_that_differ_raise_on_every_rank():
+    model = sharded("fsdp")
+    gradwire.attach(model, within="bf16" if dist.get_rank() < 2 else "fp16")
+    assert "within: torch.bfloat16 on ranks 0, 1; torch.float16 on ranks 2, 3" in message_of(backward, model, 0)
+
+
+@on_ranks(4)
+def test_options_that_differ_between_replicas_raise_on_every_rank():
+    model = sharded("replicate")
+    gradwire.attach(model, QuantizationState(wire="int4" if dist.get_rank() < 2 else "int8"))
+    assert "Communication hooks differ between ranks" in message_of(backward, model, 0)
+
+
+@on_ranks(4)
+def test_attach_refuses_models_without_replicas_and_a_second_hook():
+    module = nn.Linear(4, 4)
+    assert error_of(gradwire.attach, module, None, allreduce_hook)[0] == "TypeError"
+    fully_shard(module)
+    kind, text = error_of(gradwire.attach, module, None, allreduce_hook)
+    assert kind == "NotImplementedError"
+    assert "attach(model, within='bf16')" in text
+    assert "no shards" in message_of(gradwire.attach, sharded("replicate"), within="bf16")
+    assert "expected one of 'bf16', 'fp16'" in message_of(gradwire.attach, module, within="int4")
+    model = sharded("hsdp")
+    gradwire.attach(model, QuantizationState())
+    assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
+    assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
+
+
+@on_ranks(4)
+def test_detached_model_averages_natively():
+    native, ours = sharded("hsdp"), sharded("hsdp")
+    attachment = gradwire.attach(ours, QuantizationState(wire="int4", start_iter=0))
+    for model in (native, ours):
+        backward(model, 0)
+        model.zero_grad()
+    attachment.detach()
+    for model in (native, ours):
+        backward(model, 1)
+    assert_same_bits(gradients(ours), gradients(native))
+
+
+@pytest.mark.parametrize("wrapper", ["gradwire", "pytorch"])
+@on_ranks(2)
+def test_attach_registers_the_hook_on_ddp(wrapper):
+    ddp, state = wrapped(wrapper), QuantizationState(wire="int8")
+    attachment = gradwire.attach(ddp, state)
+    assert ddp._comm_hooks == [(quantization_hook, state)]
+    assert "quantization_hook compresses the all-reduce" in attachment.report
+    assert error_of(attachment.detach)[0] == "RuntimeError"

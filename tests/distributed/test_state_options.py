@@ -1,0 +1,105 @@
+"""Options of the hook states: those out of range raise with their name, value and expectation."""
+
+import math
+
+import pytest
+import torch
+
+from gradwire.compress import DelayedScaling
+from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+
+NO_NUMBER = [None, "2", [2], torch.tensor(2), 1 + 0j]
+NO_WHOLE_NUMBER = [*NO_NUMBER, 2.5, 2.0, math.nan, math.inf, True, False]
+NO_FINITE_NUMBER = [*NO_NUMBER, math.nan, math.inf, -math.inf, True, False]
+NO_FLAG = [None, 0, 1, 1.0, "yes", torch.tensor(True)]
+NO_BINADES = [*NO_WHOLE_NUMBER, -1, 1000]
+SCALING = {
+    "dtype": ["float16", None, torch.float32, torch.float64, 16, True],
+    "margin": [*NO_BINADES, 13],
+    "growth": [*NO_BINADES, 0],
+    "backoff": NO_BINADES,
+}
+BAD_OPTIONS = {
+    PowerSGDState: {
+        "matrix_approximation_rank": [*NO_WHOLE_NUMBER, 0, -1],
+        "start_powerSGD_iter": NO_WHOLE_NUMBER,
+        "min_compression_rate": NO_FINITE_NUMBER,
+        "use_error_feedback": NO_FLAG,
+        "warm_start": NO_FLAG,
+        "orthogonalization_epsilon": [*NO_FINITE_NUMBER, -1e-8],
+        "random_seed": [*NO_WHOLE_NUMBER, "x"],
+        "compression_stats_logging_frequency": NO_WHOLE_NUMBER,
+        "batch_tensors_with_same_shape": NO_FLAG,
+        "ranks": ["*", ["*"], [("*", 1)], 3, {"*": True}, {"*": 2.5}, {"*": -1}, {"*": math.nan}, {3: 1}, {None: 1}],
+        "stacks": ["*", ["*"], [("*", 1)], 3, {"*": True}, {"*": 2.5}, {"*": 0}, {"*": None}, {3: 1}],
+        "factor_dtype": ["bfloat16", torch.float16, torch.int8, 16, True],
+        "alternating": NO_FLAG,
+        "precision": ["ieee", "TF32", None, 32, torch.float32],
+        "cuda_graphs": NO_FLAG,
+    },
+    QuantizationState: {
+        "wire": ["int3", "INT4", None, 4, torch.int8],
+        "block_size": [*NO_WHOLE_NUMBER, 0, 16, 48, 2048, -64],
+        "use_error_feedback": NO_FLAG,
+        "start_iter": [*NO_WHOLE_NUMBER, -1],
+        "exempt": ["*.bias", None, 3, (3,), {"*": 1}],
+        "wires": [("*", "int4"), "int4", {"*": "int3"}, {"*": None}, {3: "int4"}],
+        "stochastic_rounding": NO_FLAG,
+        "error_dtype": ["float32", torch.float16, torch.float64, None, 32],
+        "seed": NO_WHOLE_NUMBER,
+    },
+    ScaledCastState: SCALING,
+    DelayedScaling: SCALING,
+}
+
+
+CASES = {
+    f"{owner.__name__} {name} {value!r}": (owner, name, value)
+    for owner, options in BAD_OPTIONS.items()
+    for name, values in options.items()
+    for value in values
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_option_out_of_range_raises_with_its_name_value_and_expectation(case):
+    owner, name, value = CASES[case]
+    arguments = () if owner is DelayedScaling else (None,)
+    with pytest.raises((ValueError, TypeError)) as raised:
+        owner(*arguments, **{name: value})
+    message = str(raised.value)
+    assert message.startswith(name)
+    assert "expected" in message
+    shown = value
+    if isinstance(value, dict) and message.startswith(f"{name}["):
+        ((pattern, shown),) = value.items()
+        assert f"[{pattern!r}]" in message
+    elif isinstance(value, dict) and " has the pattern " in message:
+        (shown,) = value
+    assert str(shown).strip("[]") in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"matrix_approximation_rank": 2**40},
+        {"start_powerSGD_iter": 2**70},
+        {"start_powerSGD_iter": -3, "use_error_feedback": False, "warm_start": False},
+        {"min_compression_rate": 0.5},
+        {"min_compression_rate": 10**400},
+        {"orthogonalization_epsilon": 1e-8},
+        {"random_seed": -(2**80)},
+        {"compression_stats_logging_frequency": 0},
+        {"ranks": {"*": 0}, "stacks": {"*": 1}},
+        {"ranks": None, "stacks": None},
+        {"precision": "fp32"},
+    ],
+    ids=str,
+)
+def test_powersgd_option_in_range_is_kept(options):
+    state = PowerSGDState(None, **options)
+    for name, value in options.items():
+        if name != "compression_stats_logging_frequency":
+            assert getattr(state, name) == ({} if value is None else value)

@@ -1,0 +1,81 @@
+"""``python -m tools.validate``: errors of `gradwire advise`, choices of `auto_hook`, errors of wire formats."""
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from gradwire.bench.models import JOBS
+from gradwire.cli.command_runs import run
+from gradwire.cli.options import (
+    HooksOption,
+    LoopbackOption,
+    ModelsOption,
+    OutputOption,
+    RatesOption,
+    number,
+    parse_choices,
+    parse_hooks,
+    parse_links,
+    refuse_beside,
+)
+from tools import advice_error, auto_choice, rounding
+
+PROGRAM = "python -m tools.validate"
+app = typer.Typer(help="Validate gradwire's predictions, choices and wire formats.", add_completion=False)
+
+
+@app.command("rounding")
+def validate_rounding(output: OutputOption = None) -> None:
+    """Measure the rounding error of the mean gradient, for each wire format and for sums in 16 bits and in fp32.
+
+    Simulates the ranks in one process. Takes half a minute.
+    """
+    run(f"{PROGRAM} rounding", rounding.measure, rounding.tables, output, program=PROGRAM)
+
+
+@app.command("advise")
+def validate_advise(
+    context: typer.Context,
+    models: ModelsOption = ", ".join(advice_error.DEFAULT_MODELS),
+    rates: RatesOption = ", ".join(advice_error.DEFAULT_RATES),
+    rounds: Annotated[int, number("Timed rounds of a few steps, per hook and rate.")] = 1,
+    hooks: HooksOption = ", ".join(advice_error.DEFAULT_HOOKS),
+    loopback: LoopbackOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Compare step times predicted by `gradwire advise` with measured ones, over a slow network.
+
+    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
+    Takes ten minutes.
+    """
+    if loopback:
+        refuse_beside(context, "--loopback", "rates")
+    names, chosen = parse_hooks(hooks, advice_error.DEFAULT_HOOKS), parse_choices(models, JOBS, "--models")
+    measure = partial(advice_error.measure, chosen, parse_links(rates, loopback), names, rounds)
+    run(f"{PROGRAM} advise", measure, advice_error.tables, output, is_networked=not loopback, program=PROGRAM)
+
+
+@app.command("auto")
+def validate_auto(
+    context: typer.Context,
+    models: ModelsOption = ", ".join(auto_choice.DEFAULT_MODELS),
+    rates: RatesOption = ", ".join(auto_choice.DEFAULT_RATES),
+    rounds: Annotated[int, number("Turns of each candidate at each rate, of a few steps each.")] = 4,
+    loopback: LoopbackOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Compare the choice of auto_hook with no hook and with each of its candidates, over a slow network.
+
+    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
+    Takes ten minutes.
+    """
+    if loopback:
+        refuse_beside(context, "--loopback", "rates")
+    links, names = parse_links(rates, loopback), parse_choices(models, JOBS, "--models")
+    measure = partial(auto_choice.measure, names, links, rounds)
+    run(f"{PROGRAM} auto", measure, auto_choice.tables, output, is_networked=not loopback, program=PROGRAM)
+
+
+if __name__ == "__main__":
+    app()
