@@ -117,7 +117,7 @@ def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
         with Allocations() as allocations:
             run(step(3))
         assert len(driver.launches) == launches
-        assert EmptyGraph.replays == replays + 1, "one for each stretch; these collectives suspend nothing"
+        assert EmptyGraph.replays == replays + 1, "one for each part; these collectives suspend nothing"
         assert allocations.counts.total() == 0
         assert calls_of(lambda: run(step(4))) <= 32
 

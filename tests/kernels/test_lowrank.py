@@ -151,21 +151,21 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
 
     def run(is_fused, advance_to=8, with_p=True):
         filled = Bucket(places).fill(dtype, device)
-        matrix_table_, compute = filled.table, filled.compute
-        p, q = (filled.factor(side, compute).window for side in (matrix_table_.p, matrix_table_.q))
-        matrix_table_.q.views(q)[2][1] = 0
-        matrix_table_.q.views(q)[0][0, 600] = torch.inf
+        layout, compute = filled.table, filled.compute
+        p, q = (filled.factor(side, compute).window for side in (layout.p, layout.q))
+        layout.q.views(q)[2][1] = 0
+        layout.q.views(q)[0][0, 600] = torch.inf
         sent = [torch.zeros_like(p), torch.zeros_like(q)]
         wire = torch.full((table.numel,), torch.nan, dtype=dtype, device=device)
         source = [gradient.clone() for gradient in gradients]
         target = source if in_place else [torch.full_like(gradient, torch.nan) for gradient in gradients]
         finite, step = filled.flags(1, 1, 0).window, torch.tensor([7], device=device)
         following = torch.full_like(q, torch.nan)
-        matrix_table_.keys[:] = [1, 2, 3]
+        layout.keys[:] = [1, 2, 3]
         if is_fused:
-            sent_with = matrix_table_.p if with_p else matrix_table_.q
+            sent_with = layout.p if with_p else layout.q
             uncompressed = Uncompressed(table, source, target, wire, sent_with)
-            renewal = Renewal(matrix_table_.q, following, step, advance_to)
+            renewal = Renewal(layout.q, following, step, advance_to)
             operands = replace(filled.operands, uncompressed=uncompressed, renewal=renewal)
             project(operands, q, sent[0], scale=0.5)
             assert wire.isnan().all() != with_p
@@ -178,7 +178,7 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
             wires = [wire.clone()]
             backproject(filled.operands, p, sent[1], scale=0.5)
             step += 1
-            renew(q, matrix_table_.q, [1, 2, 3], step, following, finite)
+            renew(q, layout.q, [1, 2, 3], step, following, finite)
             reconstruct(filled.operands, p, q, finite)
             unflatten(wire, target, table=table)
         operands = filled.operands
