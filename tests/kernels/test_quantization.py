@@ -113,6 +113,15 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
+def test_buckets_of_all_sizes_and_formats_share_their_scratch(monkeypatch):
+    monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
+    for wire in FORMATS:
+        for numel in (100, 1000, 7000):
+            check(Exchange(wire, layouts=(Layout((numel,), (1,)),)), torch.device("cpu"))
+    assert len(quantize_cpu.SCRATCH._buffers) == 1
+
+
 @pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])
 def test_more_cells_than_blocks_leaves_shards_empty(world_size, pieces, device):
     case = Exchange(layouts=(Layout((100,), (1,)), Layout((3,), (1,))), world_size=world_size, pieces=pieces)
