@@ -184,6 +184,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "step time: mean from the first evaluation on, when all hooks compress",
         "sent: bytes on rank 0's interface; quantized and low-rank hooks send the first "
         f"{settings['plain_steps']} steps uncompressed",
-        "speed-up: time to target of PyTorch's DDP without a hook, over that of the hook",
+        "speed-up: time to target of PyTorch's DDP without a hook, divided by that of the hook",
     ]
     return [pivot(title, records, names, columns, notes)]

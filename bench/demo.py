@@ -175,7 +175,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"training loss: mean of the last epoch. Test accuracy: on {settings['test_images']} images",
         f"sent per step: payload that a rank passes to collectives, mean of all steps{plain}",
-        "step time: median. Training time: of the hook's own steps. The next step is that of the hook with the least "
-        "time so far",
+        "step time: median. Training time: total time of the hook's steps. The next step goes to the hook with the "
+        "least time so far",
         f"link: {link}",
     ]

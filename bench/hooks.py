@@ -157,13 +157,14 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"model: {settings['model']}",
         f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
-        "own cost: median beyond a step with noop_hook on the same DDP in the same round; the row of noop shows the "
-        "noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so copying counts as own cost "
-        "on gradwire's only",
-        "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
+        "own cost: median step time minus that of noop_hook on the same DDP in the same round; the row of noop shows "
+        "the noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so own cost includes the "
+        "copy on gradwire's DDP only",
+        "speed-up: gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's DDP",
         "host time: CPU time of all threads of rank 0 until the backward returns",
-        "launches: kernels, copies and fills handed to the GPU. Host waits: for the device, a stream or an event",
-        "memory: peak of a process (on a GPU, of its tensors) beyond that with noop_hook on gradwire's DDP",
+        "launches: kernels, copies and fills handed to the GPU. Host waits: calls that wait for the "
+        "device, a stream or an event",
+        "memory: peak memory of a process (on a GPU, of its tensors) minus that with noop_hook on gradwire's DDP",
         BUCKETS_NOTE,
         STAR_NOTE,
     ]

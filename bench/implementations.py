@@ -27,9 +27,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 LAYERS, NARROW, WIDE, BATCH = 12, 512, 2048, 8
 MODEL = f"{LAYERS} linear layers {NARROW} x {WIDE} / {WIDE} x {NARROW} without bias, batch {BATCH} per rank"
 ONE_BUCKET_MB = 100  # more than the model's 50.3 MB
-BUCKETS_NOTE = (
-    f"buckets: of the default size; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
-)
+BUCKETS_NOTE = f"buckets: default size; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
 FIRST_COMPRESSED = 2  # the step from which on the buckets are final
 WARM_UP = 5
 

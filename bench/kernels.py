@@ -89,5 +89,5 @@ def _notes(records: Sequence[Record], copied: float) -> list[str]:
         f"time: per bucket, median of {rounds} interleaved rounds over the buckets",
         *(["host time: until gradwire's call returns; the device starts later"] if has_host_time else []),
         "effective bandwidth: the bytes that gradwire's kernel reads and writes, divided by its time",
-        f"of a copy: in units of the bandwidth of copy_, {format_number(copied)} GB/s in the same run",
+        f"of a copy: bandwidth divided by that of copy_, {format_number(copied)} GB/s in the same run",
     ]

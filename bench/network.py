@@ -161,9 +161,9 @@ def _notes(facts: dict[str, Any]) -> list[str]:
     return [
         f"model: {settings['model']}",
         f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
-        "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
-        "exposed: milliseconds beyond a step with noop_hook on the same DDP, compression included",
-        "sent per step: by the interface of rank 0, headers and a barrier included",
+        "speed-up: gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's DDP",
+        "exposed: step time minus that of noop_hook on the same DDP (ms); includes compression",
+        "sent per step: bytes on rank 0's interface, with headers and a barrier",
         BUCKETS_NOTE,
         f"{facts['cpu_count']} CPUs run all {settings['hosts']} hosts, one thread each",
     ]

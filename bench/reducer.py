@@ -182,6 +182,6 @@ def _notes(records: Sequence[Record]) -> list[str]:
         f"models and their parameters: {', '.join(sizes)}",
         "backward time: until every gradient is final, on the slowest rank, median of "
         f"{facts['settings']['steps']} interleaved steps",
-        "time per parameter (us): median beyond that without a reducer, divided by the number of parameters",
+        "time per parameter (us): median time minus that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]

@@ -325,7 +325,7 @@ class PowerSGDState(HookState):
             why = self.options.policy.why_nothing_is_compressed(layouts)
         warnings.warn(
             f"PowerSGD compresses nothing here: it sends all {numel:,} elements. {why} Otherwise use another hook: "
-            "fp16_compress_hook halves the bytes of any model.",
+            "fp16_compress_hook halves the bytes of fp32 gradients.",
             stacklevel=2,
         )
 

@@ -1,8 +1,8 @@
 """Quantized all-reduce, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, and more.
 
-`quantization_hook` is gradwire's own: 1 to 16 bits per element, with error feedback. The two hooks with PyTorch's names
-send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other rank.
-gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
+`quantization_hook` is gradwire's own: 1.25 to 16 bits per element, with error feedback. The two hooks with PyTorch's
+names send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other
+rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
 """
 
 import weakref
@@ -185,7 +185,7 @@ PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for th
 
 @hook_for(QuantizationState)
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 1 to 16 bits per element, with error feedback.
+    """All-reduce the mean of the gradients in 1.25 to 16 bits per element, with error feedback.
 
     Blocks of ``block_size`` elements share a scale. Every rank quantizes its gradients and sends each
     rank one shard. It sums the shards that it receives in fp32, quantizes the sum, and sends it to all

@@ -74,10 +74,11 @@ class Attachment:
         and start anew after a load, as do its statistics. See `HookState.state_dict`.
 
         Raises:
+            TypeError: the hook has no state with memory.
             NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
                 `AutoState`).
         """
-        saved: dict[str, Any] = self.state.state_dict()
+        saved: dict[str, Any] = self._memory_state().state_dict()
         memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
         if not memory and counts:
             raise NotImplementedError(
@@ -97,14 +98,22 @@ class Attachment:
         Raises:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`.
         """
-        loaded: dict[str, Any] = {entry: {} for entry in self.state.memory} | self.state.counts()
+        state = self._memory_state()
+        loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
         for entry, value in state_dict.items():
-            if entry in self.state.memory:
+            if entry in state.memory:
                 shards = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in value.items()}
                 loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
             else:
                 loaded[entry] = value
-        self.state.load_state_dict(loaded)
+        state.load_state_dict(loaded)
+
+    def _memory_state(self) -> HookState:
+        if not isinstance(self.state, HookState):
+            raise TypeError(
+                f"The state is {self.state!r}, which keeps nothing between steps: there is nothing to save."
+            )
+        return self.state
 
     def _trainable(self) -> Iterable[tuple[str, Any]]:
         return ((name, each) for name, each in self._parameters.items() if each.sharded_param.requires_grad)

@@ -47,10 +47,14 @@ class Exchange:
         """
         if self._error is not None:
             return
-        connections = connections_of(group)
+        try:
+            connections = connections_of(group)
+            connections.check()
+        except RuntimeError as error:  # the group was destroyed, or an earlier exchange failed
+            self._error = error
+            return
         try:
             with torch.no_grad():
-                connections.check()
                 exchange()
         except Exception as error:
             elsewhere = connections.failure_elsewhere(wait=type(error) is RuntimeError)  # gloo's, if a rank has left

@@ -123,10 +123,10 @@ def _advice_table(records: Sequence[Record]) -> Table:
         columns,
         [
             f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",
-            "error: of the prediction, relative to the measured step",
-            "speed-up: of a measured step with the advised hook over one without a hook. Best: with the fastest hook",
-            f"within {TOLERANCE} %: hooks with a smaller error of the prediction. Error: its median magnitude",
-            "time: duration of the measurement for the advice",
+            "error: relative error of the predicted step time",
+            "speed-up: measured speed-up of the advised hook over no hook. Best: speed-up of the fastest hook",
+            f"within {TOLERANCE} %: number of hooks with a smaller prediction error. Error: median of its magnitude",
+            "time: duration of the measurements that the advice needs",
             f"{settings['hosts']} hosts on one machine, one thread each",
         ],
     )

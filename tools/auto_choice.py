@@ -67,8 +67,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "link": lambda record: format_rate(record["rate"]),
     }
     choice_notes = [
-        "choice: by auto_hook among its default candidates; if several, with the share of parameter tensors",
-        "speed-up: of auto_hook over no hook",
+        "choice: candidate chosen by auto_hook from its default list; if several, with the share of parameter tensors",
+        "speed-up: step time of no hook divided by that of auto_hook",
         f"{count(settings['hosts'], 'host')} on one machine, one thread each",
     ]
     time_notes = [

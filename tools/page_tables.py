@@ -46,10 +46,10 @@ def hooks(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]:
     facts, trained = network[0].provenance["settings"], converge[0].provenance["settings"]
     notes = [
         f"sent: bytes per step, relative to no hook, at {format_rate(rates[0])}",
-        f"speed-up: of forward and backward, over PyTorch's DDP without a hook; {count(facts['hosts'], 'host')}, "
-        f"{facts['model']}",
-        f"steps to target: relative to no hook, until {target_of(trained)}; {trained['parameters']:,} parameters; "
-        "empty for hooks that were not trained",
+        f"speed-up: forward and backward, compared with PyTorch's DDP without a hook; "
+        f"{count(facts['hosts'], 'host')}, {facts['model']}",
+        f"steps to target: number of steps relative to no hook, until {target_of(trained)}; "
+        f"{trained['parameters']:,} parameters; empty for hooks that were not trained",
     ]
     headers = ["hook", "sent", *(f"speed-up, {format_rate(rate)}" for rate in rates), "steps to target"]
     return [Table(title="Hooks of gradwire by link rate", headers=headers, rows=rows, notes=notes)]
@@ -107,8 +107,9 @@ def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list
     notes = [
         f"steps, time and bytes until {target_of(trained)}: {trained['parameters']:,} parameters, "
         f"{count(trained['hosts'], 'host')} at {format_rate(trained['rate'])}, medians over the seeds",
-        f"error: of the mean gradient of {ranks}, relative to its norm; normally distributed gradients",
-        f"error, {measured['steps']} steps: of the mean over as many steps, with error feedback if quantized",
+        f"error: relative error of the mean gradient of {ranks}; normally distributed gradients",
+        f"error, {measured['steps']} steps: relative error of the mean over these steps; with error feedback if "
+        "quantized",
     ]
     return [Table(title="Wire formats", headers=headers, rows=rows, notes=notes)]
 
