@@ -78,13 +78,8 @@ def steps_of(
 ):
     """The gradients of four steps; without a wrapper, this rank's own, of a module in ``param_dtype``.
 
-    The parameters stay what they are, as PyTorch's class averages what lay in memory before in its first steps.
-
-    Args:
-        tied: whether two layers share a weight.
-        skip: ranks that leave a layer out.
-        twice: whether a backward goes over two forwards.
-        evaluate: whether a forward without a graph comes before each step.
+    The parameters stay what they are, as PyTorch's class averages old memory in its first steps. Ranks in
+    ``skip`` leave a layer out; ``twice`` has one backward over two forwards.
     """
     torch.manual_seed(0)
     module = Net(tied)
@@ -231,7 +226,7 @@ def test_option_incompatible_with_mixed_precision_raises(world_of_one, action, k
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @on_ranks(2)
-def test_machine_without_an_accelerator_raises_before_the_module_is_changed():
+def test_machine_without_accelerator_raises_before_module_is_changed():
     module = Net()
     kind, text = error_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
     assert kind == "RuntimeError"

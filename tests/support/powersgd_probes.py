@@ -12,7 +12,6 @@ from tests.support.harness import CaseFailed
 from tests.support.powersgd_checkpoints import EARLY, save_and_load
 from tests.support.powersgd_steps import Fed, U
 from tests.support.training import SMALLEST, WRAPPERS, gradients, register
-from tests.support.worker import join_group
 
 MODULES = {"ours": ours, "pytorchs": pytorchs}
 # Seconds. A probe of PyTorch's hook takes less than one; it may hang where ranks issue collectives in other orders.
@@ -196,7 +195,7 @@ def deviations(uninterrupted, run):
 
 def train_many_buckets(library):
     """Gradients after 30 steps of PyTorch's DDP, 16 buckets each."""
-    join_group()
+    dist.init_process_group("gloo")
     module = MODULES[library]
     model = torch.nn.Sequential(*(torch.nn.Linear(24 + 4 * i, 28 + 4 * i) for i in range(8)))
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=SMALLEST)
