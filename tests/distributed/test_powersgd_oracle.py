@@ -47,7 +47,7 @@ class Deviation:
         self.reached = 0.0
 
     def step(self, one_step, gradients, *arguments):
-        """What the step should give, and how far the shadow has been from it so far."""
+        """The expected result of a step, and the largest deviation of the shadow so far."""
         shaken = [g * (1 + self.noise * torch.randn(g.shape, generator=self.generator).double()) for g in gradients]
         expected = one_step(self.oracle, gradients, *arguments)
         self.reached = max(self.reached, (one_step(self.shadow, shaken, *arguments) - expected).norm().item())

@@ -194,7 +194,7 @@ def train_late_parts(wrapper, kind, feature):
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
 @pytest.mark.parametrize("kind", STATES)
 @on_ranks(2, 3)
-def test_parameter_that_first_appears_in_a_later_step_is_reduced_like_the_others(kind, feature):
+def test_parameter_first_used_in_a_later_step_is_reduced_like_others(kind, feature):
     names = sorted(name for name, _ in LateParts().named_parameters())
     theirs, ours = (train_late_parts(wrapper, kind, feature) for wrapper in WRAPPERS)
     for steps, _, known in (theirs, ours):

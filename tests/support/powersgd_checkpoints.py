@@ -1,4 +1,4 @@
-"""What the tests of checkpoints of `PowerSGDState` share."""
+"""Options, tolerances and training runs of the tests of `PowerSGDState`'s checkpoints."""
 
 import io
 
@@ -26,7 +26,7 @@ def save_and_load(value, **options):
 
 
 def own_memory(state):
-    """What this rank remembers: errors that are not averaged, and factors."""
+    """Errors of this rank, not averaged, and factors."""
     return state.__getstate__()["memory"]
 
 

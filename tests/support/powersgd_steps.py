@@ -49,7 +49,7 @@ class Fed(nn.Module):
 
 @dataclass
 class Step:
-    """What a step left: reduced gradients by parameter, and the state's memory by name where it was asked for."""
+    """Reduced gradients of a step, and the state's memory by name if ``remember`` is set."""
 
     gradients: list
     errors: dict
