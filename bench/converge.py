@@ -21,7 +21,7 @@ from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
-from gradwire.bench.record import SENT, STEPS, TARGET_S, Measured, Record, records_of, unique
+from gradwire.bench.record import Measured, Metric, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
 from gradwire.bench.tasks import NO_FEEDBACK, TASKS, TRAINED_HOOKS, Task, Training, describe
 from gradwire.bench.timing import in_turn, slowest
@@ -55,9 +55,9 @@ class Trial(Training):
         seconds = list(itertools.accumulate(slowest(self.seconds)))
         sent = list(itertools.accumulate(self.sent_bytes))
         curves: dict[str, list[Any]] = {
-            STEPS: self.steps,
-            TARGET_S: [round(seconds[step - 1], 4) for step in self.steps],
-            SENT: [sent[step - 1] for step in self.steps] if self.counts_bytes else [],
+            Metric.STEPS: self.steps,
+            Metric.TARGET_S: [round(seconds[step - 1], 4) for step in self.steps],
+            Metric.SENT: [sent[step - 1] for step in self.steps] if self.counts_bytes else [],
             self.task.score: self.scores,
         }
         is_reached = self.task.is_reached(self.scores[-1])
@@ -117,11 +117,11 @@ def compressed_step_ms(records: Sequence[Record]) -> float | None:
     """Median over the seeds of the mean step time from the first evaluation on, when all hooks compress."""
     means = []
     for steps, seconds in zip(
-        (record.series for record in records if record.metric == STEPS),
-        (record.series for record in records if record.metric == TARGET_S),
+        (record.series for record in records if record.metric == Metric.STEPS),
+        (record.series for record in records if record.metric == Metric.TARGET_S),
         strict=True,
     ):
-        if to_target(records, STEPS) is None or len(steps) < 2:
+        if to_target(records, Metric.STEPS) is None or len(steps) < 2:
             return None
         means.append(1e3 * (seconds[-1] - seconds[0]) / (steps[-1] - steps[0]))
     return median(means)
@@ -140,7 +140,7 @@ def _at_target(metric: str) -> Cell:
 
 
 def _time_to_target(group: Group) -> str:
-    found = [record.p50 for record in group if record.metric == TARGET_S]
+    found = [record.p50 for record in group if record.metric == Metric.TARGET_S]
     reached = [number for number in found if number is not None]
     if len(reached) < len(found):
         return f"{len(reached)} of {len(found)} reach it"
@@ -156,10 +156,10 @@ def _step_ms(group: Group) -> str:
 def _speed_up(records: Sequence[Record]) -> Cell:
     """A cell with the speed-up of the time to target over PyTorch's DDP without a hook."""
     baseline = [record for record in records if (record["hook"], record.implementation) == ("none", PYTORCH)]
-    seconds = to_target(baseline, TARGET_S)
+    seconds = to_target(baseline, Metric.TARGET_S)
 
     def cell(group: Group) -> str:
-        values = to_target(group, TARGET_S)
+        values = to_target(group, Metric.TARGET_S)
         return f"{median(seconds) / median(values):.2f}x" if seconds and values else ""
 
     return cell
@@ -173,10 +173,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
     )
     names = {"hook": lambda record: display_name(record["hook"]), "": lambda record: record.implementation}
     columns = [
-        (STEPS, _at_target(STEPS)),
-        (TARGET_S, _time_to_target),
-        ("step time (ms)", _step_ms),
-        ("sent", _at_target(SENT)),
+        (Metric.STEPS, _at_target(Metric.STEPS)),
+        (Metric.TARGET_S, _time_to_target),
+        (Metric.STEP_MS, _step_ms),
+        ("sent", _at_target(Metric.SENT)),
         ("speed-up", _speed_up(records)),
     ]
     seeds = len(unique(record["seed"] for record in records))
@@ -185,6 +185,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "step time: mean from the first evaluation on, when all hooks compress",
         "sent: bytes on rank 0's interface; quantized and low-rank hooks send the first "
         f"{settings['plain_steps']} steps uncompressed",
-        "speed-up: time to target of PyTorch's DDP without a hook, over that of the hook",
+        "speed-up: time to target of PyTorch's DDP without a hook, divided by that of the hook",
     ]
     return [pivot(title, records, names, columns, notes)]

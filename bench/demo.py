@@ -21,17 +21,7 @@ from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
-from gradwire.bench.record import (
-    ACCURACY,
-    SENT_PER_STEP,
-    STEP_MS,
-    TRAINING_LOSS,
-    TRAINING_S,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-)
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, count, format_rate, median_of, pivot, relative, value
 from gradwire.bench.tasks import Digits, Training, describe
 from gradwire.planner.hook_registry import HOOKS, display_name
@@ -46,11 +36,11 @@ def records_of_training(training: Training, epochs: int) -> list[Record]:
     last_epoch = losses[-(len(losses) // epochs) :]
     sent = list(itertools.accumulate(training.sent_bytes))
     metrics: dict[str, Any] = {
-        TRAINING_LOSS: {"p50": statistics.fmean(last_epoch), "series": losses},
-        ACCURACY: training.evaluate(),
-        SENT_PER_STEP: {"p50": statistics.fmean(training.sent_bytes), "series": sent},
-        STEP_MS: percentiles_ms(training.seconds),
-        TRAINING_S: round(sum(training.seconds), 3),
+        Metric.TRAINING_LOSS: {"p50": statistics.fmean(last_epoch), "series": losses},
+        Metric.ACCURACY: training.evaluate(),
+        Metric.SENT_PER_STEP: {"p50": statistics.fmean(training.sent_bytes), "series": sent},
+        Metric.STEP_MS: percentiles_ms(training.seconds),
+        Metric.TRAINING_S: round(sum(training.seconds), 3),
     }
     return records_of("demo", {"hook": training.hook}, GRADWIRE, dist.get_world_size(), metrics)
 
@@ -138,13 +128,13 @@ def title(records: Sequence[Record]) -> str:
 def tables(records: Sequence[Record]) -> list[Table]:
     none = [record for record in records if record["hook"] == "none"]
     columns = [
-        ("training loss", value(TRAINING_LOSS)),
-        (ACCURACY, value(ACCURACY)),
-        ("sent per step", value(SENT_PER_STEP)),
-        ("vs. no hook", relative(SENT_PER_STEP, median_of(none, SENT_PER_STEP))),
-        (STEP_MS, value(STEP_MS)),
-        (TRAINING_S, value(TRAINING_S)),
-        ("speed-up", _speed_up(median_of(none, TRAINING_S))),
+        ("training loss", value(Metric.TRAINING_LOSS)),
+        (Metric.ACCURACY, value(Metric.ACCURACY)),
+        ("sent per step", value(Metric.SENT_PER_STEP)),
+        ("vs. no hook", relative(Metric.SENT_PER_STEP, median_of(none, Metric.SENT_PER_STEP))),
+        (Metric.STEP_MS, value(Metric.STEP_MS)),
+        (Metric.TRAINING_S, value(Metric.TRAINING_S)),
+        ("speed-up", _speed_up(median_of(none, Metric.TRAINING_S))),
     ]
     names = {"hook": lambda record: display_name(record["hook"])}
     return [pivot(title(records), records, names, columns, _notes(records))]
@@ -154,7 +144,7 @@ def _speed_up(baseline: float | None) -> Cell:
     """A cell with ``baseline`` in units of the training time; a dash without one."""
 
     def cell(group: Group) -> str:
-        seconds = median_of(group, TRAINING_S)
+        seconds = median_of(group, Metric.TRAINING_S)
         return f"{baseline / seconds:.2f}x" if baseline and seconds else "-"
 
     return cell
@@ -162,7 +152,7 @@ def _speed_up(baseline: float | None) -> Cell:
 
 def verdict(records: Sequence[Record]) -> str:
     """The fastest training compared with the one without a hook, in a sentence; empty if one of them is missing."""
-    by_hook = {record["hook"]: record.p50 for record in records if record.metric == TRAINING_S}
+    by_hook = {record["hook"]: record.p50 for record in records if record.metric == Metric.TRAINING_S}
     fastest = min(by_hook, key=lambda hook: by_hook[hook] or math.inf)
     plain, best = by_hook.get("none"), by_hook[fastest]
     if not plain or not best or fastest == "none":
@@ -185,7 +175,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"training loss: mean of the last epoch. Test accuracy: on {settings['test_images']} images",
         f"sent per step: payload that a rank passes to collectives, mean of all steps{plain}",
-        "step time: median. Training time: of the hook's own steps. The next step is that of the hook with the least "
-        "time so far",
+        "step time: median. Training time: total time of the hook's steps. The next step goes to the hook with the "
+        "least time so far",
         f"link: {link}",
     ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,20 +39,6 @@ def wire_seconds(nbytes: int, rate: Rate, ranks: int) -> float:
     return LATENCY + 2 * (ranks - 1) / ranks * 8e-6 * nbytes / rate.mbit
 
 
-class WireWork:
-    """Stands in for ``dist.Work``: a collective that is done when the wire is."""
-
-    def __init__(self, future: Future[list[Tensor]]) -> None:
-        self._future = future
-
-    def get_future(self) -> Future[list[Tensor]]:
-        return self._future
-
-    def wait(self) -> bool:
-        self._future.wait()
-        return True
-
-
 @contextmanager
 def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None]:
     """A context in which all-reduces and the shots of `gradwire.comm` take as long as between ``ranks`` ranks."""
@@ -68,14 +55,14 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
 
     def all_reduce(
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> WireWork | None:
+    ) -> SimpleNamespace | None:
         real_all_reduce(tensor, op, group)
         spin(tensor.nbytes)
         if async_op:
             with torch.cuda.stream(wire):
                 future: Future[list[Tensor]] = Future(devices=[device])
                 future.set_result([tensor])
-            return WireWork(future)
+            return SimpleNamespace(get_future=lambda: future, wait=future.wait)  # like dist.Work
         torch.cuda.current_stream(device).wait_stream(wire)
         return None
 

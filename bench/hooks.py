@@ -31,41 +31,13 @@ from gradwire.bench.implementations import (
     prepare,
 )
 from gradwire.bench.models import time_in_turn
-from gradwire.bench.record import (
-    HOST_MS,
-    LAUNCHES,
-    MEMORY,
-    NOOP_STEP_MS,
-    OWN_MS,
-    STEP_MS,
-    SYNCHRONIZATIONS,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-    unique,
-)
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
 from gradwire.bench.timing import bench_device, driver_calls, peak_memory
-from gradwire.planner.hook_registry import STAR_NOTE, label
+from gradwire.planner.hook_registry import HOOKS, STAR_NOTE, label
 
-DEFAULT_HOOKS = (
-    "noop",
-    "allreduce",
-    "fp16",
-    "bf16",
-    "bf16-fp32-sum",
-    "int8",
-    "fp8",
-    "int4",
-    "int2",
-    "powersgd-r1",
-    "powersgd-r4",
-    "powersgd-r32",
-    "powersgd-r4-bf16",
-    "powersgd-r4-alternating",
-    "powersgd-r4-batched",
-)
+LEFT_OUT = ("none", "scaled-fp16", "sign", "powersgd-r16")  # by default
+DEFAULT_HOOKS = tuple(hook for hook in HOOKS if hook not in LEFT_OUT)
 
 
 def measure(hooks: Sequence[str], ranks: Sequence[int], steps: int, threads: int) -> Measured:
@@ -92,7 +64,7 @@ def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
     implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
     for step in range(WARM_UP):
         implementation.step(make_batch(step, 0, device))
-    return records_of("hooks", {"hook": hook}, name, 1, {MEMORY: peak_memory(device)})
+    return records_of("hooks", {"hook": hook}, name, 1, {Metric.MEMORY: peak_memory(device)})
 
 
 def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
@@ -126,15 +98,15 @@ def summarize(
         step_ms = percentiles_ms(implementation.seconds)
         noop_ms = percentiles_ms(references[ddp, implementation.one_bucket].seconds)
         metrics: dict[str, Any] = {
-            STEP_MS: step_ms,
-            NOOP_STEP_MS: noop_ms,
-            OWN_MS: round(step_ms["p50"] - noop_ms["p50"], 4),
-            HOST_MS: percentiles_ms(implementation.host_seconds)["p50"],
+            Metric.STEP_MS: step_ms,
+            Metric.NOOP_STEP_MS: noop_ms,
+            Metric.OWN_MS: round(step_ms["p50"] - noop_ms["p50"], 4),
+            Metric.HOST_MS: percentiles_ms(implementation.host_seconds)["p50"],
         }
         if implementation.calls is not None:
             metrics |= {
-                LAUNCHES: implementation.calls.launches,
-                SYNCHRONIZATIONS: implementation.calls.synchronizations,
+                Metric.LAUNCHES: implementation.calls.launches,
+                Metric.SYNCHRONIZATIONS: implementation.calls.synchronizations,
             }
         case = {"hook": implementation.hook, "one_bucket": implementation.one_bucket}
         records += records_of("hooks", case, implementation.name, ranks, metrics)
@@ -144,37 +116,40 @@ def summarize(
 def tables(records: Sequence[Record]) -> list[Table]:
     """Own cost and step time, a table per world size; then host time, driver calls and memory."""
     names = {"hook": lambda record: label(record["hook"])}
-    timed = [record for record in records if record.metric != MEMORY]
+    timed = [record for record in records if record.metric != Metric.MEMORY]
     result = []
     for (ranks,), group in groups_of(timed, "ranks"):
         columns = [
-            *((name, value(OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
+            *((name, value(Metric.OWN_MS, name)) for name in (PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)),
             ("speed-up", _own_speed_up),
-            ("step time (ms), gradwire", value(STEP_MS, GRADWIRE)),
-            ("speed-up of the step", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
+            ("step time (ms), gradwire", value(Metric.STEP_MS, GRADWIRE)),
+            ("speed-up of the step", speed_up(Metric.STEP_MS, PYTORCH, GRADWIRE)),
         ]
         result.append(pivot(f"Own cost of hooks (ms), {count(ranks, 'rank')}", group, names, columns))
-    fewest = [record for record in records if record.ranks == records[0].ranks or record.metric == MEMORY]
-    noop = next(record.p50 for record in records if record.metric == MEMORY and record.implementation == GRADWIRE)
+    has_calls = any(record.metric == Metric.LAUNCHES for record in records)
+    fewest = [record for record in records if record.ranks == records[0].ranks or record.metric == Metric.MEMORY]
+    noop = next(
+        record.p50 for record in records if record.metric == Metric.MEMORY and record.implementation == GRADWIRE
+    )
     columns = [
-        *((f"host time (ms), {name}", value(HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
-        *((f"memory, {name}", beyond(MEMORY, name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
+        *((f"host time (ms), {name}", value(Metric.HOST_MS, name)) for name in (PYTORCH, GRADWIRE)),
+        *((f"memory, {name}", beyond(Metric.MEMORY, name, noop or 0)) for name in (PYTORCH, GRADWIRE)),
     ]
     title = f"Host time and peak memory of a step, {count(records[0].ranks, 'rank')}"
-    result.append(pivot(title, fewest, names, columns, () if _has_calls(records) else _notes(records)))
-    if _has_calls(records):
-        calls = [(f"{m}, {name}", value(m, name)) for m in (LAUNCHES, SYNCHRONIZATIONS) for name in (PYTORCH, GRADWIRE)]
+    result.append(pivot(title, fewest, names, columns, () if has_calls else _notes(records)))
+    if has_calls:
+        calls = [
+            (f"{m}, {name}", value(m, name))
+            for m in (Metric.LAUNCHES, Metric.SYNCHRONIZATIONS)
+            for name in (PYTORCH, GRADWIRE)
+        ]
         result.append(pivot("Driver calls of a step", fewest, names, calls, _notes(records)))
     return result
 
 
-def _has_calls(records: Sequence[Record]) -> bool:
-    return any(record.metric == LAUNCHES for record in records)
-
-
 def _own_speed_up(group: Sequence[Record]) -> str:
     # Of noop, nothing but noise is left.
-    return "" if group[0]["hook"] == "noop" else speed_up(OWN_MS, PYTORCH, GRADWIRE)(group)
+    return "" if group[0]["hook"] == "noop" else speed_up(Metric.OWN_MS, PYTORCH, GRADWIRE)(group)
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
@@ -182,13 +157,14 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         f"model: {settings['model']}",
         f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
-        "own cost: median beyond a step with noop_hook on the same DDP in the same round; the row of noop shows the "
-        "noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so copying counts as own cost "
-        "on gradwire's only",
-        "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
+        "own cost: median step time minus that of noop_hook on the same DDP in the same round; the row of noop shows "
+        "the noise. With noop_hook, PyTorch's DDP copies all gradients and gradwire's none, so own cost includes the "
+        "copy on gradwire's DDP only",
+        "speed-up: gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's DDP",
         "host time: CPU time of all threads of rank 0 until the backward returns",
-        "launches: kernels, copies and fills handed to the GPU. Host waits: for the device, a stream or an event",
-        "memory: peak of a process (on a GPU, of its tensors) beyond that with noop_hook on gradwire's DDP",
+        "launches: kernels, copies and fills handed to the GPU. Host waits: calls that wait for the "
+        "device, a stream or an event",
+        "memory: peak memory of a process (on a GPU, of its tensors) minus that with noop_hook on gradwire's DDP",
         BUCKETS_NOTE,
         STAR_NOTE,
     ]

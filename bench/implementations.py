@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
+from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -26,9 +27,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 LAYERS, NARROW, WIDE, BATCH = 12, 512, 2048, 8
 MODEL = f"{LAYERS} linear layers {NARROW} x {WIDE} / {WIDE} x {NARROW} without bias, batch {BATCH} per rank"
 ONE_BUCKET_MB = 100  # more than the model's 50.3 MB
-BUCKETS_NOTE = (
-    f"buckets: of the default size; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
-)
+BUCKETS_NOTE = f"buckets: default size; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
 FIRST_COMPRESSED = 2  # the step from which on the buckets are final
 WARM_UP = 5
 
@@ -60,7 +59,13 @@ class Implementation:
     """
 
     def __init__(
-        self, hook: str, name: str, device: torch.device, one_bucket: bool = False, model: nn.Module | None = None
+        self,
+        hook: str,
+        name: str,
+        device: torch.device,
+        one_bucket: bool = False,
+        model: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.hook = hook
         self.name = name
@@ -74,11 +79,7 @@ class Implementation:
         cap = ONE_BUCKET_MB if one_bucket else None
         ddp = DistributedDataParallel if name == GRADWIRE else TorchDDP
         module = make_model() if model is None else model
-        self.ddp, self.state = wrap(module.to(device), self._make, ddp, bucket_cap_mb=cap)
-
-    @property
-    def label(self) -> str:
-        return f"{self.hook}, {self.name}{', one bucket' if self.one_bucket else ''}"
+        self.ddp, self.state = wrap(module.to(device), self._make, ddp, group=group, bucket_cap_mb=cap)
 
     def _make(self, group: dist.ProcessGroup | None, start: int) -> Registration | None:
         """The hook of the implementation; on PyTorch's DDP it records buckets, and has another name.
@@ -126,27 +127,23 @@ class Implementation:
         self.step(batch)
         result, new = self._gradients(), error_memory(self.state)
         buckets, self._buckets = self._buckets, None
-        complaint = None
+        pytorch, wire, complaint = HOOKS[self.hook].pytorch, HOOKS[self.hook].wire, None
+        if pytorch is not None and self.name == PYTORCH:
+            wire = pytorch.wire or wire
         if self.one_bucket and len(buckets) > 1:
             complaint = f"the model is {len(buckets)} buckets, not one"
         elif self.hook == "noop":
             if not all(map(torch.equal, result, local)):
                 complaint = "the gradients are not this rank's own"
-        elif (wire := self._wire) is not None:
+        elif wire is not None:
             complaint = complaint_about_mean(local, result, wire)
         else:
             errors = [self._by_parameter(memory, buckets) for memory in (old, new)]
             is_quantized = isinstance(self.state, QuantizationState)
             complaint = complaint_about_feedback(local, errors[0], result, errors[1], is_quantized)
         if complaint is not None:
-            raise RuntimeError(f"{self.label}: {complaint}; nothing is timed.")
-
-    @property
-    def _wire(self) -> torch.dtype | None:
-        """The wire dtype, if the hook only casts."""
-        entry = HOOKS[self.hook]
-        pytorch_wire = entry.pytorch.wire if entry.pytorch is not None and self.name == PYTORCH else None
-        return pytorch_wire or entry.wire
+            buckets_used = ", one bucket" if self.one_bucket else ""
+            raise RuntimeError(f"{self.hook}, {self.name}{buckets_used}: {complaint}; nothing is timed.")
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad.detach().clone() for p in self.ddp.module.parameters() if p.grad is not None]
@@ -171,6 +168,20 @@ def prepare(implementations: Sequence[Implementation], device: torch.device) -> 
             implementation.step(make_batch(step, rank, device))
     for implementation in implementations:
         implementation.check(make_batch(WARM_UP, rank, device))
+
+
+def check_hook(hook: str, device: torch.device) -> list[float]:
+    """Train a small model with gradwire's hook and check its gradients; returns the seconds of the steps.
+
+    A collective call. Raises RuntimeError if the gradients are wrong.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(NARROW, 256, bias=False), nn.Linear(256, 128, bias=False))
+    implementation = Implementation(hook, GRADWIRE, device, model=model, group=default_group())
+    batches = [make_batch(step, dist.get_rank(), device) for step in range(FIRST_COMPRESSED + 2)]
+    seconds = [implementation.step(batch) for batch in batches[:-1]]
+    implementation.check(batches[-1])
+    return seconds
 
 
 def error_memory(state: object) -> dict[Any, Tensor]:
@@ -204,13 +215,15 @@ def wrap(
     make: Make,
     ddp: type[TorchDDP] = DistributedDataParallel,
     start: int = FIRST_COMPRESSED,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[TorchDDP, Any]:
     """A module in a DDP with a hook that compresses from step ``start`` on, and the hook's state.
 
-    It has a process group of its own: hooks of one group share their wire memory, and would resize it for one another.
+    By default, it has a process group of its own: hooks of one group share their wire memory, and would resize it for
+    one another.
     """
-    group = dist.new_group()
+    group = dist.new_group() if group is None else group
     wrapped = ddp(module, process_group=group, **options)
     state, hook = make(group, start) or (None, None)
     if hook is not None:

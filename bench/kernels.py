@@ -16,26 +16,8 @@ import torch
 from rich.progress import Progress
 
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_cases import (
-    CASES,
-    COMPARED,
-    COMPILED,
-    KernelCase,
-    check,
-    copy_bandwidth,
-    time_cases,
-)
-from gradwire.bench.record import (
-    BANDWIDTH,
-    HOST_MS,
-    TIME_MS,
-    VS_GRADWIRE,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-    unique,
-)
+from gradwire.bench.kernel_cases import CASES, COMPARED, COMPILED, KernelCase, check, copy_bandwidth, time_cases
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, median_of, pivot, value
 
@@ -47,7 +29,7 @@ def measure(models: Sequence[str], sizes_mib: Sequence[int], rounds: int, device
     """Times of every implementation of every kernel. Raises RuntimeError if a kernel's result is wrong."""
     torch.manual_seed(0)
     copied = round(copy_bandwidth(device), 2)
-    records = records_of("kernels", {"kernel": "copy"}, COPY, 1, {BANDWIDTH: copied})
+    records = records_of("kernels", {"kernel": "copy"}, COPY, 1, {Metric.BANDWIDTH: copied})
     with Progress() as progress, torch.no_grad():
         todo = progress.add_task("kernels", total=len(models) * len(sizes_mib) * len(COMPARED))
         for model, size, name in itertools.product(models, sizes_mib, COMPARED):
@@ -70,42 +52,42 @@ def run(cases: Sequence[KernelCase], model: str, bucket_mib: int, rounds: int, d
     records = []
     for name, times in seconds.items():
         metrics: dict[str, Any] = {
-            TIME_MS: percentiles_ms(times),
-            BANDWIDTH: round(1e-9 * nbytes / median(times), 2),
-            VS_GRADWIRE: float(f"{median(times) / median(seconds[GRADWIRE]):.4g}"),
+            Metric.TIME_MS: percentiles_ms(times),
+            Metric.BANDWIDTH: round(1e-9 * nbytes / median(times), 2),
+            Metric.VS_GRADWIRE: float(f"{median(times) / median(seconds[GRADWIRE]):.4g}"),
         }
         host = [timing.host_seconds for timing in timings[name] if timing.host_seconds is not None]
         if host:
-            metrics[HOST_MS] = percentiles_ms(host)
+            metrics[Metric.HOST_MS] = percentiles_ms(host)
         case = {"kernel": cases[0].kernel, "model": model, "bucket_mib": bucket_mib}
         records += records_of("kernels", case, name, 1, metrics)
     return records
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    copied = median_of(records, BANDWIDTH, COPY) or 1.0
+    copied = median_of(records, Metric.BANDWIDTH, COPY) or 1.0
     timed = [record for record in records if record.implementation != COPY]
     names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}
     result: list[Table] = []
     groups = groups_of(timed, "kernel")
     for (kernel,), group in groups:
         columns = [
-            *((name, value(TIME_MS, name)) for name in unique(record.implementation for record in group)),
-            (HOST_MS, value(HOST_MS, GRADWIRE)),
-            (BANDWIDTH, value(BANDWIDTH, GRADWIRE)),
-            ("of a copy", lambda rows: f"{100 * (median_of(rows, BANDWIDTH, GRADWIRE) or 0) / copied:.0f} %"),
+            *((name, value(Metric.TIME_MS, name)) for name in unique(record.implementation for record in group)),
+            (Metric.HOST_MS, value(Metric.HOST_MS, GRADWIRE)),
+            (Metric.BANDWIDTH, value(Metric.BANDWIDTH, GRADWIRE)),
+            ("of a copy", lambda rows: f"{100 * (median_of(rows, Metric.BANDWIDTH, GRADWIRE) or 0) / copied:.0f} %"),
         ]
         notes = () if kernel != groups[-1][0][0] else _notes(records, copied)
-        result.append(pivot(f"{kernel}: {TIME_MS}", group, names, columns, notes))
+        result.append(pivot(f"{kernel}: {Metric.TIME_MS}", group, names, columns, notes))
     return result
 
 
 def _notes(records: Sequence[Record], copied: float) -> list[str]:
     rounds = records[0].provenance["settings"]["rounds"]
-    has_host_time = any(record.metric == HOST_MS for record in records)
+    has_host_time = any(record.metric == Metric.HOST_MS for record in records)
     return [
         f"time: per bucket, median of {rounds} interleaved rounds over the buckets",
         *(["host time: until gradwire's call returns; the device starts later"] if has_host_time else []),
         "effective bandwidth: the bytes that gradwire's kernel reads and writes, divided by its time",
-        f"of a copy: in units of the bandwidth of copy_, {format_number(copied)} GB/s in the same run",
+        f"of a copy: bandwidth divided by that of copy_, {format_number(copied)} GB/s in the same run",
     ]

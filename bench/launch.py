@@ -43,18 +43,13 @@ class LaunchError(Exception):
         self.log = log
 
 
-def loopback_interface() -> str | None:
-    """The name of the loopback interface, where it is known."""
-    return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-
-
 class Place(NamedTuple):
     """The place of a rank: set-up of its process, network interface and address."""
 
     # a function for the rank's process, before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None
     # the network interface of its collectives; without one, gloo looks up this machine's name
-    interface: str | None = loopback_interface()
+    interface: str | None = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     address: str = "127.0.0.1"  # IP address of that interface
 
 

@@ -31,29 +31,8 @@ from gradwire.bench.implementations import (
 from gradwire.bench.launch import HERE, Place
 from gradwire.bench.models import time_in_turn
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.record import (
-    EXPOSED_MS,
-    LINK_RATE,
-    SENT_PER_STEP,
-    STEP_MS,
-    Measured,
-    Record,
-    percentiles_ms,
-    records_of,
-    unique,
-)
-from gradwire.bench.tables import (
-    Table,
-    count,
-    find,
-    format_number,
-    format_rate,
-    groups_of,
-    pivot,
-    speed_up,
-    value,
-)
-from gradwire.planner.clock import synchronize
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
+from gradwire.bench.tables import Table, count, format_number, format_rate, groups_of, median_of, pivot, speed_up, value
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
@@ -89,25 +68,22 @@ def limit_to(name: str) -> None:
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
-    rates = [LOOPBACK if name == LOOPBACK.name else Rate.parse(name) for name in settings["rates"]]
-    return time_steps(make_implementations(settings["hooks"], device), rates, settings["steps"], settings["hosts"])
+    made = make_implementations(settings["hooks"], device)
+    return time_steps(made, settings["rates"], settings["steps"], settings["hosts"])
 
 
-def time_steps(
-    implementations: Sequence[Implementation], rates: Sequence[Rate], steps: int, hosts: int
-) -> list[Record]:
+def time_steps(implementations: Sequence[Implementation], rates: Sequence[str], steps: int, hosts: int) -> list[Record]:
     """Check all gradients, then time all steps. A collective call. Raises RuntimeError if a gradient is wrong."""
-    device, has_interface = implementations[0].device, list(rates) != [LOOPBACK]
-    prepare(implementations, device)
+    sent_bytes = None if rates == [LOOPBACK.name] else namespaces.sent_bytes
+    prepare(implementations, implementations[0].device)
     first = WARM_UP + 1
     records: list[Record] = []
     for rate in rates:
-        limit_to(rate.name)
-        records += records_of("network", {"rate": rate.name}, "all_reduce", hosts, {LINK_RATE: _probe(hosts, device)})
-        sent_bytes = namespaces.sent_bytes if has_interface else None
-        time_in_turn(implementations, range(first, first + steps), rate.name, sent_bytes)
+        limit_to(rate)
+        records += records_of("network", {"rate": rate}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts)})
+        time_in_turn(implementations, range(first, first + steps), rate, sent_bytes)
         first += steps
-        records += summarize(rate.name, hosts, implementations)
+        records += summarize(rate, hosts, implementations)
     return records
 
 
@@ -125,16 +101,14 @@ def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Imp
     return made
 
 
-def _probe(hosts: int, device: torch.device) -> float:
+def _probe(hosts: int) -> float:
     """The rate in Mb/s at which each rank sends in a plain all-reduce."""
-    tensor = torch.zeros(_PROBE_BYTES // 4, device=device)
+    tensor = torch.zeros(_PROBE_BYTES // 4)
     times = []
     for _ in range(3):
         dist.barrier()
-        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        synchronize(device)
         times.append(time.perf_counter() - start)
     return round(2 * (hosts - 1) / hosts * 8e-6 * _PROBE_BYTES / median(times), 1)
 
@@ -146,11 +120,11 @@ def summarize(rate: str, hosts: int, implementations: Sequence[Implementation]) 
     for i in implementations:
         case = {"rate": rate, "hook": i.hook, "one_bucket": i.one_bucket}
         metrics: dict[str, Any] = {
-            STEP_MS: percentiles_ms(i.seconds),
-            EXPOSED_MS: round(1e3 * (median(i.seconds) - noop[i.name, i.one_bucket]), 3),
+            Metric.STEP_MS: percentiles_ms(i.seconds),
+            Metric.EXPOSED_MS: round(1e3 * (median(i.seconds) - noop[i.name, i.one_bucket]), 3),
         }
         if i.link_bytes:
-            metrics[SENT_PER_STEP] = median(i.link_bytes)
+            metrics[Metric.SENT_PER_STEP] = median(i.link_bytes)
         records += records_of("network", case, i.name, hosts, metrics)
     return records
 
@@ -166,20 +140,19 @@ def tables(records: Sequence[Record]) -> list[Table]:
     settings, result = facts["settings"], []
     groups = groups_of(records, "rate")
     for (rate,), group in groups:
-        reached = find(group, LINK_RATE)
-        assert reached is not None and reached.p50 is not None
+        reached = median_of(group, Metric.LINK_RATE) or 0
         link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_rate(rate)}"
-        title = f"{STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
+        title = f"{Metric.STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
         columns = [
-            *((name, value(STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
-            ("speed-up", speed_up(STEP_MS, PYTORCH, GRADWIRE)),
-            *((f"exposed, {name}", value(EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
-            ("sent per step", value(SENT_PER_STEP, GRADWIRE)),
+            *((name, value(Metric.STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
+            ("speed-up", speed_up(Metric.STEP_MS, PYTORCH, GRADWIRE)),
+            *((f"exposed, {name}", value(Metric.EXPOSED_MS, name)) for name in (PYTORCH, GRADWIRE)),
+            ("sent per step", value(Metric.SENT_PER_STEP, GRADWIRE)),
         ]
-        steps = [record for record in group if record.metric != LINK_RATE]
+        steps = [record for record in group if record.metric != Metric.LINK_RATE]
         notes = _notes(facts) if rate == groups[-1][0][0] else ()
         names = {"hook": hook_label}
-        result.append(pivot(f"{title}{format_number(reached.p50)} Mb/s)", steps, names, columns, notes))
+        result.append(pivot(f"{title}{format_number(reached)} Mb/s)", steps, names, columns, notes))
     return result
 
 
@@ -188,9 +161,9 @@ def _notes(facts: dict[str, Any]) -> list[str]:
     return [
         f"model: {settings['model']}",
         f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
-        "speed-up: of gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's",
-        "exposed: milliseconds beyond a step with noop_hook on the same DDP, compression included",
-        "sent per step: by the interface of rank 0, headers and a barrier included",
+        "speed-up: gradwire's hook on gradwire's DDP over PyTorch's hook on PyTorch's DDP",
+        "exposed: step time minus that of noop_hook on the same DDP (ms); includes compression",
+        "sent per step: bytes on rank 0's interface, with headers and a barrier",
         BUCKETS_NOTE,
         f"{facts['cpu_count']} CPUs run all {settings['hosts']} hosts, one thread each",
     ]

@@ -14,19 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import (
-    ACCURACY,
-    BANDWIDTH,
-    OWN_MS,
-    SENT_PER_STEP,
-    STEP_MS,
-    TARGET_S,
-    TIME_MS,
-    TRAINING_LOSS,
-    Record,
-    replacing,
-    unique,
-)
+from gradwire.bench.record import Metric, Record, replacing, unique
 from gradwire.bench.tables import (
     count,
     find,
@@ -118,17 +106,19 @@ def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, wid
 def draw_network(records: Records, path: Path) -> None:
     """Step time with each hook, one panel for each link rate."""
     settings = records[0].provenance["settings"]
-    steps = [r for r in records if r.metric == STEP_MS and not (r["hook"] == network.REFERENCE and r["one_bucket"])]
+    steps = [
+        r for r in records if r.metric == Metric.STEP_MS and not (r["hook"] == network.REFERENCE and r["one_bucket"])
+    ]
     panels = {f"link: {format_rate(rate)}": group for (rate,), group in groups_of(steps, "rate")}
-    figure = _panels_of_bars(panels, STEP_MS, STEP_MS, 12, 4.5)
+    figure = _panels_of_bars(panels, Metric.STEP_MS, Metric.STEP_MS, 12, 4.5)
     _save(figure, f"Step time between {count(settings['hosts'], 'host')}: {settings['model']}\n{STAR_NOTE}", path)
 
 
 def draw_hooks(records: Records, path: Path) -> None:
     """Own cost of each hook, a panel for each world size."""
-    costs = [record for record in records if record.metric == OWN_MS and record["hook"] != "noop"]
+    costs = [record for record in records if record.metric == Metric.OWN_MS and record["hook"] != "noop"]
     panels = {count(ranks, "rank"): group for (ranks,), group in groups_of(costs, "ranks")}
-    figure = _panels_of_bars(panels, OWN_MS, "ms per step beyond noop_hook", 11, 5)
+    figure = _panels_of_bars(panels, Metric.OWN_MS, "ms per step beyond noop_hook", 11, 5)
     model = records[0].provenance["settings"]["model"]
     _save(figure, f"Own cost of hooks: {model}\n{STAR_NOTE}", path)
 
@@ -141,7 +131,7 @@ def draw_converge(records: Records, path: Path) -> None:
     figure = _figure(12, 4.6)
     dots, curves = figure.subplots(1, 2, width_ratios=(1, 1.15))
     for (hook, by), group in groups_of(records, "hook", "implementation"):
-        seconds = converge.to_target(group, TARGET_S)
+        seconds = converge.to_target(group, Metric.TARGET_S)
         if seconds is None:
             continue
         color, marker, fill = colors[hook], _SIDES[by][1], "white" if by == PYTORCH else None
@@ -184,7 +174,7 @@ def draw_converge(records: Records, path: Path) -> None:
 def _median_training(records: Records, score: str) -> tuple[list[float], list[float]]:
     """Seconds and scores of gradwire's training of median time; one that missed the target counts as longest."""
     ours = [record for record in records if record.implementation == GRADWIRE]
-    times = sorted((r for r in ours if r.metric == TARGET_S), key=lambda r: (r.p50 is None, r.series[-1]))
+    times = sorted((r for r in ours if r.metric == Metric.TARGET_S), key=lambda r: (r.p50 is None, r.series[-1]))
     chosen = times[(len(times) - 1) // 2]
     scores = find((r for r in ours if r["seed"] == chosen["seed"]), score)
     assert scores is not None
@@ -193,7 +183,7 @@ def _median_training(records: Records, score: str) -> tuple[list[float], list[fl
 
 def draw_kernels(records: Records, path: Path) -> None:
     """Effective bandwidth of kernels that stream gradients; microseconds of those of kB-sized factors."""
-    copied = median_of(records, BANDWIDTH, kernels.COPY)
+    copied = median_of(records, Metric.BANDWIDTH, kernels.COPY)
     panels = groups_of((record for record in records if record.implementation != kernels.COPY), "kernel")
     panels.sort(key=lambda panel: panel[0][0].startswith(_SMALL_KERNELS))
     figure = _figure(12, 4.1 * -(-len(panels) // 2))
@@ -203,7 +193,7 @@ def draw_kernels(records: Records, path: Path) -> None:
         buckets = unique((record["model"], record["bucket_mib"]) for record in group)
         for name in unique(record.implementation for record in group):
             of = [[r for r in group if (r["model"], r["bucket_mib"]) == bucket] for bucket in buckets]
-            metric, scale = (TIME_MS, 1e3) if is_small else (BANDWIDTH, 1.0)
+            metric, scale = (Metric.TIME_MS, 1e3) if is_small else (Metric.BANDWIDTH, 1.0)
             values = [scale * (median_of(rows, metric, name) or 0) for rows in of]
             color, marker = _KERNEL_STYLES.get(name, (_SKY, "P"))
             size, order = (8, 3) if name == GRADWIRE else (6, 2)
@@ -228,7 +218,7 @@ def draw_kernels(records: Records, path: Path) -> None:
 def draw_demo(records: Records, path: Path) -> None:
     """Training loss against megabytes sent per rank, one curve for each hook."""
     groups = [group for _, group in groups_of(records, "hook")]
-    curves = [(find(group, SENT_PER_STEP), find(group, TRAINING_LOSS)) for group in groups]
+    curves = [(find(group, Metric.SENT_PER_STEP), find(group, Metric.TRAINING_LOSS)) for group in groups]
     steps = len(groups[0][0].series)
     window = max(1, steps // 20)
     figure = _figure(8, 5)
@@ -236,8 +226,8 @@ def draw_demo(records: Records, path: Path) -> None:
     for group, (sent, loss), color in zip(groups, curves, itertools.cycle(_CURVE_COLORS), strict=False):
         assert sent is not None and loss is not None
         megabytes = [nbytes / 1e6 for nbytes in sent.series[window - 1 :]]
-        payload = f"{format_bytes(median_of(group, SENT_PER_STEP) or 0)} per step"
-        text = f"{display_name(group[0]['hook'])}: {payload}, test accuracy {median_of(group, ACCURACY):.1f} %"
+        payload = f"{format_bytes(median_of(group, Metric.SENT_PER_STEP) or 0)} per step"
+        text = f"{display_name(group[0]['hook'])}: {payload}, test accuracy {median_of(group, Metric.ACCURACY):.1f} %"
         axes.plot(megabytes, running_mean(loss.series, window), label=text, color=color)
     axes.set_yscale("log")
     totals = [sent.series[-1] for sent, _ in curves if sent is not None]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -21,27 +22,30 @@ import torch
 
 import gradwire
 
-# Metrics carry their unit in parentheses, by which tables format them.
-TIME_MS = "time (ms)"
-STEP_MS = "step time (ms)"
-NOOP_STEP_MS = "step time with noop_hook (ms)"
-BACKWARD_MS = "backward time (ms)"
-HOST_MS = "host time (ms)"
-OWN_MS = "own cost (ms)"
-EXPOSED_MS = "exposed time (ms)"
-TRAINING_S = "training time (s)"
-TARGET_S = "time to target (s)"
-STEPS = "steps"
-BANDWIDTH = "effective bandwidth (GB/s)"
-LINK_RATE = "all-reduce rate (Mb/s)"
-SENT = "sent (B)"
-SENT_PER_STEP = "sent per step (B)"
-MEMORY = "peak memory (B)"
-VS_GRADWIRE = "time vs. gradwire"
-LAUNCHES = "launches"
-SYNCHRONIZATIONS = "host waits"
-ACCURACY = "test accuracy (%)"
-TRAINING_LOSS = "training loss"
+
+class Metric(StrEnum):
+    """A measured quantity, with its unit in parentheses, by which tables format it."""
+
+    TIME_MS = "time (ms)"
+    STEP_MS = "step time (ms)"
+    NOOP_STEP_MS = "step time with noop_hook (ms)"
+    BACKWARD_MS = "backward time (ms)"
+    HOST_MS = "host time (ms)"
+    OWN_MS = "own cost (ms)"
+    EXPOSED_MS = "exposed time (ms)"
+    TRAINING_S = "training time (s)"
+    TARGET_S = "time to target (s)"
+    STEPS = "steps"
+    BANDWIDTH = "effective bandwidth (GB/s)"
+    LINK_RATE = "all-reduce rate (Mb/s)"
+    SENT = "sent (B)"
+    SENT_PER_STEP = "sent per step (B)"
+    MEMORY = "peak memory (B)"
+    VS_GRADWIRE = "time vs. gradwire"
+    LAUNCHES = "launches"
+    SYNCHRONIZATIONS = "host waits"
+    ACCURACY = "test accuracy (%)"
+    TRAINING_LOSS = "training loss"
 
 
 class RecordError(Exception):

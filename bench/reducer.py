@@ -22,13 +22,12 @@ from gradwire import DistributedDataParallel
 from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, maker_of, wrap
 from gradwire.bench.models import MODELS, turns
-from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, Record, percentiles_ms, records_of, unique
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
     Table,
     beyond,
     count,
-    find,
     format_number,
     groups_of,
     median_of,
@@ -96,7 +95,7 @@ def measure_memory(model: str, hook: str, implementation: str, device: torch.dev
     case = ReducedModel(model, hook, implementation, device)
     for _ in range(WARM_UP):
         case.step()
-    metrics = {MEMORY: peak_memory(device)}
+    metrics: dict[str, Any] = {Metric.MEMORY: peak_memory(device)}
     return records_of("reducer", {"model": model, "hook": hook}, implementation, 1, metrics)
 
 
@@ -138,29 +137,29 @@ def summarize(model: str, cases: Sequence[ReducedModel], seconds: Sequence[Seque
     ranks, records = dist.get_world_size(), []
     for case, times in zip(cases, seconds, strict=True):
         of = {"model": model, **sizes, "hook": case.hook}
-        records += records_of("reducer", of, case.implementation, ranks, {BACKWARD_MS: percentiles_ms(times)})
+        records += records_of("reducer", of, case.implementation, ranks, {Metric.BACKWARD_MS: percentiles_ms(times)})
     return records
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    timed = [record for record in records if record.metric == BACKWARD_MS]
-    memory = [record for record in records if record.metric == MEMORY]
+    timed = [record for record in records if record.metric == Metric.BACKWARD_MS]
+    memory = [record for record in records if record.metric == Metric.MEMORY]
     names = {"model": lambda record: record["model"], "hook": lambda record: label(record["hook"])}
     sides, result = (PYTORCH, GRADWIRE), []
     groups = groups_of(timed, "ranks")
     for (ranks,), group in groups:
         bare = {r["model"]: r.p50 for r in group if r.implementation == NO_REDUCER and r.p50 is not None}
         columns = [
-            (NO_REDUCER, value(BACKWARD_MS, NO_REDUCER)),
-            *((name, value(BACKWARD_MS, name)) for name in sides),
-            ("speed-up", speed_up(BACKWARD_MS, PYTORCH, GRADWIRE)),
+            (NO_REDUCER, value(Metric.BACKWARD_MS, NO_REDUCER)),
+            *((name, value(Metric.BACKWARD_MS, name)) for name in sides),
+            ("speed-up", speed_up(Metric.BACKWARD_MS, PYTORCH, GRADWIRE)),
             *((f"us per parameter, {name}", _per_parameter(name, bare)) for name in sides),
         ]
         notes = _notes(timed) if ranks == groups[-1][0][0] and not memory else ()
-        result.append(pivot(f"{BACKWARD_MS}, {count(ranks, 'rank')}", group, names, columns, notes))
+        result.append(pivot(f"{Metric.BACKWARD_MS}, {count(ranks, 'rank')}", group, names, columns, notes))
     if memory:
-        base = median_of(memory, MEMORY, NO_REDUCER) or 0
-        columns = [(name, beyond(MEMORY, name, base)) for name in sides]
+        base = median_of(memory, Metric.MEMORY, NO_REDUCER) or 0
+        columns = [(name, beyond(Metric.MEMORY, name, base)) for name in sides]
         title = f"Peak memory beyond {NO_REDUCER}, {MEMORY_MODEL}"
         reducers = [record for record in memory if record.implementation != NO_REDUCER]
         result.append(pivot(title, reducers, {"hook": names["hook"]}, columns, _notes(timed)))
@@ -169,9 +168,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _per_parameter(name: str, bare: dict[str, float]) -> Cell:
     def cell(group: Sequence[Record]) -> str:
-        record = find(group, BACKWARD_MS, name)
-        assert record is not None and record.p50 is not None
-        return format_number(1e3 * (record.p50 - bare[record["model"]]) / record["parameters"])
+        beyond_bare = (median_of(group, Metric.BACKWARD_MS, name) or 0) - bare[group[0]["model"]]
+        return format_number(1e3 * beyond_bare / group[0]["parameters"])
 
     return cell
 
@@ -184,6 +182,6 @@ def _notes(records: Sequence[Record]) -> list[str]:
         f"models and their parameters: {', '.join(sizes)}",
         "backward time: until every gradient is final, on the slowest rank, median of "
         f"{facts['settings']['steps']} interleaved steps",
-        "time per parameter (us): median beyond that without a reducer, divided by the number of parameters",
+        "time per parameter (us): median time minus that without a reducer, divided by the number of parameters",
         f"{facts['cpu_count']} CPUs run all ranks, one thread each",
     ]

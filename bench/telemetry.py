@@ -13,16 +13,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import (
-    FIRST_COMPRESSED,
-    GRADWIRE,
-    MODEL,
-    WARM_UP,
-    Implementation,
-    prepare,
-)
+from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, prepare
 from gradwire.bench.models import time_in_turn
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device
 from gradwire.planner.hook_registry import label
@@ -50,7 +43,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), hook, untimed=kinds[PLAIN])
     case, ranks, records = {"hook": hook}, dist.get_world_size(), []
     for kind, implementation in kinds.items():
-        metrics = {STEP_MS: percentiles_ms(implementation.seconds)}
+        metrics: dict[str, Any] = {Metric.STEP_MS: percentiles_ms(implementation.seconds)}
         records += records_of("telemetry", case, kind, ranks, metrics)
     return records
 
@@ -58,10 +51,10 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 def tables(records: Sequence[Record]) -> list[Table]:
     names = {"hook": lambda record: label(record["hook"])}
     columns = [
-        ("step time (ms)", value(STEP_MS, PLAIN)),
-        ("measured step (ms)", value(STEP_MS, MEASURED)),
+        ("step time (ms)", value(Metric.STEP_MS, PLAIN)),
+        ("measured step (ms)", value(Metric.STEP_MS, MEASURED)),
         (f"overhead of every={EVERY}", _share(MEASURED, EVERY)),
-        ("compared step (ms)", value(STEP_MS, COMPARED)),
+        ("compared step (ms)", value(Metric.STEP_MS, COMPARED)),
         (f"overhead of exact_every={EXACT_EVERY}", _share(COMPARED, EXACT_EVERY)),
     ]
     settings = records[0].provenance["settings"]
@@ -80,7 +73,7 @@ def _share(kind: str, every: int) -> Callable[[Group], str]:
     """Overhead per step, averaged, if one step in ``every`` is of this kind."""
 
     def cell(group: Group) -> str:
-        plain, other = median_of(group, STEP_MS, PLAIN), median_of(group, STEP_MS, kind)
+        plain, other = median_of(group, Metric.STEP_MS, PLAIN), median_of(group, Metric.STEP_MS, kind)
         return "" if plain is None or other is None else f"{(other - plain) / plain / every:.2%}"
 
     return cell

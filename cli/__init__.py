@@ -1,1 +1,15 @@
 """The ``gradwire`` command. May import every package of gradwire; no package imports it."""
+
+import importlib.util
+import sys
+
+_CLI = ("rich", "typer")
+EXTRAS = {
+    "cli": _CLI,
+    "bench": ("matplotlib", "numpy", *_CLI, "sklearn", *(("pyroute2",) if sys.platform == "linux" else ())),
+}
+
+
+def missing_packages(extra: str) -> list[str]:
+    """The packages of an extra that are not installed, by their import names."""
+    return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]

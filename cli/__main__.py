@@ -5,7 +5,7 @@
 
 import sys
 
-from gradwire.cli.extras import missing_packages
+from gradwire.cli import missing_packages
 
 
 def main() -> None:

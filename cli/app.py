@@ -95,7 +95,10 @@ def demo(
         refuse_beside(context, "--loopback", "rate")
     names, link = parse_hooks(hooks, _DEMO_CHOICES), parse_rate(rate, "--rate")
     obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
-    _make_folder(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot make the folder {output}: {error.strerror}.", param_hint="--output") from None
     if obstacle is None:
         typer.echo(f"Training with {processes} processes over a {format_rate(link.name)} link, once with each hook.\n")
     else:
@@ -121,10 +124,3 @@ def demo(
     if obstacle is None:
         typer.echo(f"{demo_bench.verdict(records)}\n")
     typer.echo(f"Plot:    {plot}\nResults: {results}")
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}.", param_hint="--output") from None

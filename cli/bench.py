@@ -1,6 +1,6 @@
 """The commands of ``gradwire bench``: parse options, run, print and save."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,13 +8,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import converge, kernels, network, reducer, telemetry
+from gradwire.bench import converge, demo, kernels, network, reducer, telemetry
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import MODELS
-from gradwire.bench.record import Measured, RecordError, load
-from gradwire.bench.report import TABLES
+from gradwire.bench.record import Measured, Record, RecordError, load
 from gradwire.bench.shapes import SHAPES
-from gradwire.bench.tables import machine_line, print_tables
+from gradwire.bench.tables import Table, machine_line, print_tables
 from gradwire.bench.tasks import TASKS, TRAINED_HOOKS
 from gradwire.bench.timing import bench_device
 from gradwire.cli.command_runs import CPU, run
@@ -26,6 +25,7 @@ from gradwire.cli.options import (
     OutputOption,
     QuickOption,
     RanksOption,
+    RatesOption,
     ThreadsOption,
     listed,
     number,
@@ -43,6 +43,10 @@ from gradwire.planner.hook_registry import HOOKS, HookEntry
 bench = typer.Typer(
     help="Benchmark gradwire against PyTorch; print tables and draw plots of saved results.", no_args_is_help=True
 )
+TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
+    module.__name__.rpartition(".")[2]: module.tables
+    for module in (demo, network, converge, hook_bench, reducer, kernels, telemetry)
+}
 _LOOPBACK_SETS = ("rate", "rates")
 
 
@@ -139,17 +143,11 @@ def bench_telemetry(
     _run(context, partial(telemetry.measure, parse_ranks(ranks, device), steps), output, device)
 
 
-@_command("network", quick={"hooks": "noop,none,powersgd-r4", "steps": 5}, hooks=HOOKS)
+@_command("network", quick={"hooks": "noop,none,powersgd-r4", "rates": "1gbit", "steps": 5}, hooks=HOOKS)
 def bench_network(
     context: typer.Context,
     hosts: HostsOption = 2,
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            help="Link rates such as 2.5gbit, comma-separated. "
-            f"Default: {', '.join(network.DEFAULT_RATES)}; with --quick 1gbit."
-        ),
-    ] = None,
+    rates: RatesOption = ", ".join(network.DEFAULT_RATES),
     steps: Annotated[int, number("Timed steps per hook and rate.")] = 15,
     hooks: HooksOption = ", ".join(network.DEFAULT_HOOKS),
     quick: QuickOption = False,
@@ -161,8 +159,7 @@ def bench_network(
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     Takes a few minutes, mostly at 100mbit.
     """
-    defaults = ("1gbit",) if quick else network.DEFAULT_RATES
-    links = parse_links(rates if rates is not None else ",".join(defaults), loopback)
+    links = parse_links(rates, loopback)
     _run(
         context,
         partial(network.measure, parse_hooks(hooks, HOOKS), links, steps, hosts),

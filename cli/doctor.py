@@ -26,8 +26,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire.bench.launch import LaunchError
 from gradwire.bench.record import cpu_name
-from gradwire.cli import self_test
-from gradwire.cli.extras import missing_packages
+from gradwire.cli import missing_packages, self_test
 from gradwire.comm.torch_internals import TESTED_TORCH
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 

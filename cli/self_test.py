@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, NARROW, Implementation, make_batch
-from gradwire.bench.record import STEP_MS, Record, percentiles_ms, records_of
+from gradwire.bench.implementations import GRADWIRE, check_hook
+from gradwire.bench.record import Metric, Record, percentiles_ms, records_of
 from gradwire.planner.hook_registry import HOOKS
 
 RANKS = 2
@@ -41,13 +39,10 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """One rank of `check_hooks`. Raises RuntimeError if a hook's gradients are wrong."""
     records = []
     for hook in HOOKS:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(NARROW, 256, bias=False), nn.Linear(256, 128, bias=False))
-        implementation = Implementation(hook, GRADWIRE, device, model=model)
-        steps = range(FIRST_COMPRESSED + 1)
-        seconds = [implementation.step(make_batch(step, dist.get_rank(), device)) for step in steps]
-        implementation.check(make_batch(len(steps), dist.get_rank(), device))
-        records += records_of("self_test", {"hook": hook}, GRADWIRE, RANKS, {STEP_MS: percentiles_ms(seconds[1:])})
+        seconds = check_hook(hook, device)
+        records += records_of(
+            "self_test", {"hook": hook}, GRADWIRE, RANKS, {Metric.STEP_MS: percentiles_ms(seconds[1:])}
+        )
     return records
 
 

@@ -1,13 +1,10 @@
 """`Connections`: gradwire's own groups and executors on a process group, and whether an exchange on it has failed.
 
-A rank on which a step fails *leaves*. It posts a notice with the reason in the store, issues no more collectives, and
-closes gradwire's own connections. A peer that waits for this rank sees the closed connection at once, or the notice
-within half a second. It raises with that reason and leaves too. From then on every gradient exchange raises, until all
-ranks have agreed to start again: `Connections.renew`.
-
-So a collective of one step is never matched with a collective of a later step on another rank. On
-NCCL gradwire has no connections of its own to close: peers wait on their devices until the process
-group's own timeout.
+A rank on which a step fails *leaves*: it posts a notice with the reason in the store, issues no more collectives, and
+closes gradwire's own connections. A waiting peer sees the closed connection at once, or the notice within half a
+second, raises with that reason, and leaves too. Every exchange raises until all ranks agree to start again
+(`Connections.renew`), so collectives of different steps never match. On NCCL gradwire has no connections of its own:
+peers wait on their devices until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -49,13 +46,12 @@ ADVICE = (
 class Connections:
     """gradwire's own groups and executors on one process group; see `connections_of`.
 
-    They are created at their first use. On CPUs that is a collective call, and all ranks create the same ones.
+    They are created at their first use, on CPUs by a collective call. All ranks create the same ones.
 
     Attributes:
         group: the process group.
         failure: why no exchange is possible; None while exchanges work.
-        generation: number of times that the connections were created, this time included; equal on all
-            ranks, and part of their store keys.
+        generation: number of times that the connections were created; equal on all ranks, part of their store keys.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -109,10 +105,7 @@ class Connections:
         self._executors[device] = executor
 
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
-        """The transport of collectives outside the executors, one per purpose: "backward" for its buckets.
-
-        On gloo each transport has a group of its own.
-        """
+        """The transport of collectives outside the executors, one per purpose; on gloo each has a group of its own."""
         if purpose not in self._transports:  # also after a failure
             self.check()
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
@@ -130,10 +123,9 @@ class Connections:
         return self._n_users
 
     def begin_exchange(self, user: object, thread: int) -> None:
-        """Note that ``user`` begins to exchange in the current backward or in a forward, until `end_exchange`.
+        """Note that ``user`` exchanges in the current backward or in a forward, until `end_exchange`.
 
-        Two users of one thread or in one backward may exchange at the same time. The thread of a backward is the one
-        that called the forward: autograd has threads of its own.
+        Two users of one thread or of one backward may exchange at the same time. ``thread`` called the forward.
 
         Raises:
             RuntimeError: another thread is exchanging: the order of the collectives would differ between ranks.
@@ -191,19 +183,16 @@ class Connections:
             raise RuntimeError(f"{reason}\n{ADVICE}")
 
     def failure_elsewhere(self, wait: bool = False) -> str | None:
-        """Why another rank has left since the ranks last agreed; None if none has.
-
-        With ``wait``, a rank whose connection has closed gets a moment to tell.
-        """
+        """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""
         if wait:
             with suppress(RuntimeError):
                 self._store.wait([f"{self.generation}/{NOTICE}"], timedelta(seconds=2 * POLL_SECONDS))
         return self.announced(NOTICE)
 
     def fail(self, reason: str) -> None:
-        """Leave: from now on every exchange raises, here and, within moments, on the other ranks.
+        """Leave, abandoning everything in flight: every exchange raises from now on, soon also on the other ranks.
 
-        Abandons everything in flight. A group of one rank has no peers and starts again at once.
+        A group of one rank starts again at once.
         """
         if self.failure is not None:
             return
@@ -260,11 +249,7 @@ def _why_it_ends(rank: int) -> str:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on the device is enqueued on streams, so that no thread has to wait for it.
-
-    Raises:
-        NotImplementedError: gradwire runs on no such devices.
-    """
+    """Whether work on the device is enqueued on streams; raises NotImplementedError if gradwire does not run there."""
     if device.type not in ("cuda", "cpu"):
         raise NotImplementedError(
             f"The gradients are on {device}; gradwire runs on CUDA and ROCm GPUs, which PyTorch calls cuda, and on "
@@ -302,9 +287,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:
-    """The executor of a process group, None for the default one, on the device of the gradients.
-
-    Raises:
-        RuntimeError: the group was destroyed, or an exchange on it has failed.
+    """The executor of a process group, None for the default one, on a device; RuntimeError if an exchange
+    has failed.
     """
     return connections_of(group).executor(device)

@@ -1,15 +1,13 @@
 """Executors, which run bucket algorithms in bucket order outside the backward pass, and their wire buffers.
 
-An executor starts tasks in the order of submission, which DDP makes the bucket order on every rank. Every rank issues
-the same collectives in the same order, however long a collective takes.
+Tasks start in the order of submission, which DDP makes the bucket order. So every rank issues the same collectives in
+the same order, however long one takes.
 
 - `StreamExecutor`, on a GPU: enqueues kernels and collectives on two side streams. The host never waits.
-- `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight. It has process groups of its own: two
-  threads that issue collectives on one gloo group take their order from thread timing.
+- `WorkerExecutor`, on a CPU: one worker thread keeps several tasks in flight, over process groups of its own.
 
-After a task has raised, no later task issues collectives: they would be matched with those that the peers still issue
-for the failed task. Every later task fails with the same exception; see `gradwire.comm.connections` for the
-consequences.
+After a task has raised, all later tasks fail with the same exception and issue no collectives, which peers would match
+with those of the failed task; see `gradwire.comm.connections`.
 """
 
 from __future__ import annotations
@@ -50,15 +48,10 @@ _future_of = methodcaller("get_future")
 
 
 class Workspace:
-    """One buffer that buckets reuse in turn, sized for the largest bucket of the last few steps.
+    """One buffer that buckets reuse in turn, sized for the largest bucket of the last ``STEPS_BEFORE_SHRINKING`` steps.
 
-    The first step's buckets may be much larger than all later ones, so the buffer shrinks once the last
-    ``STEPS_BEFORE_SHRINKING`` steps needed less.
-
-    On a GPU, queued kernels may still read a buffer that has been replaced. `Tensor.record_stream` keeps the allocator
-    from reusing its memory until they are done. The kernel stream waits for the collectives on a buffer before the next
-    bucket uses it. A CUDA graph replays the addresses that it was captured with. So a buffer used
-    in a capture never shrinks and lives as long as the workspace, even after a larger one has replaced it.
+    On a GPU, queued kernels may still read a buffer that was replaced: `Tensor.record_stream` keeps its memory until
+    they are done. A CUDA graph replays the addresses of its capture: a captured buffer lives as long as the workspace.
 
     Args:
         device: device of the buffer.
@@ -92,9 +85,8 @@ class Workspace:
         return self.wires((numel, dtype))[0]
 
     def wires(self, *sizes: tuple[int, torch.dtype]) -> list[Tensor]:
-        """Return an uninitialized 1-D tensor for each (number of elements, dtype), valid until the next call.
-
-        Use them in the current stream only.
+        """Return an uninitialized 1-D tensor per (number of elements, dtype), valid in this stream until the
+        next call.
         """
         starts, nbytes = [], 0
         for numel, dtype in sizes:
@@ -128,11 +120,9 @@ Task = Callable[[Workspace], Algorithm[Any]]
 
 
 class Executor:
-    """Runs tasks in order. One per process group and device; see `gradwire.comm.connections.executor_for`.
+    """Runs tasks in order, over ``transport``. One per process group and device; see `executor_for`.
 
-    Attributes:
-        transport: the collectives that tasks await.
-        workspaces: wire buffers, one for each task that may be in flight.
+    A task that is in flight has one of the ``workspaces``.
     """
 
     def __init__(self, transport: Transport, workspaces: list[Workspace]) -> None:
@@ -145,12 +135,7 @@ class Executor:
         return False
 
     def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
-        """Queue ``task``; its future gets the result or the exception. Futures complete in order.
-
-        Args:
-            task: function from a workspace to the algorithm's coroutine.
-            name: name of its profiler ranges; see `Driver`.
-        """
+        """Queue ``task``; its future gets the result or the exception. ``name`` is that of its profiler ranges."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -167,14 +152,12 @@ class WorkerExecutor(Executor):
     """Runs tasks in one worker thread, over two process groups of its own.
 
     The first collective of each task is issued in task order on one group. Later collectives are issued for the oldest
-    task only, on the other group. So on each group all ranks issue collectives in the same order, which only the order
-    of the tasks decides.
+    task only, on the other group. So only the order of the tasks decides the order of collectives on each group.
 
-    Once a task has failed, earlier tasks still finish, later ones issue no more collectives, and the worker drops its
-    groups. That closes their connections, so a peer that waits for this rank gets an error at once.
+    Once a task has failed, earlier tasks still finish, and the worker then drops its groups: peers that wait for this
+    rank get an error at once.
 
-    The thread reads its events from a queue: a submitted task, a `_Command`, or the future of a collective that is
-    done. It keeps the executor alive until that is closed or abandoned.
+    The thread reads events from a queue: a submitted task, a `_Command`, or the future of a collective that is done.
 
     Args:
         transport: transport whose group carries the first collective of every task.
@@ -228,11 +211,7 @@ class WorkerExecutor(Executor):
         return submitted.future
 
     def close(self, timeout: float) -> None:
-        """Let the worker end once its tasks are done; at the interpreter's exit after ``timeout`` in any case.
-
-        No collective may end after the interpreter: this thread would return from C++, or gloo's call back into Python,
-        and either aborts the process.
-        """
+        """Let the worker end once its tasks are done; at the interpreter's exit after ``timeout`` in any case."""
         self._is_closed = True
         self._events.put(_Command.END)
         if self._thread is not threading.current_thread():
@@ -277,10 +256,7 @@ class WorkerExecutor(Executor):
             destroy(last)
 
     def _check_peers(self) -> None:
-        """Fail all tasks if another rank has left.
-
-        gloo may forget a collective whose connection has closed, so its end is no event to rely on.
-        """
+        """Fail all tasks if another rank has left: gloo may forget a collective whose connection has closed."""
         try:
             self._check()
         except RuntimeError as error:

@@ -24,14 +24,14 @@ class PiecewiseGraphs:
 
     An algorithm's first `WARM_UP_STEPS` steps run eagerly. The next one is captured, stretch by stretch, and replayed
     at once, because a capture runs nothing. Later steps replay the graphs and await the collectives of the captured
-    step, whose tensors lie in the workspace. Collectives are not captured.
+    step.
 
-    A graph repeats its launches with the arguments of the capture: the addresses of the workspace, of the algorithm's
-    memory, and all that the host has decided. So it serves one workspace, one owner of the memory, and one variant of
-    the algorithm. Numbers that change between steps must lie in device memory, where ``refresh`` replaces them.
+    A graph repeats its launches with the addresses and numbers of the capture: it serves one workspace, one owner of
+    the memory and one variant of the algorithm. Numbers that change must lie in device memory, where ``refresh``
+    replaces them.
 
-    Graphs are dropped when their owner is freed, and by `reset`. They share one memory pool: they run one after
-    another on one stream, and no temporary tensor outlives its stretch.
+    Graphs are dropped when their owner is freed, and by `reset`. They share one memory pool: they run one after another
+    on one stream, and no temporary tensor outlives its stretch.
     """
 
     def __init__(self) -> None:
@@ -92,8 +92,7 @@ class PiecewiseGraphs:
     def _capture(self, driver: Driver[None]) -> Stretch:
         """Capture the kernels up to the next collective, or to the end.
 
-        Without ``torch.cuda.graph``, which would synchronize with the device and free cached memory in the middle of a
-        backward.
+        ``torch.cuda.graph`` would synchronize with the device and free cached memory in the middle of a backward.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""A model of the executors: the end time of each bucket's exchange, from the durations of its parts.
+"""A model of the executors: the end time of each bucket's exchange, from the durations of its parts, in one unit.
 
 A bucket passes through the parts of its algorithm in bucket order, as in `gradwire.comm.executor.WorkerExecutor`:
 
@@ -7,7 +7,7 @@ A bucket passes through the parts of its algorithm in bucket order, as in `gradw
     last computation
 
 Messages leave the link one after another, first messages and later ones on links of their own. Every end is a maximum
-of sums of durations, so no end gets earlier if a duration gets longer. All times are in one unit.
+of sums of durations, so no end gets earlier if a duration gets longer.
 """
 
 from __future__ import annotations

@@ -23,11 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RanksMissing(RuntimeError):
-    """Some ranks did not join a store collective in time.
-
-    Attributes:
-        ranks: their numbers in the default group.
-    """
+    """Some ranks, ``ranks`` by their numbers in the default group, did not join a store collective in time."""
 
     def __init__(self, purpose: str, ranks: list[int], timeout: timedelta) -> None:
         who = f"ranks {ranks} have not made it" if ranks else "some ranks have not made it"
@@ -59,9 +55,9 @@ def store_all_gather(
 ) -> list[str]:
     """Return the value of every rank, a few kilobytes at most, in rank order. A collective call.
 
-    The n-th call on one rank joins the n-th call for the same purpose on every other rank. The first rank that has
-    seen all others, or has given up, decides the outcome for all. A rank that calls after a failed attempt joins the
-    next one. ``check`` is called every `POLL_SECONDS` while waiting and raises to end the wait.
+    The n-th call on one rank joins the n-th call for the same purpose on the others. The first rank that has seen all
+    others, or has given up, decides the outcome for all; a rank that comes after a failed attempt joins the next one.
+    ``check`` is called every `POLL_SECONDS` while waiting and raises to end the wait.
 
     Raises:
         RanksMissing: some ranks did not call within ``timeout``; names them.
@@ -100,9 +96,8 @@ def _has_failed(store: Store, attempt: str) -> bool:
 def wait_for_ranks(
     group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
-    """Wait until every rank has set its key in ``store``; return the default group's numbers of missing ranks.
-
-    ``check`` is called every `POLL_SECONDS` and raises to give up.
+    """Wait until every rank has set its key, or ``check`` raises; return the default group's numbers of
+    missing ranks.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:

@@ -25,12 +25,11 @@ class StreamExecutor(Executor):
         kernels        A1     A2     B1     D1     A3     B2     D2     B3     D3
         collectives        C1     C2    C1'           C3     C2'           C3'
 
-    So the order of the collectives depends on the order of the tasks only, as on a CPU: the first collective of a task
-    comes before the later ones of the task before it. A task goes on when the next one is submitted, when its future is
-    asked for the result, by `finish`, and at the end of the backward: C++ does not ask Python's futures, and no task
-    may follow, because the last bucket of a backward is skipped or exchanged elsewhere.
+    So the order of the collectives depends on the order of the tasks only, as on a CPU. A task goes on when the next
+    one is submitted, when its future is asked for the result, by `finish`, and at the end of the backward, because C++
+    does not ask Python's futures.
 
-    Once a task has failed, this rank issues no more collectives. So the task before it fails too, and all later ones.
+    Once a task has failed, this rank issues no more collectives: the task before it fails too, and all later ones.
     """
 
     def __init__(self, transport: GroupTransport, device: torch.device) -> None:

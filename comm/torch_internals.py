@@ -19,11 +19,7 @@ TESTED_TORCH = ("2.11", "2.15")  # the oldest and the newest release of docs/com
 
 @contextmanager
 def private_names() -> Iterator[None]:
-    """Name the release of PyTorch and the remedy if a private name is missing in the body.
-
-    Raises:
-        ImportError: a name is missing.
-    """
+    """Turn a missing private name in the body into an ImportError with the release of PyTorch and the remedy."""
     try:
         yield
     except (ImportError, AttributeError) as error:

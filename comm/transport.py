@@ -66,10 +66,9 @@ Algorithm = Coroutine[Collective, None, T]
 class Driver(Generic[T]):
     """Runs an algorithm's coroutine from one collective to the next.
 
-    Each stretch between collectives is a profiler range: "NAME, part 1", ... A range costs 0.2 us while no profiler
+    Each stretch between collectives is a profiler range, "NAME, part 1", ..., which costs 0.2 us while no profiler
     runs. `torch.profiler` records a CPU's worker thread only with
-    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``; `torch.autograd.profiler.emit_nvtx` turns all
-    ranges into NVTX ranges.
+    ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``.
 
     Args:
         algorithm: the coroutine; nothing else has awaited it.
@@ -122,12 +121,7 @@ class AllReduce(Collective):
     """An in-place all-reduce of tensors that may differ in dtype, one message per tensor.
 
     Two sparse all-reduces in flight on one gloo group corrupt the heap (PyTorch 2.13, docs/log/communication.md), so
-    each waits for the one before it.
-
-    Args:
-        tensors: the tensors. Modified in place. Values and indices of a sparse tensor count.
-        op: the reduction.
-        latest_sparse: the future of the transport's latest sparse all-reduce, if any.
+    each waits for ``latest_sparse``, the future of the transport's previous one.
     """
 
     def __init__(
@@ -167,10 +161,7 @@ class AllReduce(Collective):
 class Shot(Collective):
     """Half of a two-shot all-reduce over n ranks, one message per piece; see `Transport`.
 
-    Args:
-        target: [pieces, n, bytes], overwritten.
-        source: this rank's contribution, in as many pieces.
-        payload_bytes: this shot's part of the message.
+    ``target``, [pieces, n, bytes], is overwritten; ``source`` is this rank's contribution, in as many pieces.
     """
 
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
@@ -334,9 +325,8 @@ class GroupTransport(Transport):
         collective.run(self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective of CPU tensors and return one `dist.Work` per message.
-
-        ``group`` is a process group of the same ranks, by default the transport's own.
+        """Launch a collective of CPU tensors, by default on the transport's own group; returns one `dist.Work` per
+        message.
         """
         self.payload_bytes += collective.payload_bytes
         return collective.start(group or self.group)
@@ -420,9 +410,8 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
 
 
 def let_go_of_locals(error: BaseException | None) -> None:
-    """Clear the local variables in the traceback of ``error``.
-
-    A `dist.Work` among them would keep gloo's connections open; a future, which holds the error, would never be freed.
+    """Clear the local variables in the traceback of ``error``: they may hold gloo's connections open, or the error
+    itself.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

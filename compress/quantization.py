@@ -212,6 +212,7 @@ class QuantizedBucket:
             (wire, BlockTable([layouts[i] for i in members], options.block_size, [keys[i] for i in members]))
             for wire, members in self._members.items()
         ]
+        # The transport chooses the number of pieces by the size of an unsplit message.
         whole = MessageLayout(groups, transport.world_size)
         pieces = transport.pieces(transport.world_size * whole.cell_bytes)
         self.message_layout = MessageLayout(groups, transport.world_size, pieces)
@@ -267,10 +268,11 @@ class QuantizedBucket:
         sizes = [(numel, torch.uint8), (numel, torch.uint8), (layout.pieces * layout.cell_bytes, torch.uint8)]
         if self.errors is not None:
             sizes.append((self.errors.numel(), self.errors.dtype))
+        # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result, *buffers = workspace.wires(*sizes)
         pending = buffers[0] if buffers else None
         result = result.view(layout.result_shape)
-        result[:, :HEADER_BYTES].zero_()
+        result[:, :HEADER_BYTES].zero_()  # no non-finite sum so far
         n = len(layout.sections)
         errors = self.errors.split(self._sizes) if self.errors is not None else [None] * 2 * n
         after = pending.split(self._sizes) if pending is not None else [None] * 2 * n
@@ -297,12 +299,7 @@ class QuantizedBucket:
         )
 
     def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Views of the errors of the first shot in the gradients' shapes and strides, by parameter name.
-
-        Args:
-            errors: flat, beginning like `errors`.
-            names: parameter names.
-        """
+        """Views of the errors of the first shot, which begin the flat ``errors``, like the gradients, by name."""
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
         section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])

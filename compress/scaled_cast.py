@@ -65,21 +65,13 @@ class DelayedScaling:
 
 
 class BucketScale:
-    """The scale of one bucket, on its device.
-
-    Attributes:
-        exponent: int32 [2]: the exponent of the scale, and a flag: 1 once a gradient has determined
-            it.
-        scales: fp32 [2]: 2^exponent / world size to send, 2^-exponent to receive.
-        absmax: fp32 [1]: the largest magnitude of the current step.
-        transport: the one whose ranks have agreed on this scale; None before the first step.
-    """
+    """The scale of one bucket, on its device."""
 
     def __init__(self, exponent: Tensor) -> None:
-        self.exponent = exponent
-        self.scales = torch.empty(2, device=exponent.device)
-        self.absmax = torch.zeros(1, device=exponent.device)
-        self.transport: Transport | None = None
+        self.exponent = exponent  # int32 [2]: exponent of the scale, and 1 once a gradient has determined it
+        self.scales = torch.empty(2, device=exponent.device)  # 2^exponent / world size to send, 2^-exponent to receive
+        self.absmax = torch.zeros(1, device=exponent.device)  # largest magnitude of the current step
+        self.transport: Transport | None = None  # whose ranks have agreed on this scale; None before the first step
 
 
 async def scaled_cast_all_reduce(

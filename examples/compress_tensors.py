@@ -1,9 +1,9 @@
-"""Compress a list of tensors with PowerSGD in a single process: no DDP, no process group.
+"""Compress a list of tensors with PowerSGD in a single process, without DDP or a process group.
 
     python examples/compress_tensors.py
 
-Change the rank to see how the payload and the error of a single step change, and how error feedback corrects the error
-over several steps.
+Change the rank to see its effect on the payload and on the error of a single step. Over several steps, error feedback
+reduces the error of the mean result.
 """
 
 import torch
@@ -13,7 +13,7 @@ from gradwire.compress import LowRankBucket, LowRankPolicy, powersgd_all_reduce
 
 
 def main() -> None:
-    """Send the same gradients in 20 steps; print the error of the mean result, and the payload."""
+    """Compress the same gradients in 20 steps; print the error of the mean result and the payload."""
     torch.manual_seed(0)
     matrix = torch.randn(512, 16) @ torch.randn(16, 256)  # of rank 16
     convolution = (torch.randn(128, 8) @ torch.randn(8, 576)).view(128, 64, 3, 3)

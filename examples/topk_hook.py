@@ -1,6 +1,8 @@
-"""A compressor of your own: top-k with error feedback, which sends the largest elements of a bucket and keeps the rest.
+"""A custom compressor: top-k sends the largest elements of a bucket and keeps all others as errors for later steps.
 
-Run it with torchrun --nproc-per-node 2 examples/topk_hook.py
+    torchrun --nproc-per-node 2 examples/topk_hook.py
+
+The ranks run on the CPU, with gloo.
 """
 
 import math
@@ -16,14 +18,14 @@ from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 
 @dataclass(frozen=True)
 class TopKOptions:
-    """How much to send, and from which step on."""
+    """Options of `topk_hook`."""
 
-    density: float = 0.01  # the part of the elements to send
-    start_iter: int = 2  # plain steps before the first compressed one
+    density: float = 0.01  # fraction of the elements to send
+    start_iter: int = 2  # number of plain steps before the first compressed one
 
 
 class TopKState(HookState):
-    """The options of `topk_hook`, and what it has not sent yet."""
+    """Options and error memory of `topk_hook`."""
 
     memory: ClassVar = {"errors": Memory(merge="sum")}
 
@@ -33,12 +35,12 @@ class TopKState(HookState):
 
 @hook_for(TopKState)
 def topk_hook(state, bucket):
-    """Average a bucket: the largest elements of each rank."""
+    """Average the largest elements of each rank's bucket."""
     return state.run(bucket, lambda step: topk_all_reduce(step, state.options.density))
 
 
 async def topk_all_reduce(step: Step, density: float) -> None:
-    """Send the indices and values of the largest elements of gradient and error, and add up those of all ranks."""
+    """All-gather the largest elements of gradient + error, as indices and values, and add them up."""
     world_size, errors = step.transport.world_size, step.memory["errors"]
     share = torch.cat([gradient.flatten().float() for gradient in step.gradients]) / world_size
     total = share + torch.cat([error.flatten().float() for error in errors])
@@ -47,9 +49,9 @@ async def topk_all_reduce(step: Step, density: float) -> None:
     gathered = message.new_empty(1, world_size, message.numel())
     await step.transport.all_gather(gathered.view(torch.uint8), message[None].view(torch.uint8))
     result = torch.zeros_like(total)
-    for received in gathered.view(world_size, 2, len(indices)):  # in the order of the ranks: the same bits on all
+    for received in gathered.view(world_size, 2, len(indices)):  # in rank order: bitwise equal on all ranks
         result.index_add_(0, received[0], received[1].view(torch.float32))
-    is_finite = result.isfinite().all()  # on all ranks or on none
+    is_finite = result.isfinite().all()  # equal on all ranks
     unsent = total.index_fill(0, indices, 0)
     sizes = [error.numel() for error in errors]
     for error, values in zip(errors, unsent.split(sizes), strict=True):
@@ -59,7 +61,7 @@ async def topk_all_reduce(step: Step, density: float) -> None:
 
 
 def main():
-    """Train a model to copy its input."""
+    """Train a network to reproduce its input; rank 0 prints the loss."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))

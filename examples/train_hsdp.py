@@ -1,8 +1,9 @@
-"""Train a small network with HSDP: int4 between replicas, full precision between the shards of a replica.
+"""Train a small network with HSDP: gradients are sent in int4 between replicas, and in fp32 within a replica.
 
     torchrun --nproc-per-node 4 examples/train_hsdp.py
 
-Two replicas of two shards each. Each process uses one GPU if there are GPUs, and the CPU with gloo if there are none.
+The mesh has two replicas of two shards each. Each process uses one GPU if there are GPUs, and the CPU with gloo if
+there are none.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Train with 4-bit gradients, save, and resume on another number of ranks: the README's diff as a complete program.
+"""Train with 4-bit gradients, save, and resume on another number of ranks. This is the README's diff as a program.
 
     torchrun --nproc-per-node 2 examples/train_int4.py checkpoint.pt
     torchrun --nproc-per-node 3 examples/train_int4.py checkpoint.pt
@@ -33,7 +33,7 @@ def main(path: Path) -> None:
     state = QuantizationState(wire="int4")
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    dist.barrier()  # so that no rank saves while another still looks for the checkpoint
+    dist.barrier()  # no rank saves before all ranks have looked for the checkpoint
     if path.exists():
         saved = torch.load(path, weights_only=True)
         model.module.load_state_dict(saved["model"])

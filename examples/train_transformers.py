@@ -20,7 +20,7 @@ from gradwire.integrations.transformers import GradwireCallback
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Random sequences; the class is whether the first token is among the upper half of the vocabulary."""
+    """Random sequences; the label says whether the first token is in the upper half of the vocabulary."""
 
     def __init__(self) -> None:
         self.tokens = torch.randint(100, (2000, 16), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from gradwire.comm import Executor
 from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
-from gradwire.hooks._bucket import CommHook, GradBucket, ModelBucket, bucket_device, bucket_work, is_sparse
+from gradwire.hooks._bucket import CommHook, GradBucket, GradwireBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -39,10 +39,8 @@ class Method(NamedTuple):
 
 
 def make_method(name: str, process_group: dist.ProcessGroup | None, start: int) -> Method:
-    """The method that a candidate names, which compresses from step ``start`` on.
-
-    Raises:
-        ValueError: there is no candidate of that name.
+    """The method that a candidate names, which compresses from step ``start`` on; raises ValueError for
+    another name.
     """
     if name in CASTS:
         return Method(CastState(process_group), CASTS[name])
@@ -65,9 +63,9 @@ class CopiedBucket:
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
-            model_bucket = cast("ModelBucket", bucket)
-            self.process_group, self.hook_has_groups = model_bucket.process_group, model_bucket.hook_has_groups
-            self.model_parameters = model_bucket.model_parameters
+            ours = cast("GradwireBucket", bucket)
+            self.process_group, self.hook_has_groups = ours.process_group, ours.hook_has_groups
+            self.model_parameters = ours.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 
     def index(self) -> int:
@@ -141,8 +139,7 @@ def slowest_times(
 ) -> tuple[list[float], list[dict[str, Cost]]]:
     """`predicted_ms`' arguments for every candidate, from the times of the slowest rank. A collective call.
 
-    The plain candidate counts with its minimum time, all others with their median, so that background load favors the
-    plain one.
+    The plain candidate counts with its minimum time, all others with their median: background load favors it.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -170,12 +167,7 @@ def _samples(times: Sequence[Any]) -> Tensor:
 
 
 def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
-    """Milliseconds from the first complete gradient to the end of the last bucket's exchange.
-
-    Args:
-        ready: time at which each bucket is ready (ms), not decreasing.
-        costs: cost of each bucket's exchange.
-    """
+    """Milliseconds from the first complete gradient to the last result, of buckets that are ready at ``ready`` (ms)."""
     times = [BucketTimes((cost.encode, cost.decode), (cost.wire,), (0.0,)) for cost in costs]
     return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 

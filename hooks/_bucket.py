@@ -1,8 +1,8 @@
 """A bucket of either DDP, and `reduce_bucket`, which runs an algorithm on its gradients, in bucket order.
 
-A bucket of PyTorch's DDP is one flat buffer. A bucket of gradwire's DDP is a list of gradients. A hook marked with
-`zero_copy` reads and writes these gradients directly if the reducer calls it. If a wrapper calls it, the same hook gets
-the flat buffer and returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per parameter.
+A bucket of PyTorch's DDP is one flat buffer, a bucket of gradwire's a list of gradients. A hook marked with `zero_copy`
+reads and writes these gradients directly if the reducer calls it; if a wrapper calls it, it gets the flat buffer and
+returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per parameter.
 """
 
 import functools
@@ -48,23 +48,12 @@ def is_zero_copy(hook: Callable[..., object]) -> bool:
     return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
 
 
-class ModelBucket(Protocol):
-    """A bucket of gradwire's DDP, or a copy of one.
-
-    Attributes:
-        process_group: process group of the DDP; None before the reducer launches the bucket.
-        hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
-        model_parameters: all parameters that its DDP averages.
-    """
+class GradwireBucket(Protocol):
+    """The interface of gradwire's buckets in addition to PyTorch's; see `gradwire.reducer.bucket`."""
 
     process_group: dist.ProcessGroup | None
     hook_has_groups: bool
     model_parameters: Sequence[torch.Tensor]
-
-
-class ZeroCopyBucket(ModelBucket, Protocol):
-    """The interface of gradwire's buckets in addition to PyTorch's."""
-
     device: torch.device
     zero_copy: bool  # whether `source` and `target` may be used; else the bucket is a flat buffer
 
@@ -96,7 +85,7 @@ def is_sparse(bucket: GradBucket) -> bool:
 
 def bucket_device(bucket: GradBucket) -> torch.device:
     """The device of the bucket's gradients."""
-    return cast("ZeroCopyBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
+    return cast("GradwireBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
 
 
 def bucket_dtype(bucket: GradBucket) -> torch.dtype:
@@ -115,14 +104,11 @@ def real_layouts(bucket: GradBucket) -> list[torch.Tensor]:
 def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
     """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
 
-    Args:
-        bucket: a bucket of either DDP.
-        tables: layouts of flat buckets; a missing one is added.
-        layout: layout of the gradients in a flat buffer; None if the flat buffer need not be taken apart.
+    ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
     """
     if getattr(bucket, "zero_copy", False):
-        target = cast("ZeroCopyBucket", bucket).target()
-        return BucketWork(cast("ZeroCopyBucket", bucket).source(), target, target.tensors[0])
+        target = cast("GradwireBucket", bucket).target()
+        return BucketWork(cast("GradwireBucket", bucket).source(), target, target.tensors[0])
     buffer = bucket.buffer()
     key = (bucket.index(), buffer.numel(), buffer.dtype)
     if key not in tables:
@@ -184,8 +170,7 @@ def reduce_bucket(
 def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
     """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
 
-    Everything but the flattening happens in gloo's threads. A task in the executor, whose thread competes with the
-    backward for the interpreter lock, would gain nothing: nothing is computed after the collective.
+    Nothing is computed after it, so a task in the executor's thread would only compete for the interpreter lock.
     """
     device, connections = bucket_device(bucket), connections_of(process_group)
     transport = connections.transport("backward", device)
@@ -193,7 +178,7 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
         connections.start_step()
     source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
     if getattr(bucket, "zero_copy", False) and target.flat is None:
-        result = cast("ZeroCopyBucket", bucket).empty_buffer()
+        result = cast("GradwireBucket", bucket).empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
     source.flatten(wire, scale=1 / transport.world_size)
 
@@ -202,9 +187,6 @@ def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucke
         return result
 
     return transport.start_all_reduce(wire).then(finished)
-
-
-StateCheck = Callable[[str, object], None]  # takes the hook's name and its state
 
 
 def described(value: object) -> str:
@@ -223,39 +205,33 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
         )
 
 
-def needs_process_group(hook_name: str, state: object) -> None:
-    """Raise TypeError unless the state of a hook is a process group or None."""
-    check_process_group(state, f"The state of {hook_name}")
+def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
+    if dist.ProcessGroup in kinds:
+        check_process_group(state, f"The state of {hook_name}")
+        return
+    kind = kinds[0]
+    # PyTorch has some of gradwire's names, too.
+    what = f"{'a gradwire' if kind.__module__.startswith('gradwire.') else 'an instance of'} {kind.__name__}"
+    raise TypeError(
+        f"The state of {hook_name} is {described(state)}; expected {what}: "
+        f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
+    )
 
 
-def needs_state(kind: type) -> StateCheck:
-    """A check for `ddp_hook`: the state must be a ``kind``."""
+def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
+    """Decorate a hook to raise TypeError for a state of no such class, or a wrong bucket, before it does anything.
 
-    def check(hook_name: str, state: object) -> None:
-        if not isinstance(state, kind):
-            # PyTorch has some of gradwire's names, too.
-            what = "a gradwire" if kind.__module__.startswith("gradwire.") else "an instance of"
-            raise TypeError(
-                f"The state of {hook_name} is {described(state)}; expected {what} {kind.__name__}: "
-                f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
-            )
-
-    return check
-
-
-def needs_nothing(_: str, __: object) -> None:
-    """A check for `ddp_hook`: any state is accepted."""
-
-
-def ddp_hook(check_state: StateCheck) -> Callable[[Hook], Hook]:
-    """Decorate a hook to raise TypeError for a wrong state or bucket before it does anything."""
+    No class means any state. Where a process group will do, so will None.
+    """
 
     def decorate(hook: Hook) -> Hook:
         names = list(inspect.signature(hook).parameters)
 
         @functools.wraps(hook)
         def checked(*arguments: Any, **named: Any) -> Any:
-            check_state(checked.__name__, arguments[0] if arguments else named.get(names[0]))
+            state = arguments[0] if arguments else named.get(names[0])
+            if kinds and not isinstance(state, kinds):
+                _check_state(checked.__name__, state, kinds)
             bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
             if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
                 raise TypeError(

@@ -99,10 +99,8 @@ class DeclaredMemory(HookSettings):
         self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
 
     def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
-        """The result of `make_bucket`, for new buckets, which start from the memory of earlier ones.
-
-        Raises:
-            ValueError: loaded memory does not fit the model.
+        """The result of `make_bucket`, which starts from the memory of earlier buckets, or from loaded memory that
+        fits.
         """
         self.check_loaded(names)
         for entry, loaded in self._loaded.items():
@@ -396,11 +394,8 @@ class Checkpointed(DeclaredMemory):
         """Raise ValueError unless the entries of `counts` are valid."""
 
     def check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless loaded memory has the declared shapes.
-
-        Args:
-            memory: tensors by entry and parameter name.
-            layouts: layouts of the gradients known so far, by parameter name.
+        """Raise ValueError unless loaded memory has the declared shapes for these layouts of gradients, by parameter
+        name.
         """
         for entry, (_, _, shape_of) in self.memory.items():
             for name, tensor in memory[entry].items():

@@ -2,21 +2,19 @@
 
 Ranks with different options would sum unrelated numbers and drift apart without an error. Therefore:
 
-1. Each bucket calls `HookSettings.agree`. If the settings are those that all ranks of the process group have agreed
-   on for this model, it returns at once, after two look-ups and a comparison.
-2. Otherwise the ranks exchange a digest of the settings, of the replicated state, of the bucket's layout and of
-   gradwire's version. This happens at the first bucket of a model, after the state was loaded, after an option was
-   changed, and after ``resynchronize()``.
-   The exchange goes through the process group's store: no collective is issued, and nothing is modified before it.
-3. If the digests differ, every rank sees it. The ranks exchange the full text, and all raise the same error.
-
-If a rank does not join, because it runs another kind of hook or did not load its state, the others name it after a
-timeout.
+1. Each bucket calls `HookSettings.agree`, which returns at once if all ranks of the process group have agreed on these
+   settings for this model.
+2. Otherwise, at the first bucket of a model and after a load, a changed option or ``resynchronize()``, the ranks
+   exchange a digest of settings, replicated state, layout of the bucket and version, through the process group's store.
+   No collective is issued, and nothing is modified before it.
+3. If the digests differ, the ranks exchange the full text, and all raise the same error. If a rank does not join, the
+   others name it after a timeout.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -40,7 +38,7 @@ from gradwire.comm.store_collectives import (
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.hooks._bucket import (
     GradBucket,
-    ModelBucket,
+    GradwireBucket,
     bucket_device,
     bucket_dtype,
     check_process_group,
@@ -139,7 +137,7 @@ class HookSettings(Observed):
         if group is None:
             group = process_group or default_group()
         elif process_group is not None and process_group is not group:
-            group = _chosen_group(cast("ModelBucket", bucket), process_group)
+            group = _chosen_group(cast("GradwireBucket", bucket), process_group)
         own, generation, recorder = self.settings(), connections_of(group).generation, self._recorder
         settings = own if recorder is None else {**own, **recorder.settings()}
         agreements = self._agreed.setdefault(group, {})
@@ -179,6 +177,12 @@ class HookSettings(Observed):
         return group
 
 
+@functools.cache
+def settings_of(hook: str) -> HookSettings:
+    """The settings of a hook without a state."""
+    return HookSettings(hook)
+
+
 class _Agreement:
     """The agreement of all ranks of a process group on the settings of a hook."""
 
@@ -195,17 +199,22 @@ def digest(value: object) -> str:
     if isinstance(value, Mapping):
         for name, tensor in sorted(value.items()):
             hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-            hash_bytes(hashed, tensor)
+            _hash_bytes(hashed, tensor)
     else:
         hashed.update(repr(value).encode())
     return hashed.hexdigest()
 
 
-def hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
+def _hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
     """Update a hash with the bits of a tensor, in row-major order."""
     here = tensor.detach().to("cpu").contiguous()
     if here.numel() > 0:
         hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+
+
+def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str]) -> None:
+    """Raise RuntimeError on every rank unless the settings, with the name of the ``hook``, are equal on all."""
+    _compare(group, {"gradwire": __version__, **settings}, again=False)
 
 
 def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
@@ -228,7 +237,7 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
 
 
-def _chosen_group(bucket: ModelBucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
+def _chosen_group(bucket: GradwireBucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group that a hook on gradwire's DistributedDataParallel uses, if its own is another object."""
     own = bucket.process_group
     assert own is not None
@@ -245,14 +254,14 @@ def _parameters_in_pytorchs_ddp(
 ) -> Sequence[torch.Tensor]:
     """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
 
-    Raises:
-        ValueError: the DDP averages over other ranks than ``group``, and the group was not passed explicitly.
+    Raises ValueError if the DDP averages over other ranks than a group that was not passed explicitly.
     """
     parameters = bucket.parameters()
     wrappers = [ddp for ddp in registered_wrappers(None, parameters) if not hasattr(ddp, "resynchronize")]
     # Only DDPs with a hook of gradwire's: other hooks may have their own process groups.
     checked = [ddp for ddp in wrappers if is_default or any(is_gradwire_hook(hook) for hook, _ in ddp._comm_hooks)]
-    if checked and not any(_have_same_ranks(group, ddp.process_group) for ddp in checked):
+    ranks = set(dist.get_process_group_ranks(group))
+    if checked and not any(ranks == set(dist.get_process_group_ranks(ddp.process_group)) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
     return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
 
@@ -269,12 +278,12 @@ def check_pairing(state: object, hook: Callable[..., Any]) -> None:
 
 
 def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
-    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel.
+    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel,
+    ``group``.
 
-    A state without a process group takes ``group``. So does one with another group of the same ranks: gradwire's
-    connections belong to a group, and all of a model's fail and start again together. A state that may serve several
-    models is left as it is: `HookSettings.agree` chooses the group of each. A hook of the user's may pass its state to
-    several of gradwire's, with groups of their own.
+    A state without a process group takes ``group``, and so does one with another group of the same ranks: all of a
+    model's connections fail and start again together. A state that may serve several models, or that a user's hook may
+    pass on to several of gradwire's, is left as it is: `HookSettings.agree` chooses the group.
 
     Raises:
         ValueError: the state has or is a group of other ranks.
@@ -292,10 +301,6 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     if state.serves_one_model:
         state.process_group, state.follows_model = group, True
     return state
-
-
-def _have_same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
 def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:

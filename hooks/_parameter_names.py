@@ -41,11 +41,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """The plain name of every parameter of an unwrapped module.
-
-    Raises:
-        ValueError: two parameters have the same plain name.
-    """
+    """The plain name of every parameter of an unwrapped module; raises ValueError if two are the same."""
     names: dict[torch.Tensor, str] = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
     if len(set(names.values())) < len(names):
         raise ValueError(
@@ -72,13 +68,9 @@ def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) ->
 class ParameterNames:
     """The names of parameters, from the model passed to `bind` or found by `registered_module`.
 
-    PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of
-    first appearance: ``parameter.0``, ``parameter.1``, ... In PyTorch's first backward this order
-    depends only on the model, so numbers are equal on all ranks. They suffice to train, but not
-    for options by name or checkpoints.
-
-    Args:
-        state: the state that is registered with the hook.
+    PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of first appearance,
+    ``parameter.0``, ``parameter.1``, ..., which in PyTorch's first backward depends only on the model and is equal on
+    all ranks. Numbers suffice to train, but not for options by name or checkpoints.
     """
 
     def __init__(self, state: object) -> None:
@@ -161,11 +153,8 @@ class ParameterNames:
             raise self._unknown(needed_by)
 
     def of(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
-        """The names of the parameters of a bucket of PyTorch's DDP, in its order.
-
-        Args:
-            bucket: the bucket.
-            needed_by: returns the subject of the error message; None if numbers suffice.
+        """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
+        suffice.
         """
         parameters = bucket.parameters()
         names: list[str | None] = list(map(self._names.get, parameters))
@@ -196,10 +185,9 @@ class ParameterNames:
 
 
 def live_wrappers() -> list[TorchDDP]:
-    """All live DistributedDataParallel wrappers, PyTorch's, gradwire's and other subclasses.
+    """All live wrappers, PyTorch's, gradwire's and other subclasses, unless ``gc.freeze()`` hid them.
 
-    The search is one pass over all objects of Python's garbage collector: 50 ms for a million. It does not find objects
-    that ``gc.freeze()`` has hidden.
+    One pass over all objects of Python's garbage collector: 50 ms for a million.
     """
     kinds: list[type] = [TorchDDP]
     for kind in kinds:  # the list grows
@@ -209,11 +197,9 @@ def live_wrappers() -> list[TorchDDP]:
 
 
 def registered_wrappers(state: object, parameters: Sequence[torch.Tensor] = ()) -> list[TorchDDP]:
-    """The wrappers that may call a hook with ``state`` and these parameters.
+    """The live wrappers that hold ``state`` with a hook and have these parameters.
 
-    PyTorch's DDP keeps the registered (hook, state) pairs, so these are the live wrappers that hold ``state`` and have
-    the parameters. If none holds the state, because the user's own hook passes it on, these are all live wrappers with
-    a hook and these parameters; none without parameters.
+    If none holds the state, because the user's own hook passes it on: all with a hook and these parameters.
     """
     wanted = set(map(id, parameters))
     hooked = [ddp for ddp in live_wrappers() if getattr(ddp, "_comm_hooks", None)]

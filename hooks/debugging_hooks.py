@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks._bucket import GradBucket, bucket_work, ddp_hook, is_sparse, needs_nothing, zero_copy
+from gradwire.hooks._bucket import GradBucket, bucket_work, ddp_hook, is_sparse, zero_copy
 
 __all__ = ["noop_hook"]
 
 
 @zero_copy
-@ddp_hook(needs_nothing)
+@ddp_hook()
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: each rank keeps its own gradients.
 

@@ -19,12 +19,10 @@ from gradwire.hooks._bucket import (
     bucket_work,
     ddp_hook,
     is_sparse,
-    needs_nothing,
-    needs_process_group,
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._handshake import HookSettings, settings_of
 from gradwire.hooks.quantization_hooks import quantized_reduction
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-_SETTINGS = {name: HookSettings(name) for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")}
 _BLOCK_NUMEL = 64  # fp32 accumulation distributes blocks of this size over the ranks; 16-bit formats have no scales
 
 
@@ -82,11 +79,6 @@ class CastState(HookSettings):
         return {"hook": self.hook_name, "accumulate": self.accumulate}
 
 
-def _needs_cast_state(hook_name: str, state: object) -> None:
-    if state is not None and not isinstance(state, CastState | dist.ProcessGroup):
-        needs_process_group(hook_name, state)
-
-
 def _cast_hook(
     state: dist.ProcessGroup | CastState | None, bucket: GradBucket, dtype: torch.dtype | None, hook: str
 ) -> torch.futures.Future[torch.Tensor]:
@@ -95,7 +87,7 @@ def _cast_hook(
         state.hook_name = hook
         process_group, settings = state.process_group, state
     else:
-        process_group, settings = state, _SETTINGS[hook]
+        process_group, settings = state, settings_of(hook)
     if isinstance(state, CastState) and state.accumulate == "fp32":
         if dtype is None:
             raise ValueError(
@@ -116,7 +108,7 @@ def _cast_hook(
 
 
 @zero_copy
-@ddp_hook(_needs_cast_state)
+@ddp_hook(CastState, dist.ProcessGroup)
 def allreduce_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -133,7 +125,7 @@ def allreduce_hook(
 
 
 @zero_copy
-@ddp_hook(_needs_cast_state)
+@ddp_hook(CastState, dist.ProcessGroup)
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -155,7 +147,7 @@ def fp16_compress_hook(
 
 
 @zero_copy
-@ddp_hook(_needs_cast_state)
+@ddp_hook(CastState, dist.ProcessGroup)
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -176,9 +168,9 @@ def bf16_compress_hook(
     return _cast_hook(process_group, bucket, torch.bfloat16, "bf16_compress_hook")
 
 
-def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
+def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
     @zero_copy
-    @ddp_hook(needs_nothing)
+    @ddp_hook()
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         if is_sparse(bucket):
             return hook(hook_state, bucket)
@@ -196,6 +188,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
         return hook(hook_state, bucket).then(decompress)
 
+    wrapper.__name__ = wrapper.__qualname__ = name
     return wrapper
 
 
@@ -211,9 +204,7 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
         >>> model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))
     """
-    wrapper = _compress_wrapper(hook, torch.float16)
-    wrapper.__name__ = wrapper.__qualname__ = "fp16_compress_wrapper_hook"
-    return wrapper
+    return _compress_wrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
@@ -226,6 +217,4 @@ def bf16_compress_wrapper(hook: CommHook) -> CommHook:
         >>> state = PowerSGDState(process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=10)
         >>> model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     """
-    wrapper = _compress_wrapper(hook, torch.bfloat16)
-    wrapper.__name__ = wrapper.__qualname__ = "bf16_compress_wrapper_hook"
-    return wrapper
+    return _compress_wrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")

@@ -19,7 +19,7 @@ from torch.futures import Future
 from gradwire.comm import Algorithm, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.compress._validation import check_whole_number
-from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, needs_state, reduce_bucket, zero_copy
+from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, reduce_bucket, zero_copy
 from gradwire.hooks._checkpoint import MAX_COUNT, Checkpointed, Memory, check_count, option_values
 from gradwire.hooks._parameter_names import is_number, plain_name
 
@@ -66,32 +66,25 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     """
     if not (isinstance(kind, type) and issubclass(kind, HookState)):
         raise TypeError(f"hook_for was given {kind!r}; expected the class of the state: @hook_for(MyState).")
-    return lambda hook: zero_copy(ddp_hook(needs_state(kind))(hook))
-
-
-class Option:
-    """An option as an attribute of a state: reads ``state.options``, and replaces them when assigned."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, state: Any, kind: type | None = None) -> Any:
-        return self if state is None else getattr(state.options, self._name)
-
-    def __set__(self, state: Any, value: object) -> None:
-        if "options" not in vars(state):
-            raise AttributeError(
-                f"{self._name} is an option: pass it to super().__init__(), or assign it after that call."
-            )
-        state.options = replace(state.options, **{self._name: value})
+    return lambda hook: zero_copy(ddp_hook(kind)(hook))
 
 
 def with_option_attributes(options: type) -> Callable[[Options], Options]:
     """Decorate a state: every option is also an attribute, whose assignment validates all options together."""
 
+    def option(name: str) -> property:
+        def assign(state: Any, value: object) -> None:
+            if "options" not in vars(state):
+                raise AttributeError(
+                    f"{name} is an option: pass it to super().__init__(), or assign it after that call."
+                )
+            state.options = replace(state.options, **{name: value})
+
+        return property(operator.attrgetter(f"options.{name}"), assign)
+
     def decorate(kind: Options) -> Options:
         for each in fields(options):
-            setattr(kind, each.name, Option(each.name))
+            setattr(kind, each.name, option(each.name))
         return kind
 
     return decorate
@@ -220,7 +213,7 @@ class HookState(Checkpointed):
         self.expect_handshake()
 
     def continue_at(self, iteration: int) -> None:
-        """Let ``iteration`` be the number of the next step."""
+        """Set the number of the next step."""
         self._iter, self._is_counted = iteration, True
 
     def run(self, bucket: GradBucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
@@ -319,7 +312,8 @@ class HookState(Checkpointed):
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply options that were assigned or modified since the last step: make buckets anew, which keep the errors.
+        """Apply options that were assigned or modified since the last step: new buckets, which start from the old
+        errors.
 
         Raises:
             ValueError: an option has the wrong type or is out of range.

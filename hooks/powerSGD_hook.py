@@ -28,7 +28,7 @@ from gradwire.compress import (
 from gradwire.compress._validation import check_elements, check_flag, check_number, check_whole_number, wrong
 from gradwire.compress.policy import check_factors, check_size_of_factors
 from gradwire.compress.powersgd import error_like
-from gradwire.hooks._bucket import GradBucket, ddp_hook, needs_state
+from gradwire.hooks._bucket import GradBucket, ddp_hook
 from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, as_real, compute_dtype, gradient_layout, layout_in_dtype
@@ -313,7 +313,7 @@ class PowerSGDState(HookState):
         return made
 
     def _warn_if_idle(self) -> None:
-        """Warn after the first compressed step if it has compressed nothing, and tell why."""
+        """Warn, with the reason, if the first compressed step has compressed nothing."""
         if any(low_rank for _, low_rank in self._buckets.values()):
             return
         known = self._names.known()
@@ -325,7 +325,7 @@ class PowerSGDState(HookState):
             why = self.options.policy.why_nothing_is_compressed(layouts)
         warnings.warn(
             f"PowerSGD compresses nothing here: it sends all {numel:,} elements. {why} Otherwise use another hook: "
-            "fp16_compress_hook halves the bytes of any model.",
+            "fp16_compress_hook halves the bytes of fp32 gradients.",
             stacklevel=2,
         )
 
@@ -347,7 +347,7 @@ class PowerSGDState(HookState):
                 kept[name] = error_like(None, as_real(layout), dtype, name)
 
     def keeps(self, entry: str) -> bool:
-        """No entries besides those of `initialize`."""
+        """Whether further entries start from zeros: none, `initialize` has made them all."""
         return False
 
     def counts(self) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
-@ddp_hook(needs_state(PowerSGDState))
+@ddp_hook(PowerSGDState)
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Apply PowerSGD to the flat bucket as one nearly square matrix.
 

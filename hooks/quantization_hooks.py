@@ -1,8 +1,8 @@
 """Quantized all-reduce, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, and more.
 
-`quantization_hook` is gradwire's own: 1 to 16 bits per element, with error feedback. The two hooks with PyTorch's names
-send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other rank.
-gradwire's send as many bytes as a ring all-reduce of the quantized bucket, and have a scale per block of elements.
+`quantization_hook` is gradwire's own: 1.25 to 16 bits per element, with error feedback. The two hooks with PyTorch's
+names send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other
+rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
 """
 
 import weakref
@@ -25,13 +25,12 @@ from gradwire.hooks._bucket import (
     bucket_dtype,
     ddp_hook,
     is_sparse,
-    needs_process_group,
     real_layouts,
     reduce_bucket,
     zero_copy,
 )
 from gradwire.hooks._checkpoint import ERRORS
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._handshake import HookSettings, settings_of
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
@@ -182,13 +181,11 @@ class QuantizationState(HookState):
 
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
-_PER_TENSOR = HookSettings("quantization_pertensor_hook")
-_PER_CHANNEL: dict[int, HookSettings] = {}  # by block size
 
 
 @hook_for(QuantizationState)
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 1 to 16 bits per element, with error feedback.
+    """All-reduce the mean of the gradients in 1.25 to 16 bits per element, with error feedback.
 
     Blocks of ``block_size`` elements share a scale. Every rank quantizes its gradients and sends each
     rank one shard. It sums the shards that it receives in fp32, quantizes the sum, and sends it to all
@@ -216,7 +213,7 @@ def _quantized(step: Step) -> Algorithm[None]:
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -232,11 +229,12 @@ def quantization_pertensor_hook(
     Examples:
         >>> model.register_comm_hook(process_group, quantization_pertensor_hook)
     """
-    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, _PER_TENSOR)
+    settings = settings_of("quantization_pertensor_hook")
+    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, settings)
 
 
 @zero_copy
-@ddp_hook(needs_process_group)
+@ddp_hook(dist.ProcessGroup)
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
@@ -257,7 +255,7 @@ def quantization_perchannel_hook(
         >>> model.register_comm_hook(process_group, quantization_perchannel_hook)
     """
     check_block_size("bucket_size", bucket_size)
-    settings = _PER_CHANNEL.setdefault(bucket_size, HookSettings(f"quantization_perchannel_hook, {bucket_size}"))
+    settings = settings_of(f"quantization_perchannel_hook, {bucket_size}")
     return quantized_reduction(process_group, bucket, "int8", bucket_size, settings)
 
 

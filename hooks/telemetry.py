@@ -5,21 +5,9 @@ To start measuring, call `Observed.observe` of the hook's state on every rank::
     >>> report = to_tensorboard(SummaryWriter("runs/int4")) if dist.get_rank() == 0 else None
     >>> state.observe(every=50, exact_every=1000, report=report)
 
-`Observed.metrics`, and each report, is a dictionary of numbers about one step on this rank:
-
-- ``step``: steps since `Observed.observe`.
-- ``gradient_bytes``, ``sent_bytes``, ``compression_ratio``: payload before and after compression, and their ratio.
-  Of n ranks, each sends 2 (n - 1) / n times its payload over the network.
-- ``uncompressed_buckets``: buckets sent in full: with sparse gradients, without a matrix worth compressing, or before
-  compression starts; also buckets so small that padding and scales exceed the savings.
-- ``encode_ms``, ``wire_ms``, ``decode_ms``: computation up to the last collective, collectives including their queue,
-  and computation after the last collective; summed over the buckets. They overlap the backward pass.
-- ``residual_ratio``: norm of the error memory divided by norm of the result. It should level off. If it keeps growing,
-  the hook drops information faster than it sends it.
-- ``cosine``, ``relative_error``: of the result against the exact mean of this step's gradients, every ``exact_every``
-  steps. With error feedback, the result contains residuals of earlier steps, so a cosine of 0.3 to 0.9 is normal for
-  PowerSGD at low rank.
-- ``saturated_elements``, ``nonfinite_elements``, ``skipped_steps``: totals of `ScaledCastState`.
+`Observed.metrics`, and each report, is a dictionary of numbers about one step on this rank. docs/telemetry.md lists
+them: payload before and after compression, encode, wire and decode time, norm of the error memory, and the error
+against the exact mean.
 """
 
 from __future__ import annotations
@@ -95,7 +83,7 @@ def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
 
 
 class Observed:
-    """A hook state that can measure its steps. The module's docstring lists the metrics."""
+    """A hook state that can measure its steps. docs/telemetry.md lists the metrics."""
 
     _recorder: Stopwatch | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
 
@@ -233,12 +221,7 @@ class Stopwatch:
     ) -> Algorithm[T]:
         """The algorithm of a bucket, measured; its result has the same bits.
 
-        Args:
-            algorithm: its coroutine.
-            is_last: whether the bucket is the last one of its step.
-            device: device of the gradients.
-            work: source and target; None for a sparse bucket, which is never compressed.
-            transport: transport of the algorithm.
+        ``work`` is its source and target, None for a sparse bucket, and ``transport`` the transport of the algorithm.
         """
         self.timelines.append(timeline := Timeline(device))
         return timeline.measured(algorithm)
@@ -349,7 +332,7 @@ class Sample:
         return self._copied is not None and self._copied.is_past()
 
     def metrics(self) -> dict[str, float]:
-        """The measurements, named as `gradwire.hooks.telemetry` lists them."""
+        """The measurements, named as docs/telemetry.md lists them."""
         sums = dict(zip(self._sums, self._values.tolist(), strict=True))
         sent = [timeline.sent_bytes for timeline in self._timelines]
         gradient_bytes, sent_bytes = sum(self._gradient_bytes), sum(sent)

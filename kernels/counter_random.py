@@ -40,24 +40,18 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def random_bits(key: int | Tensor, step: Tensor, index: Tensor) -> Tensor:
-    """The 24 random bits of the stream (key, step) at the indices ``index``: int64, in the shape of ``index``.
-
-    Args:
-        key: a signed 64-bit number, or an int64 tensor of them that broadcasts with ``index``.
-        step: int64, one element, on the device of ``index``.
-        index: int64.
-    """
+    """24 random bits for each element of ``index``: int64. ``key`` is an int64 number or broadcasts with ``index``."""
     stream = _mix(step * GAMMA + key)
     return _shift_right(_mix(stream + (index + 1) * GAMMA), 40)
 
 
 def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
-    """The numbers of the stream (key, step) at the indices ``index``: fp32, in the shape of ``index``.
+    """u(key, step, index) for each element of ``index``: fp32, in (-1, 1), never 0.
 
     Args:
-        key: a signed 64-bit number.
+        key: signed 64-bit number (`random_key`).
         step: int64, one element, on the device of ``index``.
-        index: int64.
+        index: int64, any shape.
     """
     return (random_bits(key, step, index).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
 
@@ -75,7 +69,7 @@ def random_bits_triton(
     step,
     index,  # [BLOCK]
 ):
-    """`random_bits` in Triton: uint64. All three arguments are int64."""
+    """`random_bits` in Triton: uint64, [BLOCK]. All arguments are int64."""
     gamma: tl.constexpr = 0x9E3779B97F4A7C15
     stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
     return _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma) >> 40
@@ -87,5 +81,5 @@ def uniform_triton(
     step,
     index,  # [BLOCK]
 ):
-    """`uniform` in Triton. All three are int64."""
+    """`uniform` in Triton: fp32, [BLOCK]. All arguments are int64."""
     return (random_bits_triton(key, step, index).to(tl.float32) * 1.1920928955078125e-07 - 1.0) + 5.9604644775390625e-08

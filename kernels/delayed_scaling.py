@@ -42,10 +42,10 @@ def update_scale_reference(
     """`update_scale` in plain PyTorch."""
     current, calibrated = exponent.unbind()
     finite = absmax.isfinite().squeeze()
-    e = (torch.frexp(absmax).exponent.squeeze() - 1).clamp(min=-126)
+    e = (torch.frexp(absmax).exponent.squeeze() - 1).clamp(min=-126)  # as the kernel reads it from the bits
     target = top - 1 - margin - e
     grown = torch.where(calibrated > 0, torch.minimum(target, current + growth), target)
-    reached = e + current >= top - 1
+    reached = e + current >= top - 1  # absmax 2^exponent is in the binade of limit / 2, or above
     lowered = torch.minimum(grown, current) - backoff
     is_zero = absmax.squeeze() == 0
     update = finite & ~is_zero

@@ -84,6 +84,7 @@ def flatten_cpu(
 ) -> None:
     """`flatten` on a CPU. The limit is one that the wire and the arithmetic can represent."""
     scale = float(scale)
+    # Finite elements that do not grow, in their own dtype, cannot saturate: no need to look at them.
     if table.dtype == out.dtype and counters is None and abs(scale) <= 1 and limit >= torch.finfo(out.dtype).max:
         _scale(tensors, table, out, scale)
         return
@@ -94,12 +95,13 @@ def flatten_cpu(
         x = scratch[: run.stop - run.start]
         if x.numel() == 0:
             continue
-        if run.is_slice and table.dtype == scratch.dtype:
+        if run.is_slice and table.dtype == scratch.dtype:  # one pass less
             torch.mul(members[0], multiplier, out=x)
         else:
             torch._foreach_copy_(views, members)
             x.mul_(multiplier)
         wire = out[run.start : run.stop]
+        # Optimistic: saturation is rare, and its exact treatment takes several more passes.
         if _all_within(x, limit):
             wire.copy_(x if x.dtype == wire.dtype else x.float())
         else:
@@ -133,7 +135,7 @@ def unflatten_cpu(
 ) -> None:
     """`unflatten` on a CPU."""
     scale = float(scale)
-    if scale == 1 and absmax is None:
+    if scale == 1 and absmax is None:  # a copy casts by itself
         torch._foreach_copy_(table.real(tensors), table.views(wire))
         return
     scratch = table.scratch(compute_dtype(wire.dtype, table.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,7 @@ def _saturating_cast(
     COMPUTE: tl.constexpr,
     WIRE: tl.constexpr,
 ):
-    """Scale, saturate and cast.
-
-    Also return a mark per element: 1 if it is not finite, 2^16 if it saturated, else 0.
-    """
+    """The wire elements, and a mark for each: 1 if it is not finite, 2^16 if it saturated, else 0."""
     x = x.to(COMPUTE)
     scaled = x * scale
     finite = tl.abs(x) < float("inf")
@@ -164,6 +162,32 @@ def _unflatten_kernel(
     unflatten_chunk(table_ptr, wire_ptr, absmax_ptr, n_segments, n_chunks, chunk, multiplier, TARGET, COMPUTE, CHUNK)
 
 
+def _launch(
+    kernel: Any,
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    wire: Tensor,
+    scale: float | Tensor,
+    compute: torch.dtype,
+    **arguments: Any,
+) -> None:
+    """Launch a kernel with a program for each chunk of the bucket."""
+    is_tensor = isinstance(scale, Tensor)
+    with torch.cuda.device_of(wire):
+        kernel[(table.n_chunks,)](
+            table_ptr=table.packed(tensors),
+            wire_ptr=wire,
+            scale_ptr=scale if is_tensor else None,
+            n_segments=len(table),
+            n_chunks=table.n_chunks,
+            scale=1.0 if is_tensor else scale,
+            COMPUTE=triton_dtype(compute),
+            CHUNK=CHUNK_NUMEL,
+            num_warps=NUM_WARPS,
+            **arguments,
+        )
+
+
 def flatten_triton(
     tensors: Sequence[Tensor],
     table: SegmentTable,
@@ -173,40 +197,14 @@ def flatten_triton(
     counters: Tensor | None,
 ) -> None:
     """`flatten` in one launch."""
-    is_tensor = isinstance(scale, Tensor)
-    with torch.cuda.device_of(out):
-        _flatten_kernel[(table.n_chunks,)](
-            table_ptr=table.packed(tensors),
-            scale_ptr=scale if is_tensor else None,
-            wire_ptr=out,
-            counters_ptr=counters,
-            n_segments=len(table),
-            n_chunks=table.n_chunks,
-            scale=1.0 if is_tensor else scale,
-            limit=limit,
-            SOURCE=triton_dtype(table.dtype),
-            COMPUTE=triton_dtype(compute_dtype(table.dtype)),
-            CHUNK=CHUNK_NUMEL,
-            num_warps=NUM_WARPS,
-        )
+    compute, source = compute_dtype(table.dtype), triton_dtype(table.dtype)
+    _launch(_flatten_kernel, tensors, table, out, scale, compute, counters_ptr=counters, limit=limit, SOURCE=source)
 
 
 def unflatten_triton(
     wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
 ) -> None:
     """`unflatten` in one launch."""
-    is_tensor = isinstance(scale, Tensor)
-    with torch.cuda.device_of(wire):
-        _unflatten_kernel[(table.n_chunks,)](
-            table_ptr=table.packed(tensors),
-            wire_ptr=wire,
-            scale_ptr=scale if is_tensor else None,
-            absmax_ptr=None if absmax is None else absmax.view(torch.int32),
-            n_segments=len(table),
-            n_chunks=table.n_chunks,
-            scale=1.0 if is_tensor else scale,
-            TARGET=triton_dtype(table.dtype),
-            COMPUTE=triton_dtype(compute_dtype(wire.dtype, table.dtype)),
-            CHUNK=CHUNK_NUMEL,
-            num_warps=NUM_WARPS,
-        )
+    compute, target = compute_dtype(wire.dtype, table.dtype), triton_dtype(table.dtype)
+    bits = None if absmax is None else absmax.view(torch.int32)
+    _launch(_unflatten_kernel, tensors, table, wire, scale, compute, absmax_ptr=bits, TARGET=target)

@@ -67,7 +67,7 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
             m = m + operands.error[i]
         if operands.keep:
             operands.target[i].copy_(m)
-        p_i.copy_(scale * (q_i @ m.t()))
+        p_i.copy_(scale * (q_i @ m.t()))  # P = M Q, transposed
 
 
 def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
@@ -160,6 +160,7 @@ def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     for i, (q_i, product, p_i) in enumerate(products):
         by_rows = [operands.source[i], operands.target[i], *([] if error is None else [error[i]])]
         for source, target, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, product):
+            # P = Q M^T block by block: the columns of a factor stored transposed are rows of M.
             m = _add(source, error_blocks, table.scratch[i])
             torch.mm(q_i, m.t(), out=columns)
             if keep:
@@ -174,7 +175,7 @@ def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> N
     products = zip(table.p.cached_views(p), _products(table.q, q, table.compute), table.q.cached_views(q), strict=True)
     for i, (p_i, product, q_i) in enumerate(products):
         by_rows = [(operands.target if operands.keep else operands.source)[i], *([] if error is None else [error[i]])]
-        product.zero_()
+        product.zero_()  # a sum over the blocks, in their order
         for m, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
             torch.addmm(product, columns, _add(m, error_blocks, table.scratch[i]), out=product)
         torch.mul(product, scale, out=q_i)
@@ -195,7 +196,7 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
         for layout, factor in ((table.p, p), (table.q, q))
     ]
     for i, (p_i, q_i, is_finite) in enumerate(zip(*factors, finite.tolist(), strict=True)):
-        if not is_finite:
+        if not is_finite:  # on some rank: E stays as it was, on all ranks
             operands.target[i].fill_(torch.nan)
             continue
         by_rows = [operands.source[i], operands.target[i], *([] if operands.error is None else [operands.error[i]])]
@@ -203,10 +204,10 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
             product = torch.mm(columns.t(), q_i, out=table.scratch[i][: len(target)])
             if table.dtype != table.compute:
                 product.clamp_(-table.limit, table.limit)
-            if operands.keep:
+            if operands.keep:  # the target still holds M: E first, then the result
                 torch.sub(target, product, out=error_blocks[0])
                 target.copy_(product)
-            elif error_blocks:
+            elif error_blocks:  # G + E, minus the result as it was rounded by the store
                 error_blocks[0].add_(source).sub_(target.copy_(product))
             else:
                 target.copy_(product)
@@ -216,11 +217,12 @@ def renew_cpu(
     wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
     """`renew` on a CPU."""
+    # In fp64, squares of fp32 and bf16 numbers neither overflow nor underflow: no scaling is needed before the norm.
     rows, targets = layout.views(wire.to(torch.float64, copy=True)), layout.cached_views(following)
     norms = [torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in rows]
     smallest, largest = torch.aminmax(torch.cat(norms))
     if not (SAFE_NORMS[0] < smallest.item() and largest.item() < SAFE_NORMS[1] and finite.all()):
-        easy = []
+        easy = []  # factors for the common path below
         for i, norm in enumerate(norms):
             if not ((norm > SAFE_NORMS[0]) & (norm < SAFE_NORMS[1])).all():
                 finite[i] *= rows[i].isfinite().all()

@@ -17,7 +17,7 @@ from gradwire.kernels.counter_random import uniform_triton
 from gradwire.kernels.dispatch import jit, kernel, tl, triton_dtype
 from gradwire.kernels.flatten import unflatten
 from gradwire.kernels.flatten_triton import unflatten_chunk
-from gradwire.kernels.lowrank_triton import as_aligned, load_m
+from gradwire.kernels.lowrank_triton import as_aligned, load_m, strip_arguments
 from gradwire.kernels.matrix_table import (
     ELEMENTWISE_RANK,
     FactorLayout,
@@ -25,8 +25,6 @@ from gradwire.kernels.matrix_table import (
     Operands,
     Uncompressed,
     padded_rank,
-    strips,
-    tiling,
 )
 from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
@@ -126,6 +124,7 @@ def renew_row(
     """One row of the next factor: of unit norm, and random where the row is zero."""
     factor, length, offset, first, key = load_fields(rows_ptr, n_rows, row, 0, 5)
     step = tl.load(step_ptr)
+    # `_norms_kernel`, an earlier launch, has cleared the flag of a factor that is not finite: its last value stays.
     if tl.load(finite_ptr + factor) > 0:
         top = tl.load(norms_ptr + row)
         norm = tl.load(norms_ptr + (n_rows + row))
@@ -188,6 +187,7 @@ def _reconstruct_strip(
     mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
     p_columns = tl.tuple(())
     p = 0.0
+    # P is loaded once: it stays in registers while the strip runs along the columns of M.
     if ELEMENTWISE:
         for r in tl.static_range(RANK):
             p_r = tl.load(p_ptr + (r * rows + row) + offs_n, mask=mask_n & (r < rank), other=0)  # [ROWS, 1]
@@ -256,6 +256,7 @@ def _reconstruct_kernel(
 ):
     """One strip of the result and of the error memory, or a row of the next factor."""
     program = tl.program_id(0).to(tl.int64)
+    # Factors are small: their programs fill the tail of the launch, and cost no launch of their own.
     if wire_ptr is not None and program >= n_programs:
         row = program - n_programs
         renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
@@ -293,11 +294,7 @@ def _norms(
     advance_to: int | None = None,
     unpack: Uncompressed | None = None,
 ) -> dict[str, Any]:
-    """The norms of the rows to renew, in one launch; arguments as in `renew` and `Operands`.
-
-    Returns:
-        The arguments of `renew_row`, except the row.
-    """
+    """The norms of the rows to renew, in one launch. Returns the arguments of `renew_row`, except the row."""
     rows = layout.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(layout, keys))
     n_rows, n_unpacks = rows.shape[1], 0 if unpack is None else unpack.table.n_chunks
     row_arguments = {
@@ -345,22 +342,10 @@ NO_ROWS: dict[str, Any] = {
 
 
 def _plan(table: MatrixTable) -> dict[str, Any]:
-    """The arguments that launches have in common from step to step."""
-    rank, cut = padded_rank(table), tiling(table)
-    strip_table = table.on_device.get(("strips", True), table.device, lambda: strips(table, to_p=True))
-    return {
-        "layout_ptr": table.packed(),
-        "strips_ptr": strip_table,
-        "n_matrices": len(table),
-        "n_programs": strip_table.shape[1],
-        "SOURCE": triton_dtype(table.dtype),
-        "LIMIT": table.limit,
-        "ELEMENTWISE": rank <= ELEMENTWISE_RANK,
-        "RANK": rank,
-        "ROWS": cut.rows,
-        "COLUMNS": cut.columns,
-        "num_warps": 4 if rank <= ELEMENTWISE_RANK else 8,
-    }
+    """The arguments that all steps share."""
+    is_elementwise = padded_rank(table) <= ELEMENTWISE_RANK
+    own = {"LIMIT": table.limit, "ELEMENTWISE": is_elementwise, "num_warps": 4 if is_elementwise else 8}
+    return strip_arguments(table, to_p=True) | own
 
 
 def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:

@@ -131,7 +131,7 @@ def _multiply_elementwise(
     stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
-    offs = offs_n * stride + offs_m
+    offs = offs_n * stride + offs_m  # [ROWS, COLUMNS]
     totals = tl.tuple(())
     for _ in tl.static_range(RANK):
         totals += (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),)
@@ -146,7 +146,7 @@ def _multiply_elementwise(
         m = load_m(memory, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
         if KEEP and TO_P:
             keep_m(memory[1], first_m, offs, mask, m, SOURCE, ALIGNED)
-        added = tl.tuple(())
+        added = tl.tuple(())  # a loop carries a tuple as a whole: its elements cannot be replaced one by one
         for r in tl.static_range(RANK):
             # The columns added to the rank are copies of the last, whose sums are not stored.
             column_ptr = factor.to(tl.pointer_type(tl.float32)) + (tl.minimum(r, rank - 1) * across + start)
@@ -190,7 +190,7 @@ def _multiply_dot(
     stride = as_aligned(columns.to(tl.int32), ALIGNED)
     offs_block = tl.arange(0, BLOCK)
     offs_r = tl.arange(0, WIDTH)
-    offs = offs_block[:, None] * stride + offs_block[None, :]
+    offs = offs_block[:, None] * stride + offs_block[None, :]  # [BLOCK, BLOCK]
     factor_ptr = factor.to(tl.pointer_type(tl.float32))
     totals = tl.tuple(())
     for _ in tl.static_range(RANK // WIDTH):
@@ -359,29 +359,31 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Number of elements of the partial sums, and the arguments of the two kernels that all steps share."""
-    device = table.device
-    strip_table = table.on_device.get(("strips", to_p), device, lambda: strips(table, to_p))
-    chunk_table = table.on_device.get(("chunks", to_p), device, lambda: chunks(table, to_p, SUM_NUMEL))
-    rank, cut, precision = padded_rank(table), tiling(table), dot_precision(table)
-    n_partials = sum(
-        -(-across // length) * size
-        for (_, across, length), size in zip(sides(table, to_p), (table.p if to_p else table.q).sizes, strict=True)
-    )
-    multiply = {
+def strip_arguments(table: MatrixTable, to_p: bool) -> dict[str, Any]:
+    """The arguments of a kernel whose programs work through strips, for all steps."""
+    cut = tiling(table)
+    strip_table = table.on_device.get(("strips", to_p), table.device, lambda: strips(table, to_p))
+    return {
         "layout_ptr": table.packed(),
         "strips_ptr": strip_table,
         "n_matrices": len(table),
         "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
-        "TO_P": to_p,
-        "PRECISION": precision,
-        "RANK": rank,
-        "DOT_WIDTH": DOT_WIDTH,
+        "RANK": padded_rank(table),
         "ROWS": cut.rows,
         "COLUMNS": cut.columns,
-        "num_warps": 4 if rank <= 16 else 8,
+    }
+
+
+def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Number of elements of the partial sums, and the arguments of the two kernels, for all steps."""
+    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
+    last, precision = sides(table, to_p)[-1], dot_precision(table)
+    multiply = strip_arguments(table, to_p) | {
+        "TO_P": to_p,
+        "PRECISION": precision,
+        "DOT_WIDTH": DOT_WIDTH,
+        "num_warps": 4 if padded_rank(table) <= 16 else 8,
         "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
     }
     add = {
@@ -395,7 +397,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str
         "PACK": CHUNK_NUMEL,
         "num_warps": 8,
     }
-    return n_partials, multiply, add
+    return last.start + last.n_strips * last.size, multiply, add
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:

@@ -39,19 +39,12 @@ ELEMENTWISE_RANK = 8
 
 
 class Tiling(NamedTuple):
-    """How the kernels cut matrices.
+    """How the kernels cut matrices into tiles and strips. Lengths of strips are approximate."""
 
-    Attributes:
-        rows: rows of a tile of M.
-        columns: columns of a tile of M.
-        strip_rows: the number of rows that a program for Q sums over, about.
-        strip_columns: the number of columns that a program for P, or for the result, works through, about.
-    """
-
-    rows: int
-    columns: int
-    strip_rows: int
-    strip_columns: int
+    rows: int  # of a tile of M
+    columns: int  # of a tile of M
+    strip_rows: int  # that a program for Q sums over
+    strip_columns: int  # that a program for P, or for the result, works through
 
 
 # A tile of 8 elements a thread: with 16, the registers of `project` leave room for 12 warps on a multiprocessor, not
@@ -236,17 +229,26 @@ def tiling(table: MatrixTable) -> Tiling:
     return ELEMENTWISE if padded_rank(table) <= ELEMENTWISE_RANK else DOT
 
 
-def sides(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int]]:
-    """For each matrix: the length of a side of the result, the length that strips cut, and the length of a strip.
+class Side(NamedTuple):
+    """How a product cuts one matrix into strips, each of which gives a partial sum of a factor."""
 
-    Strips are whole tiles, about as long as `Tiling` says, and as nearly equal as tiles allow.
-    """
-    cut, found = tiling(table), []
+    along: int  # length of a column of the factor that is computed
+    across: int  # length that the product sums over, and that strips cut
+    strip: int  # length of a strip: whole tiles, about as long as `Tiling` says, as nearly equal as tiles allow
+    n_strips: int
+    size: int  # elements of the factor, and of a partial sum
+    start: int  # of the first partial sum
+
+
+def sides(table: MatrixTable, to_p: bool) -> list[Side]:
+    """A `Side` for each matrix."""
+    cut, found, start = tiling(table), [], 0
     tile, wanted = (cut.columns, cut.strip_columns) if to_p else (cut.rows, cut.strip_rows)
     for m in table.matrices:
         along, across = (m.rows, m.columns) if to_p else (m.columns, m.rows)
-        n_strips = min(-(-across // wanted), MAX_STRIPS)
-        found.append((along, across, -(-across // (n_strips * tile)) * tile))
+        strip = -(-across // (min(-(-across // wanted), MAX_STRIPS) * tile)) * tile
+        found.append(Side(along, across, strip, -(-across // strip), m.rank * along, start))
+        start += found[-1].n_strips * found[-1].size
     return found
 
 
@@ -256,15 +258,13 @@ def strips(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int, int, int
     Fields: matrix; first row for P, or column for Q; first and last column of the strip for P, or row for Q; start of
     the partial sum.
     """
-    cut, programs, base = tiling(table), [], 0
-    block = cut.rows if to_p else cut.columns
-    for i, (along, across, length) in enumerate(sides(table, to_p)):
-        size = table.matrices[i].rank * along
-        for first in range(0, along, block):
-            for s, begin in enumerate(range(0, across, length)):
-                programs.append((i, first, begin, min(begin + length, across), base + s * size))
-        base += -(-across // length) * size
-    return programs
+    block = tiling(table).rows if to_p else tiling(table).columns
+    return [
+        (i, first, begin, min(begin + side.strip, side.across), side.start + k * side.size)
+        for i, side in enumerate(sides(table, to_p))
+        for first in range(0, side.along, block)
+        for k, begin in enumerate(range(0, side.across, side.strip))
+    ]
 
 
 def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, int, int, int]]:
@@ -273,32 +273,23 @@ def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, i
     Fields: start of the chunk in its factor, size of the factor, number of strips, start of the factor's partial sums,
     offset of the factor in the packed result.
     """
-    layout, programs, base = table.p if to_p else table.q, [], 0
-    for i, (_, across, length) in enumerate(sides(table, to_p)):
-        size, n_strips = layout.sizes[i], -(-across // length)
-        programs += [(start, size, n_strips, base, layout.offsets[i]) for start in range(0, size, chunk)]
-        base += n_strips * size
-    return programs
+    offsets = (table.p if to_p else table.q).offsets
+    return [
+        (first, side.size, side.n_strips, side.start, offset)
+        for side, offset in zip(sides(table, to_p), offsets, strict=True)
+        for first in range(0, side.size, chunk)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class Uncompressed:
-    """The gradients of a bucket that are sent uncompressed, next to the factors.
+    """The gradients of a bucket that are sent uncompressed, next to the factors."""
 
-    Attributes:
-        table: their layout.
-        source: the gradients.
-        target: where the result goes. May be the source.
-        wire: 1-D, ``table.numel`` elements of the gradients' dtype.
-        sent_with: layout of the factors that are sent at the same time, P or Q. The product that computes them also
-            writes these gradients onto the wire.
-    """
-
-    table: SegmentTable
-    source: Sequence[Tensor]
-    target: Sequence[Tensor]
-    wire: Tensor
-    sent_with: FactorLayout
+    table: SegmentTable  # layout of the gradients
+    source: Sequence[Tensor]  # the gradients
+    target: Sequence[Tensor]  # where the mean goes; may be ``source``
+    wire: Tensor  # 1-D, ``table.numel`` elements of the gradients' dtype
+    sent_with: FactorLayout  # the factors in the same message, P or Q: their product also writes ``wire``
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError unless the source, or target, and the wire fit the table."""
@@ -313,19 +304,12 @@ class Uncompressed:
 
 
 class Renewal(NamedTuple):
-    """The factors, P or Q, that `reconstruct` renews for the next step.
-
-    Attributes:
-        layout: layout of the factors.
-        following: the packed factors of the next step. Overwritten.
-        step: int64, one element, on the device: the number of the step, for the random columns. Modified.
-        advance_to: new value of ``step``; None: one more than it is, as in a CUDA graph, which repeats numbers.
-    """
+    """The factors, P or Q, that `reconstruct` renews for the next step."""
 
     layout: FactorLayout
-    following: Tensor
-    step: Tensor
-    advance_to: int | None
+    following: Tensor  # packed factors of the next step. Overwritten
+    step: Tensor  # int64, one element, on the device: number of the step, for the random columns. Modified
+    advance_to: int | None  # new value of ``step``; None adds 1, as a CUDA graph must, which repeats numbers
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,6 +66,7 @@ def orthogonalize_cpu(wire: Tensor, layout: FactorLayout, out: Tensor, finite: T
     """`orthogonalize` on a CPU: Cholesky QR in fp64. G = P P^T = L L^T, P <- L^-1 P, for factors stored transposed."""
     sources, targets, largest_loss = layout.cached_views(wire), layout.cached_views(out), tolerance(out.dtype)
     finite.fill_(1)
+    # The r x r work is batched over factors of one rank; products with r x n are not, for the bits.
     for rank in sorted(set(layout.ranks)):
         members = [i for i, each in enumerate(layout.ranks) if each == rank]
         gram, scale = _unit_gram([sources[i] for i in members])
@@ -79,7 +80,7 @@ def orthogonalize_cpu(wire: Tensor, layout: FactorLayout, out: Tensor, finite: T
         for k in hard:
             i = members[k]
             rows = sources[i].double()
-            if not rows.isfinite().all():
+            if not rows.isfinite().all():  # found only here: its Gram matrix has no Cholesky factor
                 targets[i].fill_(torch.nan)
                 finite[i] = 0
             elif errors[k] < TWO_ROUNDS_ERROR:

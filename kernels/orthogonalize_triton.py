@@ -114,13 +114,14 @@ def _gram_schmidt_kernel(
         is_c = offs_r == c
         column = tl.sum(tl.where(is_c[:, None], p, 0.0), axis=0)  # [LENGTH]
         norm = tl.sqrt(tl.sum(column * column, axis=0))
-        for _ in tl.static_range(2):
+        for _ in tl.static_range(2):  # the remainder of the first time can be mostly rounding error
             products = tl.where(offs_r < c, tl.sum(p * column[None, :], axis=1), 0.0)  # [RANK]
             column -= tl.sum(p * products[:, None], axis=0)
         remainder = tl.sqrt(tl.sum(column * column, axis=0))
         column = tl.where(remainder > TOLERANCE * norm, column / _or_one(remainder), 0.0)
         p = tl.where(is_c[:, None], column[None, :], p)
     p = tl.where(n_bad > 0, float("nan"), p)
+    # Again, so that neither these nor the mask occupy registers in the loop.
     rank, length = load_fields(layout_ptr, n_factors, factor, 0, 2, VOLATILE=True)
     _store_rows(out_ptr + offset, p, offs_r, offs_n, rank, length)
 
@@ -219,7 +220,7 @@ def _inverse_cholesky(
         column = tl.sum(tl.where(is_k[None, :], gram, 0.0), axis=1)  # [RANK]
         pivot = tl.sum(tl.where(is_k, column, 0.0), axis=0)
         inverse_row = tl.sum(tl.where(is_k[:, None], inverse, 0.0), axis=0)  # [RANK]
-        added = tl.sum(inverse_row * inverse_row, axis=0) / _or_one(pivot)
+        added = tl.sum(inverse_row * inverse_row, axis=0) / _or_one(pivot)  # to |T|^2, by row k
         is_kept = (pivot > rank * PIVOT_PER_RANK) & (square + added < GROWTH)
         square += tl.where(is_kept, added, 0.0)
         root = tl.where(is_kept, 1 / tl.sqrt(_or_one(pivot)), 0.0)
@@ -284,15 +285,15 @@ def _apply_kernel(
     SIZE: tl.constexpr = RANK * RANK + RANK
     offs_r = tl.arange(0, RANK)
     transform_ptr = transforms_ptr + member * SIZE
-    transform = tl.load(transform_ptr + offs_r[:, None] * RANK + offs_r[None, :])
-    largest = tl.load(transform_ptr + RANK * RANK + offs_r)
+    transform = tl.load(transform_ptr + offs_r[:, None] * RANK + offs_r[None, :])  # [RANK, RANK]
+    largest = tl.load(transform_ptr + RANK * RANK + offs_r)  # [RANK]
     gram = tl.zeros((RANK, RANK), dtype=tl.float32)
     for start in range(begin, end, BLOCK):
         offs_n = start + tl.arange(0, BLOCK)
         p = _load_rows(in_ptr + offset, offs_r, offs_n, rank, length) / _or_one(largest)[:, None]  # [RANK, BLOCK]
-        p = tl.dot(transform, p, input_precision="ieee")
+        p = tl.dot(transform, p, input_precision="ieee")  # TF32 would lose orthogonality: 2^-11 for each column
         _store_rows(out_ptr + offset, p, offs_r, offs_n, rank, length)
-        if next_grams_ptr is not None:
+        if next_grams_ptr is not None:  # for the second round, while the tile is in registers
             gram = tl.dot(p, tl.trans(p), gram, input_precision="ieee")
     if next_grams_ptr is not None:
         _store_gram(next_grams_ptr + program * SIZE, gram, tl.full((RANK,), 1.0, tl.float32), RANK)

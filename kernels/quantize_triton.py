@@ -166,6 +166,7 @@ def _dequantize_chunk(
     values = load_blocks(scales, payload, slots, rows * BLOCK < remaining, FORMAT, BLOCK, FULL)
     target_ptr = target.to(tl.pointer_type(TARGET))
     if TARGET.primitive_bitwidth == 16:
+        # Formats with scales reach beyond fp16: finite numbers must not become inf.
         limit = 65504.0 if TARGET == tl.float16 else 3.3895313892515355e38
         saturated = tl.minimum(tl.maximum(values, -limit), limit)
         values = tl.where(tl.abs(values) < float("inf"), saturated, values)
@@ -244,7 +245,7 @@ def _reduce_kernel(
     received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * cell_bytes
     total = tl.zeros((N, BLOCK), tl.float32)
     peer = 0
-    while peer < world_size:
+    while peer < world_size:  # in rank order: the same sum to the bit in every run
         scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
         total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
         received += cell_bytes
@@ -262,6 +263,7 @@ def _reduce_kernel(
     has_room = slots < blocks_per_cell
     errors_at = (piece * blocks_per_cell + first_slot).to(tl.int64) * BLOCK
     if errors_ptr is not None:
+        # The errors have room for whole cells, so slots without a block are read and written, too: as zeros.
         ERROR: tl.constexpr = errors_ptr.dtype.element_ty
         total += load_errors((errors_ptr + errors_at).to(tl.int64), has_room, ERROR, BLOCK, N, False)
     total = tl.where(columns < counts[:, None], total, 0.0)
@@ -274,6 +276,7 @@ def _reduce_kernel(
     if errors_ptr is not None:
         pending = (pending_ptr + errors_at).to(tl.int64)
         store_errors(pending, total - decoded, counts, has_room, keys + error_salt, step, index, ERROR, False)
+    # A non-finite scale or element of any rank arrives here as a non-finite sum.
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(total) < float("inf"), 0, 1), axis=1), axis=0)
     if n_bad > 0:
         tl.atomic_max(result.to(tl.pointer_type(tl.int32)), 1, sem="relaxed")  # order does not matter: no fence
@@ -293,6 +296,7 @@ def _commit_errors_kernel(
     """One chunk of the error memories, if no cell has a flag."""
     chunk = tl.program_id(0).to(tl.int64)
     flags_ptr = gathered_ptr.to(tl.pointer_type(tl.int32))
+    # Every program reads all flags: they are few, and another launch to combine them would cost more.
     n_flags = tl.zeros((FLAGS,), tl.int32)
     first = 0
     while first < n_cells:

@@ -264,6 +264,7 @@ class SegmentTable:
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
         """An uninitialized 1-D buffer in ``dtype``, as long as the longest run. The last result is cached."""
+        # Views are made once: for many small tensors they cost more than the copies.
         if self._scratch is None or self._scratch.dtype != dtype:
             self._scratch = torch.empty(max(run.stop - run.start for run in self.runs), dtype=dtype, device=self.device)
             self._scratch_views = [

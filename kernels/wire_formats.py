@@ -144,6 +144,7 @@ class Blocks(NamedTuple):
 
 def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
     """``quotient`` rounded up to bf16 and into the range of scales; 0 where ``absmax`` is 0. All are fp32."""
+    # bf16 is the upper half of fp32: adding 0xFFFF before cutting off the lower half rounds away from zero.
     up = ((quotient.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     return torch.where(absmax > 0, up.clamp(MIN_SCALE, wire.max_scale), 0.0)
 
@@ -180,7 +181,7 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
         assert wire.dtype is not None
         return None, _encode_float(blocks, wire.dtype, draws).view(torch.uint8)
     scales = block_scales(blocks, counts, wire)
-    valid = torch.where(scales.isnan(), 0.0, blocks)
+    valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
     inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
     scaled = (valid * inverse).clamp(-wire.levels, wire.levels)
     if wire.bits == 1:
@@ -229,6 +230,7 @@ def encode_with_errors(
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack the codes of blocks, [n, block_size], in planes: [n, block_size * bits / 8] in uint8."""
     planes = 8 // bits
+    # Plane t is shifted by t * bits; planes share no bits, so their sum is their union.
     parts = codes.to(torch.int32).view(codes.shape[0], planes, codes.shape[1] // planes)
     shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=codes.device).view(1, planes, 1)
     return (parts << shifts).sum(1).to(torch.uint8)

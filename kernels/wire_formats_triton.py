@@ -83,7 +83,7 @@ def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _to_e4m3(x, random, STOCHASTIC: tl.constexpr):
     """The bits of finite numbers in e4m3fn, in int32."""
     magnitude = _round_to_grid(x, random, 3, -6, 448.0, STOCHASTIC)
-    normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
+    normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - (120 << 3)  # exponent bias 7 instead of 127
     subnormal = (magnitude * 512.0).to(tl.int32)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return tl.where(magnitude < 0.015625, subnormal, normal) | sign  # 2^-6 is the smallest normal number
@@ -123,6 +123,7 @@ def _block_scales(
         bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
         largest = bits.to(tl.float32, bitcast=True)
         quotient = tl.div_rn(largest, tl.full((N,), FORMAT.levels, tl.float32))
+    # Up to the next bf16 number, so that no element exceeds the levels by more than rounding.
     up = ((quotient.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
     scale = tl.minimum(tl.maximum(up, 1.1754943508222875e-38), FORMAT.max_scale)  # 2^-126
     scale = tl.where(largest > 0, scale, 0.0)
@@ -135,6 +136,7 @@ def _pack(codes, BITS: tl.constexpr):
     if BITS < 8:
         PLANES: tl.constexpr = 8 // BITS
         parts = tl.reshape(codes, (codes.shape[0], PLANES, codes.shape[1] // PLANES))
+        # The planes share no bits, so their sum is their union.
         codes = tl.sum(parts << (tl.arange(0, PLANES) * BITS)[None, :, None], axis=1)
     return codes
 
@@ -172,6 +174,7 @@ def encode_blocks(
             codes = tl.where(valid >= 0, 1, 0)
             q = tl.where(valid >= 0, 1.0, -1.0)
         else:
+            # One division for the block and a product for each element: divisions are slow.
             reciprocal = tl.div_rn(tl.full((values.shape[0],), 1.0, tl.float32), scale)
             inverse = tl.where(scale > 0, reciprocal, 0.0)
             limit: tl.constexpr = FORMAT.levels * 1.0
@@ -243,6 +246,7 @@ def store_blocks(
     payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
     tl.store(payload_ptrs, encoded, mask=None if FULL else mask[:, None])
     if FORMAT.levels > 0:
+        # One NaN for all devices: those of arithmetic differ in their bits.
         bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
         scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))
         tl.store(scale_ptrs, bits, mask=None if FULL else mask)

@@ -152,14 +152,13 @@ HOOKS: dict[str, HookEntry] = {
 DEMO_HOOKS = ("none", "fp16", "int8", "int4", "powersgd-r4")
 
 
-_TITLES = {"none": "no hook"}
 # Footnote of tables and plots that mark hooks by `label`.
 STAR_NOTE = "*: PyTorch has no such hook, or one that fails; its closest hook runs instead"
 
 
 def display_name(hook: str) -> str:
     """The name of a hook in tables and plots of gradwire's hooks."""
-    return _TITLES.get(hook, hook)
+    return "no hook" if hook == "none" else hook
 
 
 def label(hook: str) -> str:

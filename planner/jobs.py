@@ -66,8 +66,8 @@ def _called(name: str, function: Callable[[torch.device], object], device: torch
     return Job(*made)
 
 
-def check(job: Job, device: torch.device) -> None:
-    """Raise JobError unless the model has gradients to exchange on ``device``, and the loss has one element."""
+def check(job: Job, device: torch.device) -> Job:
+    """The job. Raises JobError unless its model has gradients to exchange on ``device``, and its loss one element."""
     parameters = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     if not parameters:
         raise JobError("No parameter of the model requires a gradient, so there is nothing to exchange.")
@@ -104,6 +104,7 @@ def check(job: Job, device: torch.device) -> None:
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
     job.model.zero_grad(set_to_none=True)
+    return job
 
 
 class _Wrapped(nn.Module):

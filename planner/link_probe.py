@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace, executor_for
-from gradwire.comm.executor import Task
 from gradwire.comm.transport import Collective
 from gradwire.planner.clock import synchronize
 from gradwire.planner.model import Link, Message, MessageCost
@@ -80,26 +79,23 @@ class _Probe:
 
     def measure(self, kind: str, nbytes: int, repetitions: int) -> MessageTime:
         """Time one message: the median on the slowest rank."""
-        task = _task(message_maker(kind, nbytes, self._executor.transport, self._device))
-        seconds = torch.tensor(median(self._once(task) for _ in range(repetitions)), device=self._device)
+        make = message_maker(kind, nbytes, self._executor.transport, self._device)
+        seconds = torch.tensor(median(self._once(make) for _ in range(repetitions)), device=self._device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
         return MessageTime(nbytes, float(seconds))
 
-    def _once(self, task: Task) -> float:
+    def _once(self, make: Callable[[], Collective]) -> float:
         """Time one message on this rank."""
+
+        async def task(_: Workspace) -> None:
+            await make()
+
         dist.barrier(self._group)
         synchronize(self._device)
         start = time.perf_counter()
         self._executor.submit(task).wait()
         synchronize(self._device)
         return time.perf_counter() - start
-
-
-def _task(make: Callable[[], Collective]) -> Task:
-    async def task(_: Workspace) -> None:
-        await make()
-
-    return task
 
 
 def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.device) -> Callable[[], Collective]:

@@ -59,11 +59,6 @@ class HookCost:
         """Payload of all messages: what `Transport.payload_bytes` counts in a step."""
         return sum(message.nbytes for bucket in self.buckets for message in bucket.messages)
 
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of computation for all buckets."""
-        return sum(bucket.launch + sum(bucket.compute) + bucket.finish for bucket in self.buckets)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
@@ -127,7 +122,8 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
     end = max(end, busy_until(launched, times))
     if model.overlap is Overlap.EVERYTHING:
         return end
-    computed = model.forward + model.backward + hook.compute_seconds
+    computed = model.forward + model.backward
+    computed += sum(bucket.launch + sum(bucket.compute) + bucket.finish for bucket in hook.buckets)
     exposed = times if model.overlap is Overlap.NOTHING else times[-1:]
     return max(end, computed + sum(sum(bucket.latency) + sum(bucket.busy) for bucket in exposed))
 

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from gradwire.planner import jobs
 from gradwire.planner.compute_probe import HookProbe, measure_model
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
-from gradwire.planner.model import BucketCost, HookCost, Link, ModelCost, Overlap
+from gradwire.planner.model import HookCost, Link, ModelCost, Overlap
 
 T = TypeVar("T")
 
@@ -69,8 +69,10 @@ def measure(
     names = tuple(dict.fromkeys((PLAIN, CAST, *hooks)))
 
     progress("model")
-    job = on_all_ranks(lambda: _checked(build, device))
-    overlap = _overlap(device, ranks_per_node if given is not None else _ranks_here())
+    job = on_all_ranks(lambda: jobs.check(build(device), device))
+    overlap = _overlap(
+        device, ranks_per_node if given is not None else _gathered(socket.gethostname()).count(socket.gethostname())
+    )
     model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
@@ -81,9 +83,8 @@ def measure(
             dist.barrier(group)
             costs.append(HookProbe(name, buckets, own, world_size, device).measure(HOOK_BUDGET))
     dist.destroy_process_group(own)
-    gathered = _gathered((model, costs))
-    model = _slowest_model([each for each, _ in gathered])
-    slowest = tuple(_slowest_hook(hook_costs) for hook_costs in zip(*(each for _, each in gathered), strict=True))
+    gathered = _gathered((model, tuple(costs)))
+    model, slowest = _slowest(gathered)
 
     progress("network")
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
@@ -130,12 +131,6 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _checked(build: Build, device: torch.device) -> jobs.Job:
-    job = build(device)
-    jobs.check(job, device)
-    return job
-
-
 def _gathered(value: T) -> list[T]:
     """The values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -152,30 +147,15 @@ def _overlap(device: torch.device, ranks_here: int) -> Overlap:
     return Overlap.EVERYTHING if all(_gathered(has_spare_core)) else Overlap.NOTHING
 
 
-def _ranks_here() -> int:
-    """The number of ranks on this machine."""
-    here = socket.gethostname()
-    return _gathered(here).count(here)
-
-
-def _slowest_model(ranks: Sequence[ModelCost]) -> ModelCost:
-    return replace(
-        ranks[0],
-        forward=max(rank.forward for rank in ranks),
-        backward=max(rank.backward for rank in ranks),
-        ready=tuple(map(max, zip(*(rank.ready for rank in ranks), strict=True))),
-    )
-
-
-def _slowest_hook(ranks: Sequence[HookCost]) -> HookCost:
-    buckets = [_slowest_bucket(bucket_costs) for bucket_costs in zip(*(rank.buckets for rank in ranks), strict=True)]
-    return replace(ranks[0], buckets=tuple(buckets), memory_bytes=max(rank.memory_bytes for rank in ranks))
-
-
-def _slowest_bucket(ranks: Sequence[BucketCost]) -> BucketCost:
-    return BucketCost(
-        launch=max(rank.launch for rank in ranks),
-        compute=tuple(map(max, zip(*(rank.compute for rank in ranks), strict=True))),
-        messages=ranks[0].messages,
-        finish=max(rank.finish for rank in ranks),
-    )
+def _slowest(ranks: Sequence[Any]) -> Any:
+    """The maximum over the ranks of every number in costs; other values are equal on all ranks."""
+    first = ranks[0]
+    if isinstance(first, int | float):
+        return max(ranks)
+    if is_dataclass(first) and not isinstance(first, type):
+        values = {each.name: [getattr(rank, each.name) for rank in ranks] for each in fields(first)}
+        return replace(first, **{name: _slowest(numbers) for name, numbers in values.items()})
+    if isinstance(first, tuple):
+        parts = [_slowest(each) for each in zip(*ranks, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    return first

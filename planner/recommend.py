@@ -10,7 +10,6 @@ from gradwire.planner.model import break_even, step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
 WORTHWHILE = 1.05  # smallest speed-up for which a hook is recommended
-DO_NOT_COMPRESS = "Do not compress"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Advice:
 
     @property
     def headline(self) -> str:
-        return DO_NOT_COMPRESS if self.recommended == PLAIN else f"Use {self.recommended}"
+        return "Do not compress" if self.recommended == PLAIN else f"Use {self.recommended}"
 
 
 def advise(measured: Measurement) -> Advice:
@@ -65,23 +64,20 @@ def advise(measured: Measurement) -> Advice:
 
 def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
     fastest = max(predictions, key=lambda each: each.speed_up)
+    worthwhile = f"{100 * (WORTHWHILE - 1):.0f} %"
     if fastest.speed_up < WORTHWHILE:
         return PLAIN, (
-            f"no hook makes a step {_percent(WORTHWHILE)} faster; the best is {display_name(fastest.hook)} with "
+            f"no hook makes a step {worthwhile} faster; the best is {display_name(fastest.hook)} with "
             f"{fastest.speed_up:.2f}x"
         )
     bf16 = next(each for each in predictions if each.hook == CAST)
     if fastest.speed_up_over_bf16 < WORTHWHILE:
         return (
             CAST,
-            f"a step is {bf16.speed_up:.2f}x as fast as without, and no other hook is {_percent(WORTHWHILE)} faster",
+            f"a step is {bf16.speed_up:.2f}x as fast as without, and no other hook is {worthwhile} faster",
         )
     near = [each for each in predictions if each.speed_up * WORTHWHILE >= fastest.speed_up]
     chosen = max(near, key=lambda each: each.payload_bytes)
     return chosen.hook, (
         f"a step is {chosen.speed_up:.2f}x as fast as without a hook, {chosen.speed_up_over_bf16:.2f}x as with bf16"
     )
-
-
-def _percent(speed_up: float) -> str:
-    return f"{100 * (speed_up - 1):.0f} %"

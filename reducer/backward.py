@@ -26,19 +26,14 @@ from gradwire.reducer.bucket import Bucket
 class Exchange:
     """This rank's part in the exchange of gradients on a process group.
 
-    After an error the rank *leaves* the exchange (`fail`), whether its forward, its backward, a hook or the end of its
-    backward raised: its connections are closed with a notice to its peers, which raise and leave too. Every forward
-    raises from then on, until `resynchronize` has brought all ranks together. If a backward raised, the next forward
-    finds it unfinished. If it raised before its first gradient was ready, it has exchanged nothing, and training
-    continues with the next batch. See `gradwire.comm.connections` and docs/fault-handling.md.
+    After an error in a forward, a backward, a hook or the end of a backward, the rank *leaves* (`fail`): its peers get
+    a notice, raise and leave too, and every forward raises until `resynchronize`. A backward that raised before its
+    first gradient was ready has exchanged nothing, and training continues. See `gradwire.comm.connections` and
+    docs/fault-handling.md.
 
     Buffers are broadcast in the forward, gradients reduced in the backward. If the loss raises on one rank and its loop
-    goes on, a deadlock follows: this rank waits in its next forward, its peers wait in their backward. To detect it, a
-    rank that waits in a forward announces how many forwards and backwards it has begun.
-
-    Args:
-        process_group: the ranks.
-        device: device of the gradients.
+    goes on, that rank waits in its next forward, its peers in their backward. To detect this deadlock, a rank that
+    waits in a forward announces how many forwards and backwards it has begun.
 
     Attributes:
         has_streams: whether hooks run on streams of the device.
@@ -58,7 +53,7 @@ class Exchange:
         self._number = self.connect().new_user()
 
     def restart(self) -> None:
-        """Count forwards and backwards anew: the ranks have agreed to."""
+        """Reset the counts of forwards and backwards, on which all ranks have agreed."""
         self._n_forwards = self._n_backwards = 0  # synchronized ones
 
     def connect(self) -> connections.Connections:
@@ -77,7 +72,7 @@ class Exchange:
         self._n_forwards += 1
 
     def begin_backward(self, user: object) -> None:
-        """Note that ``user`` exchanges in the current backward, until `Connections.leave`; see `Connections.enter`."""
+        """Note that ``user`` exchanges in the current backward; see `Connections.begin_exchange`."""
         self.connections.begin_exchange(user, self._thread)
         self._n_backwards += 1
 
@@ -119,26 +114,17 @@ class Backward:
 
     A gradient is *ready* once autograd adds nothing more to it. A bucket is *complete* once all its gradients are
     ready. It is *launched* once it and all buckets before it are complete.
-
-    Attributes:
-        ready: 1 for each parameter whose gradient is ready.
-        ready_order: the parameters whose gradients autograd has completed, in that order; without unused ones.
-        n_pending: number of gradients that each bucket still waits for.
-        expected_last: 1 for each parameter whose autograd hook is the only one of its bucket to notify.
-        calls: number of calls of each parameter's autograd hook, with a static graph.
-        n_launched: number of launched buckets, skipped ones included.
-        futures: the result of each bucket's reduction; None before its launch, and if it is not reduced.
     """
 
     def __init__(self, buckets: Sequence[Bucket], n_parameters: int, phase: Phase) -> None:
         self.phase = phase
-        self.ready = bytearray(n_parameters)
-        self.ready_order: list[int] = []
-        self.n_pending = [len(bucket.members) for bucket in buckets]
-        self.expected_last = bytearray(n_parameters)
-        self.calls = [0] * n_parameters
-        self.n_launched = 0
-        self.futures: list[Future[Any] | None] = [None] * len(buckets)
+        self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
+        self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
+        self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
+        self.expected_last = bytearray(n_parameters)  # 1 for the only parameter of its bucket whose hook notifies
+        self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
+        self.n_launched = 0  # buckets, skipped ones included
+        self.futures: list[Future[Any] | None] = [None] * len(buckets)  # None before the launch, and if not reduced
 
     @property
     def missing(self) -> list[int]:
@@ -150,8 +136,7 @@ class Backward:
     ) -> bytearray:
         """The mask of parameters whose autograd hooks need only record: see `AutogradHooks`.
 
-        Not deferred are, in each bucket, the hook of the gradient expected last, and the hooks of gradients that come
-        ``first``, that never come, or that several calls add up, with the ``expected_calls`` of a static graph.
+        Not the one expected last in each bucket, nor gradients that come ``first``, never, or in several calls.
         """
         mask = bytearray(b"\1") * len(self.ready)
         for index in unused:
@@ -172,15 +157,14 @@ class Backward:
 class AutogradHooks:
     """Hooks on the autograd nodes of the parameters, which call back only where a gradient can complete a bucket.
 
-    A call from autograd into Python is the largest cost of a small parameter in a backward, and most calls launch
-    nothing: a bucket waits for its last gradient. So the hook of a *deferred* parameter only records its index. The
-    next hook that is not deferred calls ``notify``, which takes all recorded indices. A hook is deferred once; its
-    second call notifies.
+    A call from autograd into Python is the largest cost of a small parameter in a backward, and a bucket waits for its
+    last gradient. So the hook of a *deferred* parameter only records its index, once; the next hook that is not
+    deferred calls ``notify``, which takes all recorded indices.
 
     Args:
         parameters: the parameters, by index. None of their hooks is deferred.
-        notify: called with the gradient that has come in; takes the `recorded` indices. May be called from any of
-            autograd's threads, and may find that another call has taken them.
+        notify: called with the gradient that has come in, from any of autograd's threads; takes the `recorded` indices,
+            which another call may have taken.
 
     Attributes:
         nodes: the autograd node of each parameter that accumulates its gradient.
@@ -212,11 +196,7 @@ class AutogradHooks:
         self._deferred[:] = mask
 
     def expect_one(self, members: Iterable[int], ready: bytearray) -> int | None:
-        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred.
-
-        An index may have been recorded, but not taken, before its hook was no longer deferred: the next call of
-        ``notify`` takes it.
-        """
+        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred."""
         for index in members:
             if self._deferred[index] and not ready[index]:
                 self._deferred[index] = 0
@@ -269,24 +249,17 @@ _DURATIONS = {
 class StepTimes:
     """Durations of the forward, of the backward and of its communication, in nanoseconds, and their averages.
 
-    The first `TIMED_ITERATIONS` are timed, then one iteration in ``sample_rate``. On a GPU, times are those of the
-    current stream. Nothing waits for the device: a step that has not ended when its times are read is not counted, nor
-    is a step of which any part is captured in a CUDA graph: to record or to query a timing event would end the capture.
-
-    Attributes:
-        sample_rate: number of iterations from one timed iteration to the next.
-        iterations: synchronized forwards so far.
-        reported: index of the last timed iteration from 0, which PyTorch reports as the iteration.
-        unused_bytes: size of the parameters that the last backward left out on this rank.
-        n_reduced: number of buckets that the last backward reduced.
+    The first `TIMED_ITERATIONS` are timed, then one in ``sample_rate``; on a GPU, on the current stream. Nothing waits
+    for the device: a step that has not ended when its times are read does not count, nor one captured in a CUDA graph,
+    because recording or querying a timing event would end the capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sample_rate = 100
-        self.iterations = 0
-        self.reported = 0
-        self.unused_bytes = 0
-        self.n_reduced = 0
+        self.iterations = 0  # synchronized forwards so far
+        self.reported = 0  # index of the last timed iteration, which PyTorch reports as the iteration
+        self.unused_bytes = 0  # size of the parameters that the last backward left out on this rank
+        self.n_reduced = 0  # buckets that the last backward reduced
         self._device, self._is_gpu = device, device.type == "cuda"
         self._is_timed = False
         self._marks: dict[str, Mark] = {}
@@ -307,11 +280,7 @@ class StepTimes:
         self.record("forward_compute_time_start")
 
     def record(self, event: str) -> None:
-        """Record the time of an event: the first of its name in an iteration that is timed.
-
-        The events are ``forward_compute_time_start``, and ``_start`` and ``_end`` of ``backward_compute_time`` and
-        ``backward_comm_time``.
-        """
+        """Record the time of an event in ``_DURATIONS``: the first of its name in an iteration that is timed."""
         if not self._is_timed or event in self._marks:
             return
         if self._is_gpu and is_capturing(self._device):

@@ -35,18 +35,7 @@ class BucketSpec:
 
 
 class BucketBase:
-    """The base class of dense and sparse buckets.
-
-    Attributes:
-        members: indices of the parameters in the model.
-        device: device of the gradients.
-        process_group: the ranks to average over; set by the reducer.
-        hook_has_groups: whether the registered hook is not gradwire's, and may have process groups of its own.
-        model_parameters: all parameters that the reducer averages.
-        divisor: divisor of a sum over ranks: the world size, or in `join` the number of ranks with inputs left.
-        is_last_launched: whether no bucket after it is launched in this backward.
-        stand_ins: positions in the bucket of the parameters that this rank has no gradient for in this backward.
-    """
+    """The base class of dense and sparse buckets, with the part of ``torch.distributed.GradBucket`` that both have."""
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
@@ -55,12 +44,12 @@ class BucketBase:
         self._names = spec.names
         self.members = spec.members
         self.device = spec.parameters[0].device
-        self.process_group: dist.ProcessGroup | None = None
-        self.hook_has_groups = False
+        self.process_group: dist.ProcessGroup | None = None  # the ranks to average over; set by the reducer
+        self.hook_has_groups = False  # whether the hook is not gradwire's, and may have process groups of its own
         self.model_parameters = spec.model_parameters
-        self.divisor = 1
-        self.is_last_launched = spec.is_last
-        self.stand_ins: list[int] = []
+        self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left
+        self.is_last_launched = spec.is_last  # whether no bucket after it is launched in this backward
+        self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
 
     def index(self) -> int:
         """Position in the order of launch."""
@@ -82,11 +71,11 @@ class BucketBase:
 class DenseBucket(BucketBase):
     """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and three more methods.
 
-    A hook written for PyTorch asks for `buffer` or `gradients`. The gradients are then flattened into one buffer, which
+    A hook written for PyTorch asks for `buffer` or `gradients`: the gradients are then flattened into one buffer, which
     is kept until a backward does without it, or with ``frees_buffer`` until the end of this one. gradwire's own hooks
-    ask for `source` and `target` instead, and no buffer is allocated, or for `source` and `empty_buffer`. With
-    ``as_view`` the buffer always exists, and every ``.grad`` ends up as a view of it. Gradients have the shapes,
-    strides and dtype of the tensors ``like``, by default of the parameters.
+    ask for `source` and `target` instead, or for `source` and `empty_buffer`. With ``as_view`` the buffer always
+    exists, and every ``.grad`` ends up as a view of it. Gradients have the layouts of the tensors ``like``, by default
+    of the parameters.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
@@ -173,11 +162,10 @@ class DenseBucket(BucketBase):
         return True
 
     def scale_into_buffer(self) -> Tensor:
-        """Write the gradients, divided by `divisor`, into the buffer; returns the buffer.
+        """Write the gradients, divided by `divisor`, into the buffer, with PyTorch's bits; returns the buffer.
 
-        Bitwise equal to PyTorch: gradients that are views of the buffer are divided, all others are multiplied by
-        1 / divisor. Division and multiplication round differently unless the divisor is a power of two. Complex
-        gradients are divided as complex numbers, which rounds differently again.
+        Like PyTorch, divide gradients that are views of the buffer, and multiply the others by 1 / divisor, which
+        rounds differently unless the divisor is a power of two. Division of complex numbers rounds differently again.
         """
         buffer = self.empty_buffer()
         if not self.as_view or len(self._outside) == len(self._grads):
@@ -196,14 +184,14 @@ class DenseBucket(BucketBase):
     ) -> None:
         """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
 
-        A gradient in another layout than its parameter's, as a user may have assigned, is replaced by a copy. With
-        ``zero_copy`` the result is written before the backward ends, so a gradient that anything but its parameter's
-        ``.grad`` can reach is copied, and its result copied back in `finish`.
+        A gradient in another layout than its parameter's is replaced by a copy. With ``zero_copy`` the result is
+        written before the backward ends, so a gradient that anything but ``.grad`` can reach is copied, and its result
+        copied back in `finish`.
 
         Args:
             zero_copy: whether the hook may use `source` and `target`.
-            unused: positions in the bucket of the parameters that this rank has no gradient for in this backward. If no
-                other rank has one either, their ``.grad`` must not change: a copy is reduced, or with ``as_view`` kept.
+            unused: positions of the parameters that this rank has no gradient for. If no rank has one, their ``.grad``
+                must not change: a copy is reduced, or with ``as_view`` kept.
             shared: positions of the parameters that another wrapper reduces, too.
             incoming: see `owns_memory`.
 
@@ -261,7 +249,7 @@ class DenseBucket(BucketBase):
         return bucket
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
-        """Write a hook's result into the gradients.
+        """Write a hook's result, times ``scale``, into the gradients.
 
         Args:
             result: flat, of the bucket's number of elements; or the first tensor of `target`, if that has the result.
@@ -366,11 +354,7 @@ class SparseBucket(BucketBase):
     def collect(
         self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
     ) -> None:
-        """Copy the gradient; an undefined gradient becomes a sparse tensor without entries.
-
-        Raises:
-            RuntimeError: the gradient is dense.
-        """
+        """Copy the gradient; an undefined one becomes a tensor without entries. Raises RuntimeError if it is dense."""
         gradient = self._parameter.grad
         if gradient is not None and not gradient.is_sparse:
             raise RuntimeError(errors.DENSE_GRADIENT.format(name=self._names[0]))

@@ -37,10 +37,8 @@ def assign_first_buckets(options: BucketOptions) -> Assignment:
 
 
 def rebuilt_limits(options: BucketOptions, hook_state: object) -> Sequence[int]:
-    """Sizes in bytes of the rebuilt buckets; the last one repeats.
-
-    A hook's state chooses the size of all buckets by an attribute ``preferred_bucket_cap_mb``, in MiB, unless the user
-    has passed a size to DistributedDataParallel. None stands for no preference.
+    """Sizes in bytes of the rebuilt buckets: of the hook state's ``preferred_bucket_cap_mb``, unless the user passed a
+    size.
     """
     preferred = getattr(hook_state, "preferred_bucket_cap_mb", None)
     if preferred is None or not options.hook_may_choose:

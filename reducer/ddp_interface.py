@@ -37,10 +37,7 @@ _CPP_DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "
 class DDPReducer(Reducer):
     """The reducer with the preparation of a backward, static graphs, mixed precision, `join` and changing ranks.
 
-    The method names are PyTorch's, because PyTorch's DistributedDataParallel calls them.
-
-    Attributes:
-        watch: finds parameters that were added or unfrozen after the model was wrapped.
+    PyTorch's DistributedDataParallel calls its methods by their names.
     """
 
     watch: ModelWatch | None = None
@@ -76,8 +73,7 @@ class DDPReducer(Reducer):
     def _check_not_cast(self, indices: Sequence[int]) -> None:
         """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
 
-        A cast that was undone shows in the autograd node. To save time, only some nodes are compared: of the
-        first parameter, and of parameters that seem unused. Others are missing at the end of the backward.
+        A cast that was undone shows in the autograd node. To save time, only the nodes of ``indices`` are compared.
         """
         if self._upcast_stream is not None:
             return
@@ -92,10 +88,10 @@ class DDPReducer(Reducer):
 
     @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets in rank 0's order of ready gradients; returns whether that was done.
+        """Rebuild the buckets once, in rank 0's order of ready gradients; returns whether that was done. A collective
+        call.
 
-        A collective call, made once, after the first synchronized backward. Buckets are never rebuilt if backwards may
-        leave out different parameters: ranks could not agree on when.
+        Never if backwards may leave out different parameters: ranks could not agree on when.
         """
         self._check_reducer_finalized()
         order = self._backward.ready_order
@@ -174,7 +170,9 @@ class DDPReducer(Reducer):
         self.static_graph = self._may_leave_out = True
 
     def _delay_all_reduce(self) -> None:
-        """Reduce all buckets: the first backward of a static graph has ended, and its hooks' calls are counted."""
+        """Reduce all buckets at the end of the first backward of a static graph, and keep the counts of its hooks'
+        calls.
+        """
         if self._backward.phase is Phase.DONE:  # no_sync counts nothing
             return
         self.static_calls = self._backward.calls
@@ -218,7 +216,7 @@ class DDPReducer(Reducer):
         self._autograd_hooks.remove()  # PyTorch's class sets hooks on the copies
         self._set_buckets([bucket.members for bucket in self.buckets])
 
-    # `join`: a rank without inputs takes part in the collectives of the others.
+    # `join`: a rank without inputs joins the collectives of the others.
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Divide by the rank count that ``work`` sums, or by the world size if that is static."""

@@ -1,8 +1,7 @@
 """DDP's native mixed precision: low-precision copies of parameters, and gradients reduced in a dtype of their own.
 
-PyTorch's class does most of the work. Before a forward it points each parameter at a copy in
-``param_dtype``. It registers a hook that sums a bucket in ``reduce_dtype`` and points the
-parameters back at their own values. `LowPrecisionBucket` is the reducer's part.
+PyTorch's class does most of it: before a forward it points each parameter at a copy, and its hook sums a bucket in
+``reduce_dtype`` and points the parameters back at their own values. `LowPrecisionBucket` is the reducer's part.
 """
 
 from __future__ import annotations
@@ -17,12 +16,7 @@ from gradwire.reducer.bucket import BucketSpec, DenseBucket, TakeBack
 
 
 def check_config(config: Any) -> None:
-    """Check the constructor's ``mixed_precision`` argument. Changes nothing.
-
-    Raises:
-        ValueError: ``param_dtype`` or ``reduce_dtype`` is not a floating-point dtype.
-        RuntimeError: there is no accelerator.
-    """
+    """Raise ValueError for dtypes that are not floating-point, and RuntimeError without an accelerator."""
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(config, name, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -41,11 +35,7 @@ def check_config(config: Any) -> None:
 class LowPrecisionBucket(DenseBucket):
     """A bucket of low-precision gradients, whose mean becomes gradients in the parameters' own dtype.
 
-    PyTorch's hook makes every ``.grad`` a tensor in its parameter's dtype, so no ``.grad`` is a view of the bucket.
-
-    Args:
-        spec: position and parameters, each with a low-precision copy, ``_mp_param``, that PyTorch's class has made.
-        stream: the stream on which PyTorch's hook casts gradients.
+    PyTorch's hook, which casts on ``stream``, makes every ``.grad`` a tensor of its own: none is a view of the bucket.
     """
 
     _absent: list[int]  # positions of the stand-ins that have no gradient at all
@@ -95,10 +85,8 @@ def restore_parameters(parameters: Iterable[Tensor]) -> None:
 
 
 def remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
-    """Remove the hooks that earlier forwards have set on the gradients of the parameters' copies.
-
-    PyTorch's class sets a hook in every forward and in every module that has the parameter, and removes only the last
-    one, after a synchronized backward.
+    """Remove the hooks on the gradients of the parameters' copies: PyTorch sets one per forward, and removes only the
+    last.
     """
     for parameter in parameters:
         if hasattr(parameter, "_ddp_mp_hook_state"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import MAX_SHOWN, collective_timeout, format_differences, store_all_gather
 from gradwire.comm.torch_internals import collective_counts
-from gradwire.hooks._handshake import hash_bytes
+from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer.ddp_interface import DDPReducer
 from gradwire.reducer.torch_internals import assign_buckets
@@ -35,25 +34,22 @@ def verify_model(
 ) -> None:
     """Raise RuntimeError, on every rank, unless all have the same model, as far as their collectives depend on it.
 
-    A collective call: an all-gather of 16 bytes per rank. Only if these differ, the ranks exchange the full description
-    to name the differences. Parameters must agree in number, shapes, strides and dtypes; states, which are frozen
-    parameters and buffers that are broadcast, in number, shapes, dtypes and device types.
+    An all-gather of 16 bytes per rank, and of the full description if these differ. Parameters must agree in number,
+    shapes, strides and dtypes; frozen parameters and broadcast buffers in number, shapes, dtypes and device types.
     """
     layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters.values()]
     facts = {name: f"{tuple(each.shape)} {each.dtype} on {each.device.type}" for name, each in states.items()}
     facts |= {name: str(value) for name, value in options.items()}
-    text = repr((layouts, list(facts.values())))
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    own = torch.tensor([len(layouts), digest], device=device)
+    own = torch.tensor([len(layouts), int(digest((layouts, list(facts.values()))), 16) - 2**63], device=device)
     digests = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(digests, own, group=group)
     if len({tuple(one.tolist()) for one in digests}) == 1:
         return
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, (list(zip(parameters, layouts, strict=True)), facts), group=group)
-    _raise_for_parameters([named_layouts for named_layouts, _ in everyones], group.rank())
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, (list(zip(parameters, layouts, strict=True)), facts), group=group)
+    _raise_for_parameters([named_layouts for named_layouts, _ in by_rank], group.rank())
     order = "\n  the order of frozen parameters and buffers"
-    lines = format_differences([facts for _, facts in everyones], range(group.size())) or order
+    lines = format_differences([facts for _, facts in by_rank], range(group.size())) or order
     raise RuntimeError(
         f"DDP expects same model across all ranks, but there are differences:{lines}\nBuild the same model on every "
         "rank, and wrap it with the same arguments."
@@ -89,10 +85,9 @@ def broadcast_coalesced(
     source: int = 0,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Overwrite tensors of any dtypes with those of the group's rank ``source``. A collective call.
+    """Overwrite tensors of any dtypes with those of the group's rank ``source``, in messages of about ``limit`` bytes.
 
-    A message has about ``limit`` bytes. ``check``, by default the transport's own, is called from time to time while
-    waiting and raises to end the wait.
+    A collective call. ``check``, by default the transport's own, is called while waiting and raises to end the wait.
     """
     in_flight: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
     for members in assign_buckets(tensors, [limit], [False] * len(tensors)) if tensors else ():
@@ -116,10 +111,10 @@ def _unpack(
 def resynchronize(
     reducer: DDPReducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
 ) -> None:
-    """Replace the connections, restart the reducer, and share one rank's state. A collective call.
+    """Replace the connections, restart the reducer, and share one rank's state:
+    `DistributedDataParallel.resynchronize`.
 
-    All checks come before any change, and all ranks base them on the same facts. The facts are exchanged through the
-    store, because collectives may be stuck. See `DistributedDataParallel.resynchronize`.
+    All checks come before any change, on facts exchanged through the store: collectives may be stuck.
     """
     group = reducer.exchange.process_group
     reducer.leave(f"{CALL} was called")
@@ -127,14 +122,14 @@ def resynchronize(
         "generation": reducer.exchange.connections.generation,
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
         "collectives": collective_counts(group),
-        "parameters": _digest(parameters.values()),
+        "parameters": digest(parameters),
     }
-    everyones = _gather_json(group, CALL, mine)
-    _check_source([one["from_rank"] for one in everyones])
-    _check_collectives([one["collectives"] for one in everyones])
-    if from_rank is None and len({one["parameters"] for one in everyones}) > 1:
+    by_rank = _gather_json(group, CALL, mine)
+    _check_source([one["from_rank"] for one in by_rank])
+    _check_collectives([one["collectives"] for one in by_rank])
+    if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
         _raise_parameters_differ(group, parameters)
-    reducer.exchange.connections.renew(1 + max(one["generation"] for one in everyones))
+    reducer.exchange.connections.renew(1 + max(one["generation"] for one in by_rank))
     reducer.restart()
     with reducer.leaving(CALL), torch.no_grad():
         source = from_rank or 0
@@ -156,23 +151,15 @@ def begin_together(connections: Connections) -> None:
     connections.forget_users()
     if connections.group.size() > 1:
         mine = connections.generation, connections.has_failed
-        everyones = _gather_json(connections.group, "DistributedDataParallel()", mine)
-        if any(has_failed for _, has_failed in everyones):
-            connections.renew(1 + max(generation for generation, _ in everyones))
+        by_rank = _gather_json(connections.group, "DistributedDataParallel()", mine)
+        if any(has_failed for _, has_failed in by_rank):
+            connections.renew(1 + max(generation for generation, _ in by_rank))
 
 
 def _gather_json(group: dist.ProcessGroup, purpose: str, value: object) -> list[Any]:
     """Every rank's value, through the store."""
     texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group))
     return [json.loads(text) for text in texts]
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    """A digest of the tensors' bytes."""
-    hashed = blake2b(digest_size=16)
-    for tensor in tensors:
-        hash_bytes(hashed, tensor)
-    return hashed.hexdigest()
 
 
 def _check_source(ranks: Sequence[Any]) -> None:
@@ -195,11 +182,11 @@ def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
 
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
     """Raise, on every rank, with the names of the parameters that differ."""
-    mine = [_digest([parameter]) for parameter in parameters.values()]
-    everyones = _gather_json(group, f"{CALL}: parameters", mine)
-    differing = [name for name, *digests in zip(parameters, *everyones, strict=True) if len(set(digests)) > 1]
+    mine = [digest({name: parameter}) for name, parameter in parameters.items()]
+    by_rank = _gather_json(group, f"{CALL}: parameters", mine)
+    differing = [name for name, *digests in zip(parameters, *by_rank, strict=True) if len(set(digests)) > 1]
     alike: dict[str, list[int]] = {}
-    for rank, digests in enumerate(everyones):
+    for rank, digests in enumerate(by_rank):
         alike.setdefault(json.dumps(digests), []).append(rank)
     raise RuntimeError(
         f"The parameters differ between the ranks {' and '.join(map(str, alike.values()))}: {len(differing)} of "

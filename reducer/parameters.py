@@ -21,7 +21,7 @@ from gradwire.hooks._parameter_names import live_wrappers
 from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
 
-LOOK_EVERY = 64  # forwards: also after changes that bypass `nn.Module.register_parameter`
+FORWARDS_BETWEEN_CHECKS = 64  # also after changes that bypass `nn.Module.register_parameter`
 
 _requires_grad = attrgetter("requires_grad")
 _registrations = count()
@@ -56,15 +56,11 @@ def _warn_once_that_all_are_used() -> None:
 
 
 class UsedParameters:
-    """The parameters that have a gradient since the last reduction, on this rank and on any rank.
-
-    Attributes:
-        local: 1 for each parameter that has a gradient on this rank.
-        counts: number of ranks that have a gradient for each parameter, as last exchanged: int32.
-    """
+    """The parameters that have a gradient since the last reduction, on this rank and on any rank."""
 
     def __init__(self, n_parameters: int, device: torch.device) -> None:
-        self.local = bytearray(n_parameters)
+        self.local = bytearray(n_parameters)  # 1 for each parameter that has a gradient on this rank
+        # Number of ranks that have a gradient for each parameter, as last exchanged.
         self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
         self._device = device
         self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
@@ -108,8 +104,8 @@ def _count_registrations() -> None:
 class ModelWatch:
     """Compares the trainable parameters of a model with the ones that its reducer averages.
 
-    Assignments, ``load_state_dict(assign=True)`` and `nn.Module.register_parameter` register a parameter anew. Names
-    are compared after such a registration in this process, and every `LOOK_EVERY` forwards. Other forwards cost less
+    Names are compared after a parameter was registered in this process, which assignments and
+    ``load_state_dict(assign=True)`` do, too, and every `FORWARDS_BETWEEN_CHECKS` forwards. Other forwards cost less
     than 1 us, and 0.03 us for each frozen parameter.
     """
 
@@ -134,7 +130,11 @@ class ModelWatch:
     def find_unknown(self) -> str | None:
         """The name of a trainable parameter that is not averaged; None if there is none."""
         self._forwards += 1
-        if self._seen == _latest and self._forwards < LOOK_EVERY and not any(map(_requires_grad, self._frozen)):
+        if (
+            self._seen == _latest
+            and self._forwards < FORWARDS_BETWEEN_CHECKS
+            and not any(map(_requires_grad, self._frozen))
+        ):
             return None
         for name, parameter in self._module.named_parameters():
             # `torch.func.functional_call` replaces parameters by plain tensors.
@@ -151,9 +151,8 @@ class ModelWatch:
 
 
 def find_sharing_wrappers(wrapper: Any) -> None:
-    """Before its first forward, tell ``wrapper`` and other live wrappers which parameters they share.
-
-    See `DDPReducer.share`. The garbage collector finds PyTorch's wrappers, in 50 ms for a million objects.
+    """Before its first forward, find the live wrappers that share parameters with ``wrapper``; see
+    `DDPReducer.share`.
     """
     if wrapper not in _used:
         _used.add(wrapper)
@@ -177,8 +176,7 @@ def _share(wrapper: Any) -> None:
 def refuse_wrappers_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
-    Raises:
-        ValueError: the inner wrapper has a communication hook, or is FSDP2's.
+    Raises ValueError if that wrapper has a communication hook, or is FSDP2's.
     """
     for name, part in module.named_modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(part).__mro__):  # without importing FSDP
@@ -201,10 +199,8 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
 
 
 def refuse_wrapper_around(inner: TorchDDP) -> None:
-    """Warn once if ``inner`` runs within the forward of another wrapper and both reduce a parameter.
-
-    Raises:
-        RuntimeError: ``inner`` has a communication hook.
+    """Warn once if ``inner`` runs in the forward of a wrapper of its parameters; RuntimeError if ``inner``
+    has a hook.
     """
     outer = TorchDDP._active_ddp_module
     if outer is None or outer is inner or outer in _checked.get(inner, ()):

@@ -47,26 +47,23 @@ class Reducer:
     1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`: every bucket
        waits for all its gradients. With ``find_unused_parameters``, a walk of the graph finds those that will not come.
     2. `_on_gradients`, called by `AutogradHooks` when autograd has completed gradients, marks them ready.
-    3. `_launch`, once a bucket is complete and all buckets before it are launched: so every rank launches the same
-       buckets in the same order. The hook gets the bucket and returns a future at once; its work runs in the executor's
-       stream or thread.
-    4. `_finalize`, queued by the last launch and called by autograd at the end of the backward, or called by
-       `finalize_backward`: waits for each bucket in order and writes its result into the gradients.
+    3. `_launch`, once a bucket is complete and all buckets before it are launched: the hook gets the bucket and returns
+       a future at once; its work runs in the executor's stream or thread.
+    4. `_finalize`, at the end of the backward or in `finalize_backward`, waits for each bucket in order and writes its
+       result into the gradients.
 
     With a static graph, the first backward only counts the calls of each parameter's autograd hook, and all buckets are
-    reduced at its end; later, a gradient is ready after as many calls.
+    reduced at its end; later, a gradient is ready after as many calls. After the first synchronized backward,
+    `DDPReducer._rebuild_buckets` sorts the parameters by the order in which their gradients became ready on rank 0.
 
-    A step that fails is discarded: this rank leaves the exchange. `Exchange` explains how the other ranks learn of it.
-
-    Between the first and the second synchronized backward, `DDPReducer._rebuild_buckets` sorts the parameters by the
-    order in which their gradients became ready on rank 0, into buckets of the size that `rebuilt_limits` gives.
+    A step that fails is discarded: this rank leaves the exchange, see `Exchange`.
 
     Args:
         exchange: the exchange with the ranks to average over.
         hook: reduces the buckets; may be replaced between two steps.
         options: the parameters and the sizes of buckets.
-        find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank
-            has a gradient for keeps its ``.grad``.
+        find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank has
+            a gradient for keeps its ``.grad``.
         skip_unused: whether to skip buckets without any used parameter. All ranks must agree on it.
     """
 
@@ -342,10 +339,9 @@ class Reducer:
 
 
 def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
-    """Start to average a bucket's gradients over the ranks; bitwise equal to PyTorch's DDP. The future has the result.
+    """Start to average a bucket's gradients, bitwise equal to PyTorch's DDP. The future has the result.
 
-    Dense gradients on a CPU are flattened into the bucket's buffer and summed by gloo's threads, which work on several
-    buckets at once. All other gradients are reduced in the executor of the process group.
+    gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.
     """
     if isinstance(bucket, DenseBucket) and not exchange.has_streams:
         return exchange.transport.start_all_reduce(bucket.scale_into_buffer())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import unwrap
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -61,14 +62,13 @@ with private_names():
         "_module_parameters",
         "_submodule_to_event",
     ):
-        if _name not in DDP.__init__.__code__.co_names:  # assigned there
+        if _name not in unwrap(DDP.__init__).__code__.co_names:  # assigned there
             raise AttributeError(f"'DistributedDataParallel' object has no attribute {_name!r}")
 
 
 def gradient_node(tensor: Tensor) -> Node:
-    """The autograd node that receives the tensor's gradient: for a parameter the node that accumulates ``.grad``.
-
-    That node lives only as long as it is referenced.
+    """The node that receives the tensor's gradient, for a parameter AccumulateGrad; lives only while it is
+    referenced.
     """
     return get_gradient_edge(tensor).node
 
@@ -76,9 +76,8 @@ def gradient_node(tensor: Tensor) -> Node:
 def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
     """Whether the memory of a parameter's ``.grad`` can be reached only through ``.grad``.
 
-    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But the
-    tensor may be a view of one that other nodes of the graph read later, or that a hook or a function has kept:
-    ``h + p.view(...)`` gives both h and p views of one gradient.
+    AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But it may
+    be a view of one that others read later: ``h + p.view(...)`` gives both h and p views of one gradient.
 
     Args:
         gradient: ``.grad``, dense.
@@ -110,7 +109,7 @@ def assign_buckets(
 ) -> list[list[int]]:
     """PyTorch's assignment by dtype, device and size in bytes, of which the last repeats; a sparse gradient is alone.
 
-    ``indices`` are those of the tensors in ``sparse`` and in the result; by default their positions.
+    ``indices``, by default their positions, stand for the tensors in ``sparse`` and in the result.
     """
     buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(indices))
     return buckets
@@ -125,10 +124,7 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Exclude ``function`` from tracing when torch.compile compiles its caller.
-
-    Unlike ``torch.compiler.disable``, this does not import the compiler together with gradwire.
-    """
+    """Exclude ``function`` from tracing, like ``torch.compiler.disable``, which would import the compiler at once."""
     return _disable_dynamo(function)
 
 

@@ -1,8 +1,9 @@
-"""Compressed gradients for HSDP and `replicate`: `attach` finds where a model averages gradients, and compresses there.
+"""Compressed gradients for FSDP2: `attach` finds where a model exchanges gradients, and compresses there.
 
-In both, FSDP2 all-reduces each group of parameters between replicas, through a process group. `attach` puts a
-`ReplicaGroup` in its place, which runs a hook. Meshes, training loops, mixed precision, gradient accumulation and
-checkpoints of the model stay as they are.
+Each parameter group of FSDP2 reduce-scatters its gradients within a replica, through a function, and all-reduces the
+shards between replicas (HSDP, `replicate`), through a process group. `attach` replaces the former by a
+`CastReduceScatter`, the latter by a `ReplicaGroup` that runs a hook. Meshes, training loops, mixed precision, gradient
+accumulation and checkpoints of the model stay as they are.
 """
 
 from gradwire.sharded.attach import Attachment, attach

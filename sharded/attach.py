@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,16 @@ from gradwire.hooks._bucket import CommHook
 from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState
-from gradwire.sharded.replicas import Exchange, ReplicaGroup
-from gradwire.sharded.torch_internals import parameter_groups, reduced_dtype, replace_replica_group, replica_group
+from gradwire.sharded.exchange import Exchange
+from gradwire.sharded.replicas import ReplicaGroup
+from gradwire.sharded.shards import WIRES, CastReduceScatter
+from gradwire.sharded.torch_internals import (
+    has_shards,
+    parameter_groups,
+    reduced_dtype,
+    replace_replica_group,
+    replica_group,
+)
 
 
 class Attachment:
@@ -32,12 +40,12 @@ class Attachment:
         self,
         state: Any,
         report: str,
-        groups: Sequence[tuple[Any, Any]] = (),
+        groups: Sequence[tuple[Any, Any, Any]] = (),
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
         self.state = state
         self.report = report
-        self._groups = groups  # parameter groups, with the mesh information that they had
+        self._groups = groups  # parameter groups, with the mesh and the reduce-scatter that they had
         self._parameters = parameters or {}  # FSDP2's parameters by name
 
     def __repr__(self) -> str:
@@ -55,29 +63,30 @@ class Attachment:
             raise RuntimeError(
                 "A DistributedDataParallel keeps its communication hook. To average plainly, wrap the model again."
             )
-        for group, mesh_info in self._groups:
-            group.mesh_info = mesh_info
+        for group, mesh_info, reduce_scatter in self._groups:
+            group.mesh_info, group._reduce_scatter_comm = mesh_info, reduce_scatter
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook, for ``torch.distributed.checkpoint``. A collective call: every rank must make it.
 
         Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
         other numbers of shards and replicas. The factors of `PowerSGDState` are left out: they depend on the shards,
-        and start anew after a load. See `HookState.state_dict`.
+        and start anew after a load, as do its statistics. See `HookState.state_dict`.
 
         Raises:
+            TypeError: the hook has no state with memory.
             NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
                 `AutoState`).
         """
-        saved: dict[str, Any] = self.state.state_dict()
-        memory = self.state.memory
-        if local := [entry for entry, value in saved.items() if entry not in memory and not isinstance(value, int)]:
+        saved: dict[str, Any] = self._memory_state().state_dict()
+        memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
+        if not memory and counts:
             raise NotImplementedError(
-                f"{', '.join(local)} of a {type(self.state).__name__} do not fit other numbers of shards. "
+                f"{', '.join(counts)} of a {type(self.state).__name__} do not fit other numbers of shards. "
                 "Save state.state_dict() of every rank in a file of its own, and resume with the same mesh."
             )
-        for entry in memory.keys() & saved.keys():
-            if memory[entry].shape is None:
+        for entry in counts:
+            if entry not in memory or memory[entry].shape is None:
                 del saved[entry]
             else:
                 saved[entry] = {name: self._as_shard(each, saved[entry].get(name)) for name, each in self._trainable()}
@@ -89,14 +98,22 @@ class Attachment:
         Raises:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`.
         """
-        loaded: dict[str, Any] = {entry: {} for entry in self.state.memory}
+        state = self._memory_state()
+        loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
         for entry, value in state_dict.items():
-            if entry in self.state.memory:
+            if entry in state.memory:
                 shards = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in value.items()}
                 loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
             else:
                 loaded[entry] = value
-        self.state.load_state_dict(loaded)
+        state.load_state_dict(loaded)
+
+    def _memory_state(self) -> HookState:
+        if not isinstance(self.state, HookState):
+            raise TypeError(
+                f"The state is {self.state!r}, which keeps nothing between steps: there is nothing to save."
+            )
+        return self.state
 
     def _trainable(self) -> Iterable[tuple[str, Any]]:
         return ((name, each) for name, each in self._parameters.items() if each.sharded_param.requires_grad)
@@ -112,12 +129,14 @@ class Attachment:
         )
 
 
-def attach(model: nn.Module, state: Any, hook: Callable[..., Any] | None = None) -> Attachment:
-    """Compress the gradients of ``model`` with a communication hook, wherever the model averages them.
+def attach(
+    model: nn.Module, state: Any = None, hook: Callable[..., Any] | None = None, *, within: str | None = None
+) -> Attachment:
+    """Compress the gradients of ``model``, wherever the model exchanges them.
 
     - `DistributedDataParallel`, gradwire's or PyTorch's: ``model.register_comm_hook(state, hook)``.
-    - HSDP (``fully_shard`` with a 2-D mesh) and ``replicate``: the all-reduce between replicas. The reduce-scatter
-      within the shards of a replica stays plain.
+    - HSDP (``fully_shard`` with a 2-D mesh) and ``replicate``: the hook averages between replicas.
+    - FSDP2 and HSDP with ``within``: the reduce-scatter within a replica sends 16 bits per element, and sums in fp32.
 
     Call it on every rank, after ``fully_shard`` or ``replicate`` and before the first forward.
 
@@ -125,63 +144,97 @@ def attach(model: nn.Module, state: Any, hook: Callable[..., Any] | None = None)
         model: the wrapped model.
         state: state of the hook. A `HookState` serves one model.
         hook: the communication hook; by default the one that the state is made for.
+        within: "bf16" or "fp16", the wire format within a replica; None for PyTorch's reduce-scatter.
 
     Returns:
         A handle; its ``report`` says what is compressed.
 
     Raises:
         TypeError: ``hook`` is missing for a state that several hooks share, or ``model`` is no such model.
-        NotImplementedError: FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
-        ValueError: the model has replicas of different ranks, or the state belongs to another model.
+        NotImplementedError: a hook on FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
+        ValueError: ``within`` is no wire format, or has no effect on this model; the model has replicas of different
+            ranks; or the state belongs to another model.
 
     Examples:
         >>> fully_shard(model, mesh=init_device_mesh("cuda", (n_nodes, 8), mesh_dim_names=("replicate", "shard")))
-        >>> gradwire.attach(model, QuantizationState(wire="int4"))
+        >>> gradwire.attach(model, QuantizationState(wire="int4"), within="bf16")
     """
-    hook = hook or _hook_of(state)
-    check_pairing(state, hook)
-    name = getattr(hook, "__name__", "hook")
+    if within is not None and within not in WIRES:
+        raise ValueError(f"within is {within!r}; expected one of {', '.join(map(repr, WIRES))}, or None.")
+    averages = state is not None or hook is not None or within is None
+    if averages:
+        hook = hook or _hook_of(state)
+        check_pairing(state, hook)
     if isinstance(model, TorchDDP):
-        model.register_comm_hook(state, hook)
-        return Attachment(state, f"{name} compresses the all-reduce of {type(model).__name__}")
+        if within is not None:
+            raise ValueError("within has no effect on a DistributedDataParallel, which has no shards. Leave it out.")
+        model.register_comm_hook(state, cast("CommHook", hook))
+        return Attachment(state, f"{_name_of(hook)} compresses the all-reduce of {type(model).__name__}")
     groups = list(parameter_groups(model))
     if not groups:
         raise TypeError(
             f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "
-            "fully_shard(model, mesh=...) with a 2-D mesh, or after replicate(model). FSDP1 "
-            "(FullyShardedDataParallel) has no place for a compressor: use fully_shard."
+            "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) has no place for a compressor: "
+            "use fully_shard."
         )
     replicated = [(group, replicas) for _, group in groups if (replicas := replica_group(group)) is not None]
-    if not replicated:
+    if averages and not replicated:
         raise NotImplementedError(
-            "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. gradwire "
-            "does not compress the reduce-scatter. Pass a 2-D mesh (replicate, shard) whose shards share fast links."
+            "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. Pass "
+            "attach(model, within='bf16') for the reduce-scatter, or shard over a 2-D mesh (replicate, shard) whose "
+            "shards share fast links."
         )
-    if any(isinstance(replicas, ReplicaGroup) for _, replicas in replicated):
-        raise ValueError("A hook is attached to this model already. Call detach() of its Attachment first.")
+    scattered = [group for _, group in groups if has_shards(group)] if within is not None else []
+    if within is not None and not scattered:
+        raise ValueError("within has no effect on this model, which has no shards. Leave it out.")
+    if any(isinstance(replicas, ReplicaGroup) for _, replicas in replicated) or any(
+        isinstance(group._reduce_scatter_comm, CastReduceScatter) for _, group in groups
+    ):
+        raise ValueError("gradwire is attached to this model already. Call detach() of its Attachment first.")
     ranks = {tuple(dist.get_process_group_ranks(replicas)) for _, replicas in replicated}
-    if len(ranks) > 1:
+    if averages and len(ranks) > 1:
         raise ValueError(
             f"The parameter groups of this model have replicas on different ranks: {sorted(ranks)}. Attach a state of "
             "its own to each submodule."
         )
-    return _attach_to_replicas(model, replicated, state, hook, name)
+    before = [(group, group.mesh_info, group._reduce_scatter_comm) for _, group in groups]
+    exchange, parameters, report = Exchange(), {}, []
+    if averages:
+        assert hook is not None
+        state = in_group(state, hook, replicated[0][1])
+        parameters = _attach_to_replicas(model, replicated, state, hook, exchange)
+        report.append(
+            f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
+            f"{replicated[0][1].size()} replicas"
+        )
+    for group in scattered:
+        group._reduce_scatter_comm = CastReduceScatter(group._reduce_scatter_comm, str(within), exchange)
+    if scattered:
+        report.append(f"{len(scattered)} parameter groups are reduced within a replica in {within}, with sums in fp32")
+    plain = [] if averages or not replicated else ["the all-reduce between replicas"]
+    plain += [] if scattered or not any(has_shards(group) for _, group in groups) else ["the reduce-scatter"]
+    if averages and exchange.n_groups < len(replicated):
+        plain.append(f"{len(replicated) - exchange.n_groups} parameter groups of several dtypes or without gradients")
+    if plain:
+        report.append(f"plain: {', '.join(plain)}")
+    return Attachment(state, "; ".join(report), before, parameters)
 
 
 def _attach_to_replicas(
-    model: nn.Module, replicated: Sequence[tuple[Any, dist.ProcessGroup]], state: Any, hook: CommHook, name: str
-) -> Attachment:
-    replicas = replicated[0][1]
-    state = in_group(state, hook, replicas)
-    exchange = Exchange(state, hook)
+    model: nn.Module,
+    replicated: Sequence[tuple[Any, dist.ProcessGroup]],
+    state: Any,
+    hook: CommHook,
+    exchange: Exchange,
+) -> dict[str, Any]:
+    """Let a hook average all parameter groups; returns FSDP2's parameters by name."""
     module_names = {module: plain_name(found) for found, module in model.named_modules()}
     parameters: dict[str, Any] = {}
-    buckets, before = [], []
+    buckets = []
     for group, own in replicated:
         names = [_name(parameter, module_names) for parameter in group.fsdp_params]
         parameters.update(zip(names, group.fsdp_params, strict=True))
-        before.append((group, group.mesh_info))
-        stand_in = ReplicaGroup(own, group, names, exchange)
+        stand_in = ReplicaGroup(own, group, names, state, hook, exchange)
         replace_replica_group(group, stand_in)
         buckets.append(stand_in.bucket(reduced_dtype(group)))
     found = [bucket for bucket in buckets if bucket is not None]
@@ -193,13 +246,12 @@ def _attach_to_replicas(
         bucket.model_parameters = list(layouts.values())
     if isinstance(state, HookState):
         state.bind_layouts(layouts)
-    n_plain = buckets.count(None)
-    report = (
-        f"{name} compresses the all-reduce of {len(buckets) - n_plain} parameter groups between {replicas.size()} "
-        f"replicas; plain: {f'{n_plain} parameter groups of several dtypes, and ' if n_plain else ''}the collectives "
-        "within a replica"
-    )
-    return Attachment(state, report, before, parameters)
+        exchange.step_ends.append(state.begin_step)
+    return parameters
+
+
+def _name_of(hook: Any) -> str:
+    return str(getattr(hook, "__name__", "hook"))
 
 
 def _name(parameter: Any, module_names: Mapping[nn.Module, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import connections_of
-from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
 from gradwire.hooks._bucket import CommHook, is_zero_copy
 from gradwire.kernels import SegmentTable, unflatten
+from gradwire.sharded.exchange import Exchange
 
 
 class ShardBucket:
@@ -109,84 +110,6 @@ class ShardBucket:
             unflatten(result.view(-1), self.gradients(), table=self._table)
 
 
-class Exchange:
-    """The all-reduces between replicas of one model: which backward runs, and the hook that averages.
-
-    Args:
-        state: state of the hook.
-        hook: a communication hook.
-
-    Attributes:
-        n_groups: number of parameter groups with gradients; without one of them a step has no last bucket.
-    """
-
-    def __init__(self, state: Any, hook: CommHook) -> None:
-        self.n_groups = 0
-        self.state = state
-        self.hook = hook
-        self._is_zero_copy = is_zero_copy(hook)
-        self._backward = NO_BACKWARD
-        self._reduced: list[ReplicaGroup] = []  # parameter groups that the hook has averaged in this backward
-        self._error: Exception | None = None  # of this backward
-
-    def average(self, group: ReplicaGroup, flat: Tensor) -> bool:
-        """Average the gradients of a parameter group over the replicas, in place, and return True.
-
-        Returns False, without an effect, for gradients that the hook cannot compress: a trainable parameter has none,
-        or the parameter group has reduced others in this backward. Errors are raised at the end of the backward: until
-        then FSDP2 makes its other collectives, which all ranks of a replica expect.
-        """
-        self._note_backward()
-        bucket = group.bucket(flat.dtype)
-        if bucket is None or flat.numel() != bucket.numel or group in self._reduced:
-            return False
-        self._reduced.append(group)
-        if self._error is None:
-            self._average(bucket, flat)
-        return True
-
-    def _average(self, bucket: ShardBucket, flat: Tensor) -> None:
-        connections = connections_of(bucket.process_group)
-        n_reduced = len(self._reduced)
-        bucket.collect(flat, n_reduced - 1, n_reduced == self.n_groups, self._is_zero_copy)
-        try:
-            with torch.no_grad():
-                connections.check()
-                future = self.hook(self.state, bucket)  # type: ignore[arg-type]
-                connections.finish()
-                value: Any = wait_for(future, connections.check_peers)
-                bucket.finish(value if isinstance(value, Tensor) else value[0])
-        except Exception as error:
-            elsewhere = connections.failure_elsewhere(wait=type(error) is RuntimeError)  # gloo's, if a replica left
-            self._error = error if elsewhere is None else RuntimeError(f"{elsewhere}\nOn this rank: {error}")
-            rank = dist.get_rank(bucket.process_group)
-            connections.fail(elsewhere or f"The gradient exchange failed on replica {rank}: {error}")
-        finally:
-            bucket.release()
-
-    def _note_backward(self) -> None:
-        """At the first all-reduce of a backward, begin a step, which ends with the backward."""
-        backward = current_backward()
-        if backward not in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
-            self._error = None
-            self._end_step()  # of an earlier backward that raised
-            self._backward = backward
-            queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        """Callbacks run in order, and FSDP2's own may still reduce the parameter groups that are left."""
-        queue_callback(self._end_step)
-
-    def _end_step(self) -> None:
-        self._backward, self._reduced = NO_BACKWARD, []
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        end_step = getattr(self.state, "begin_step", None)
-        if end_step is not None:
-            end_step()
-
-
 class ReplicaGroup(dist.ProcessGroup):
     """A process group whose all-reduce averages the gradients of one parameter group with a hook.
 
@@ -194,14 +117,25 @@ class ReplicaGroup(dist.ProcessGroup):
         replicas: the ranks that hold the same shards.
         group: the parameter group.
         names: parameter names, in the order of the parameter group.
+        state: state of the hook.
+        hook: a communication hook.
         exchange: shared by all parameter groups of a model.
     """
 
-    def __init__(self, replicas: dist.ProcessGroup, group: Any, names: Sequence[str], exchange: Exchange) -> None:
+    def __init__(
+        self,
+        replicas: dist.ProcessGroup,
+        group: Any,
+        names: Sequence[str],
+        state: Any,
+        hook: CommHook,
+        exchange: Exchange,
+    ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.replicas = replicas
         self._parameters = dict(zip(names, group.fsdp_params, strict=True))
         self._device = group.device
+        self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
         self._exchange = exchange
         self._buckets: dict[object, ShardBucket | None] = {}
 
@@ -210,15 +144,34 @@ class ReplicaGroup(dist.ProcessGroup):
         return "gradwire"
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work | None:  # type: ignore[override]
-        """All-reduce one flat tensor: with the hook, or plainly; see `Exchange.average`."""
+        """All-reduce one flat tensor, with the hook if it can.
+
+        It cannot if a trainable parameter has no gradient, or if the parameter group has reduced other gradients in
+        this backward.
+        """
         (flat,) = tensors
-        is_mean = options.reduceOp == dist.ReduceOp.AVG
-        is_supported = is_mean or options.reduceOp == dist.ReduceOp.SUM
-        if not is_supported or not self._exchange.average(self, flat):
+        exchange, operation = self._exchange, options.reduceOp
+        exchange.begin()
+        bucket, is_mean = self.bucket(flat.dtype), operation == dist.ReduceOp.AVG
+        is_whole = bucket is not None and flat.numel() == bucket.numel and self not in exchange.averaged
+        if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             return self.replicas.allreduce(tensors, options)
+        exchange.averaged.append(self)
+        exchange.attempt(self.replicas, partial(self._average, bucket, flat))
         if not is_mean:
             flat.mul_(self.size())
         return None
+
+    def _average(self, bucket: ShardBucket, flat: Tensor) -> None:
+        connections, n_averaged = connections_of(self.replicas), len(self._exchange.averaged)
+        bucket.collect(flat, n_averaged - 1, n_averaged == self._exchange.n_groups, self._is_zero_copy)
+        try:
+            future = self._hook(self._state, bucket)  # type: ignore[arg-type]
+            connections.finish()
+            value: Any = wait_for(future, connections.check_peers)
+            bucket.finish(value if isinstance(value, Tensor) else value[0])
+        finally:
+            bucket.release()
 
     def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """The shards of the trainable parameters, reduced in ``dtype``; None if this rank has none or order is unknown.

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradwire.comm.torch_internals import TESTED_TORCH
 
-_GROUP_NAMES = ("fsdp_params", "mesh_info", "device", "mp_policy")
+_GROUP_NAMES = ("fsdp_params", "mesh_info", "device", "mp_policy", "_reduce_scatter_comm")
 _PARAMETER_NAMES = ("_module_info", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
 
 
@@ -44,6 +44,11 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _require(owner: object, names: tuple[str, ...]) -> None:
     for name in names:
         getattr(owner, name)
+
+
+def has_shards(group: Any) -> bool:
+    """Whether a parameter group reduce-scatters its gradients within a replica."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
 
 
 def replica_group(group: Any) -> dist.ProcessGroup | None:

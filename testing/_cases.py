@@ -42,8 +42,8 @@ class Parameter:
     def new(self) -> nn.Parameter:
         """The parameter, filled with zeros.
 
-        With fewer than two dimensions to transpose, or one element, it is contiguous: PyTorch's DDP cannot broadcast a
-        lone parameter whose strides differ from those of its flat view in dimensions of size 1 only.
+        PyTorch's DDP cannot broadcast a lone parameter whose strides differ from those of its flat view in dimensions
+        of size 1 only, so one without two dimensions to transpose is contiguous.
         """
         data = torch.zeros(self.shape, dtype=self.dtype)
         if self.layout == "transposed" and sum(size > 1 for size in self.shape) > 1:
@@ -151,13 +151,8 @@ class Model(nn.Module):
 class Training:
     """A model of a case on this rank, in one of the two DDPs.
 
-    Args:
-        case: the model and its gradients.
-        wrapper: key of `WRAPPERS`.
-        rank: rank of this process.
-        state: state of the hook.
-        hook: None for DDP's own all-reduce.
-        options: options of the wrapper, in addition to those of the case.
+    ``wrapper`` is a key of `WRAPPERS`; without a ``hook``, DDP's own all-reduce runs. ``options`` are further ones of
+    DDP.
     """
 
     def __init__(

@@ -21,13 +21,7 @@ RESUMED_STEPS = 2
 
 
 class Trained(NamedTuple):
-    """The results of a training run.
-
-    Attributes:
-        gradients: reduced gradients of every step.
-        plain: reduced gradients of the steps before the first compressed one, with `allreduce_hook`.
-        errors: error memory in a checkpoint.
-    """
+    """The results of a training run."""
 
     gradients: NamedGradients
     plain: NamedGradients
@@ -159,8 +153,8 @@ def lost(
 ) -> str | None:
     """Law 1: where mean gradient + old error - applied update - new error exceeds the rounding.
 
-    Per step and rank, a few numbers round: the share of the mean, its compensation, and the sums; every one to the
-    precision of fp32 or of the gradient, and every one no larger than the sum of all magnitudes.
+    Per step and rank, a few numbers round, each to the precision of fp32 or of the gradient, and none larger than the
+    sum of all magnitudes: the share of the mean, its compensation, and the sums.
     """
     for index, name in enumerate(case.names):
         dtype = case.parameters[index].dtype
@@ -211,8 +205,8 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
 def error_memory_problem(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:
     """A wrong key in the error memory of several runs, or a difference between ranks; None if there is none."""
     names = [name for errors in results[0].values() for name in errors]
-    if strange := set(names) - set(case.names):
-        return f"the error memory has keys {sorted(map(repr, strange))}; expected parameter names, such as 'weights.0'"
+    if unknown := set(names) - set(case.names):
+        return f"the error memory has keys {sorted(map(repr, unknown))}; expected parameter names, such as 'weights.0'"
     return rank_differences(results)
 
 

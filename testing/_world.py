@@ -191,12 +191,9 @@ def message_of_call(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 def collect(members: Sequence[Member], limit: float, grace: float | None = None) -> list[Answer | None]:
-    """The answer of every member: `EXITED` if it ended without one, None if the limit came first.
+    """The answer of every member: `EXITED` if it ended without one, None if none came within ``limit`` seconds.
 
-    Args:
-        members: the processes.
-        limit: time limit in seconds.
-        grace: the limit once a member has failed.
+    Once a member has failed, the others have ``grace`` seconds.
     """
     answers: list[Answer | None] = [None] * len(members)
     waiting = {member.connection: member.rank for member in members}
@@ -279,10 +276,10 @@ def answer_to(message: bytes) -> bytes:
 
 
 def is_spent() -> bool:
-    """Whether later calls need new processes.
+    """Whether later calls need new processes: after a failed exchange, and while a group of gradwire's own closes.
 
-    After a failed exchange on the default group. Also while a group of gradwire's own closes: ranks that wait for each
-    other keep it open until its timeout, and gloo's thread spins once data has come that no collective here takes.
+    Ranks that wait for each other keep it open until its timeout, and gloo's thread spins on data that no collective
+    takes.
     """
     closing = any(thread.name == "gradwire closes a group" for thread in threading.enumerate())
     return closing or (dist.is_initialized() and connections_of(None).has_failed)

@@ -1,4 +1,4 @@
-"""What is slow, the import of `tools`, and fixtures: made-up provenance, a world of one rank.
+"""Slow tests, the import of `tools`, and fixtures: made-up provenance, a world of one rank.
 
 On a machine with a GPU and nothing but torch, triton, pytest and gradwire, only `tests/gpu` is collected.
 """

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from gradwire import kernels
 from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, RecordError, records_of, save
+from gradwire.bench.record import Metric, RecordError, records_of, save
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.timing import Timing
 from gradwire.cli.app import app
@@ -51,7 +51,7 @@ def test_changes_list_common_ratios_slowest_first():
     assert [(change.what, change.factor) for change in changes] == [("b", 3.0), ("a", 1.5)]
 
 
-def record(case, implementation, p50, metric=STEP_MS, bench="hooks", ranks=1):
+def record(case, implementation, p50, metric=Metric.STEP_MS, bench="hooks", ranks=1):
     return records_of(bench, case, implementation, ranks, {metric: p50})[0]
 
 
@@ -63,7 +63,7 @@ def test_ratios_are_to_pytorch_of_same_case_ranks_and_metric():
         record(fp16, GRADWIRE_ON_PYTORCH, 20.0),
         record(r4, PYTORCH, 100.0),
         record(r4 | {"one_bucket": False}, GRADWIRE, 25.0),
-        record(fp16, GRADWIRE, 1.0, metric=BACKWARD_MS),
+        record(fp16, GRADWIRE, 1.0, metric=Metric.BACKWARD_MS),
     ]
     assert dict(ratios(records)) == {
         "hooks, hook fp16, ranks 1: gradwire to PyTorch": 0.5,
@@ -77,7 +77,9 @@ def test_time_to_target_ratio_uses_seed_medians_and_needs_a_reached_target():
     seconds = {(PYTORCH, "none"): (4.0, 9.0, 5.0), (GRADWIRE, "none"): (1.0, 2.0, 20.0)}
     seconds |= {(PYTORCH, "fp16"): (4.0, 4.0, 4.0), (GRADWIRE, "fp16"): (1.0, None, 1.0)}
     records = [
-        record({"task": "text", "hook": hook, "seed": seed}, by, value, metric=TARGET_S, bench="converge", ranks=2)
+        record(
+            {"task": "text", "hook": hook, "seed": seed}, by, value, metric=Metric.TARGET_S, bench="converge", ranks=2
+        )
         for (by, hook), values in seconds.items()
         for seed, value in enumerate(values)
     ]
@@ -88,7 +90,7 @@ def test_missing_result_fails_comparison(tmp_path):
     paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
     for path, models in zip(paths, (("mlp", "densenet"), ("mlp",)), strict=True):
         cases = itertools.product(models, (PYTORCH, GRADWIRE))
-        save([record({"model": m, "hook": "none"}, by, 1.0, BACKWARD_MS, "reducer") for m, by in cases], path)
+        save([record({"model": m, "hook": "none"}, by, 1.0, Metric.BACKWARD_MS, "reducer") for m, by in cases], path)
     arguments = ["--before", str(paths[0]), "--after", str(paths[1])]
     done = CliRunner().invoke(compare_tool.app, arguments)
     assert done.exit_code == 1

@@ -16,7 +16,7 @@ from gradwire.bench.converge import (
     to_target,
 )
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import ACCURACY, SENT, STEPS, TARGET_S, Measured, Record, load, records_of
+from gradwire.bench.record import Measured, Metric, Record, load, records_of
 from gradwire.bench.tasks import TASKS, Digits, Text
 from gradwire.cli.app import app
 
@@ -24,10 +24,10 @@ from gradwire.cli.app import app
 def training(hook, implementation, seconds, is_reached=True, seed=0):
     """Evaluated after 5 and 10 steps."""
     curves = {
-        STEPS: [5, 10],
-        TARGET_S: [seconds / 2, seconds],
-        SENT: [5e5 * seconds, 1e6 * seconds],
-        ACCURACY: [90.0, 98.0 if is_reached else 97.0],
+        Metric.STEPS: [5, 10],
+        Metric.TARGET_S: [seconds / 2, seconds],
+        Metric.SENT: [5e5 * seconds, 1e6 * seconds],
+        Metric.ACCURACY: [90.0, 98.0 if is_reached else 97.0],
     }
     metrics = {metric: {"p50": curve[-1] if is_reached else None, "series": curve} for metric, curve in curves.items()}
     return records_of("converge", {"hook": hook, "seed": seed}, implementation, 2, metrics)
@@ -44,7 +44,7 @@ POWERSGD = trainings("powersgd-r4", GRADWIRE, seconds=(1.0, 3.0, 2.0))
 
 @pytest.fixture
 def records(facts):
-    settings = {"task": "A task", "parameters": 1234, "score": ACCURACY, "target": 97.5, "rises": True}
+    settings = {"task": "A task", "parameters": 1234, "score": Metric.ACCURACY, "target": 97.5, "rises": True}
     settings |= {"rate": "100mbit", "hosts": 2, "plain_steps": 10}
     return Measured(settings, [*NONE, *FP16, *POWERSGD]).with_provenance(facts)
 
@@ -56,9 +56,9 @@ def test_pytorch_trains_with_hooks_of_its_own_only():
 
 
 def test_target_that_one_seed_missed_counts_as_missed():
-    assert to_target(NONE, STEPS) == [10, 10, 10]
-    assert to_target(NONE, TARGET_S) == [10.0, 30.0, 12.0]
-    assert to_target(FP16, TARGET_S) is None
+    assert to_target(NONE, Metric.STEPS) == [10, 10, 10]
+    assert to_target(NONE, Metric.TARGET_S) == [10.0, 30.0, 12.0]
+    assert to_target(FP16, Metric.TARGET_S) is None
 
 
 def test_step_time_is_from_first_evaluation_on():
@@ -106,7 +106,7 @@ def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypat
         if step in (1, 3):
             trained.is_over()
     found = {record.metric: record.series for record in trained.records()}
-    assert (found[STEPS], found[SENT]) == ([2, 4], [2040, 4080])
+    assert (found[Metric.STEPS], found[Metric.SENT]) == ([2, 4], [2040, 4080])
 
 
 def test_command_over_loopback_trains_to_target(tmp_path):
@@ -117,15 +117,19 @@ def test_command_over_loopback_trains_to_target(tmp_path):
     assert done.exit_code == 0, done.output
     records = load(path)
     pairs = [(hook, by) for hook in hooks for by in (PYTORCH, GRADWIRE)]
-    assert [(r["hook"], r.implementation) for r in records if r.metric == STEPS] == pairs
+    assert [(r["hook"], r.implementation) for r in records if r.metric == Metric.STEPS] == pairs
     of = {(r["hook"], r.implementation, r.metric): r for r in records}
-    theirs, ours = (of["none", by, ACCURACY] for by in (PYTORCH, GRADWIRE))
+    theirs, ours = (of["none", by, Metric.ACCURACY] for by in (PYTORCH, GRADWIRE))
     assert ours.p50 == ours.series[-1] >= TASKS["digits"].target
     assert max(ours.series[:-1]) < TASKS["digits"].target, "a training stops at the target"
-    assert len(ours.series) == len(of["none", GRADWIRE, TARGET_S].series) == len(of["none", GRADWIRE, STEPS].series)
+    assert (
+        len(ours.series)
+        == len(of["none", GRADWIRE, Metric.TARGET_S].series)
+        == len(of["none", GRADWIRE, Metric.STEPS].series)
+    )
     # Without a hook the gradients are equal to the bit, and so are the scores.
     assert ours.series == theirs.series
-    assert not any(metric == SENT for _, _, metric in of)
+    assert not any(metric == Metric.SENT for _, _, metric in of)
     assert {(r["task"], r["rate"]) for r in records} == {("digits", "loopback")}
 
 

@@ -127,7 +127,7 @@ def complain(gradient, old, result, new):
     return complaint_about_feedback([gradient], [old], [result], [new])
 
 
-def test_step_with_error_feedback_is_accepted_if_it_loses_nothing_and_approximates_the_mean():
+def test_feedback_step_must_lose_nothing_and_approximate_the_mean():
     gradient, old, result, new = low_rank_step()
     assert complain(gradient, old, result, new) is None
     assert "approximation" in complain(gradient, old, torch.zeros_like(result), gradient + old)

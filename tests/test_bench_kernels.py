@@ -11,11 +11,10 @@ from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES, COMPARED, KernelCase
 from gradwire.bench.kernels import COPY, run, tables
-from gradwire.bench.record import BANDWIDTH, HOST_MS, LAUNCHES, TIME_MS, VS_GRADWIRE, Measured, load, records_of
+from gradwire.bench.record import Measured, Metric, load, records_of
 from gradwire.bench.shapes import SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
-from gradwire.cli.app import app
 from tools import compiled, kernel_model
 from tools.compiled import TARGET_NAMES
 
@@ -63,7 +62,7 @@ def test_time_is_mean_over_rotation_and_bandwidth_is_of_gradwires_bytes(monkeypa
         for n in (1, 3)
     ]
     records = run(cases, "resnet50", 25, rounds=3, device=CPU)
-    metrics = (TIME_MS, BANDWIDTH, VS_GRADWIRE)
+    metrics = (Metric.TIME_MS, Metric.BANDWIDTH, Metric.VS_GRADWIRE)
     assert [find(records, metric, GRADWIRE).p50 for metric in metrics] == [2.0, 1.0, 1.0]
     assert [find(records, metric, "other").p50 for metric in metrics] == [4.0, 0.5, 2.0]
     our_times, other_times = [1e-3, 3e-3], [2e-3, 6e-3]
@@ -79,8 +78,8 @@ def test_one_slow_round_changes_no_bandwidth(monkeypatch):
     times = {GRADWIRE: iter([0.5, 0.5, 0.5, 1e-3, 0.5, 1e-3]), "other": iter([0.5, 0.5, 2e-3, 2e-3, 0.5])}
     calls = {name: lambda name=name: next(times[name]) for name in times}
     records = run([KernelCase("copy", 1_000_000, calls, lambda: None)], "resnet50", 25, rounds=3, device=CPU)
-    assert [find(records, BANDWIDTH, name).p50 for name in times] == [1.0, 0.5]
-    assert find(records, VS_GRADWIRE, "other").p50 == 2.0
+    assert [find(records, Metric.BANDWIDTH, name).p50 for name in times] == [1.0, 0.5]
+    assert find(records, Metric.VS_GRADWIRE, "other").p50 == 2.0
 
 
 def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypatch):
@@ -94,7 +93,7 @@ def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
     case = KernelCase("copy", 1, {GRADWIRE: lambda: 1e-3}, lambda: None)
     for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
         monkeypatch.setattr(kernel_cases, "timed", Clock(host_seconds))
-        found = find(run([case], "resnet50", 25, rounds=3, device=CPU), HOST_MS)
+        found = find(run([case], "resnet50", 25, rounds=3, device=CPU), Metric.HOST_MS)
         assert (found and found.p50) == recorded
 
 
@@ -123,25 +122,13 @@ def test_table_compares_implementations(facts):
     case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 1056}
     others = ("DDP and hook of PyTorch", "cat, to, div", "torch.compile", "foreach copy")
     records = [
-        *records_of("kernels", {"kernel": "copy"}, COPY, 1, {BANDWIDTH: 11.2}),
-        *records_of("kernels", case, GRADWIRE, 1, {TIME_MS: 1013.5, BANDWIDTH: 9.9}),
-        *(record for other in others for record in records_of("kernels", case, other, 1, {TIME_MS: 1928.2})),
+        *records_of("kernels", {"kernel": "copy"}, COPY, 1, {Metric.BANDWIDTH: 11.2}),
+        *records_of("kernels", case, GRADWIRE, 1, {Metric.TIME_MS: 1013.5, Metric.BANDWIDTH: 9.9}),
+        *(record for other in others for record in records_of("kernels", case, other, 1, {Metric.TIME_MS: 1928.2})),
     ]
     (only,) = tables(Measured({"rounds": 7}, records).with_provenance(facts))
-    assert only.headers == ["bucket", GRADWIRE, *others, BANDWIDTH, "of a copy"]
+    assert only.headers == ["bucket", GRADWIRE, *others, Metric.BANDWIDTH, "of a copy"]
     assert only.rows == [["gpt2-124m, 1056 MiB", "1,014", *["1,928"] * 4, "9.9", "88 %"]]
-
-
-def test_command_writes_the_results_it_prints(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
-    path = tmp_path / "kernels.jsonl"
-    options = ["--models", "gpt2-124m", "--sizes", "1", "--rounds", "2", "--output", str(path)]
-    done = CliRunner().invoke(app, ["bench", "kernels", *options])
-    assert done.exit_code == 0, done.output
-    records = load(path)
-    assert {record.implementation for record in records} > {GRADWIRE, "foreach copy", "linalg.qr", COPY}
-    assert len({record["kernel"] for record in records if record.metric == TIME_MS}) == len(COMPARED)
-    assert "gpt2-124m, 1 MiB" in done.output
 
 
 class Counter:
@@ -165,7 +152,7 @@ GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multip
         ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
     ],
 )
-def test_modeled_time_adds_launches_to_the_slower_of_bytes_and_instructions(counts, for_instructions, expected):
+def test_modeled_time_is_launches_plus_slower_of_bytes_and_instructions(counts, for_instructions, expected):
     numbers = kernel_model.modeled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
     assert numbers == {
         kernel_model.LAUNCHES_US: 4.0,
@@ -174,14 +161,14 @@ def test_modeled_time_adds_launches_to_the_slower_of_bytes_and_instructions(coun
         kernel_model.MODELED_US: expected,
         kernel_model.WAVES: 2 * 25 / 20,
         kernel_model.WHOLE_WAVES_US: 4 + (expected - 4) * 4 / 2.5,
-        LAUNCHES: 2,
+        Metric.LAUNCHES: 2,
         kernel_model.UNCOUNTED: list(counts.values()).count(None),
     }
 
 
 def test_modeled_time_is_mean_over_buckets():
     numbers = kernel_model.modeled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
-    assert (numbers[LAUNCHES], numbers[kernel_model.MODELED_US]) == (1.5, 3 + 2000)
+    assert (numbers[Metric.LAUNCHES], numbers[kernel_model.MODELED_US]) == (1.5, 3 + 2000)
 
 
 @needs_compiler

@@ -160,7 +160,7 @@ def test_limit_replaces_the_previous_one(rates, bytes_per_second):
 
 
 @needs_namespaces
-def test_exception_leaves_no_namespace_and_handler_of_sigterm_does_not_run_in_forked_children():
+def test_exception_leaves_no_namespace_and_runs_no_handler_in_children():
     """The handler once deleted the namespaces in one of three runs."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.models import MODELS
-from gradwire.bench.record import BACKWARD_MS, MEMORY, Measured, load, records_of
+from gradwire.bench.record import Measured, Metric, records_of
 from gradwire.bench.reducer import NO_REDUCER, REDUCERS, summarize, tables, time_backwards
-from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
 
 MADE_UP_MS = dict(zip(REDUCERS, (10.0, 20.0, 15.0, 18.0, 12.0, 30.0, 15.0), strict=True))
@@ -23,7 +21,7 @@ def made_up(facts, with_memory=False):
     cases = [SimpleNamespace(hook=hook, implementation=by, model=model) for hook, by in REDUCERS]
     records = summarize("mlp", cases, [[ms / 1e3] * 3 for ms in MADE_UP_MS.values()])
     for (hook, by), ms in MADE_UP_MS.items() if with_memory else ():
-        records += records_of("reducer", {"model": "mlp", "hook": hook}, by, 1, {MEMORY: 1e9 + 1e6 * ms})
+        records += records_of("reducer", {"model": "mlp", "hook": hook}, by, 1, {Metric.MEMORY: 1e9 + 1e6 * ms})
     return Measured({"steps": 3}, records).with_provenance(facts)
 
 
@@ -37,7 +35,7 @@ def test_table_compares_with_pytorch_with_same_hook_and_with_no_reducer(world_of
         ["mlp", "fp16", "", "30", "15", "2.00x", "10,000", "2,500"],
     ]
     records = made_up(facts)
-    assert {(r["parameters"], r["elements"], r.ranks, r.metric) for r in records} == {(2, 8, 1, BACKWARD_MS)}
+    assert {(r["parameters"], r["elements"], r.ranks, r.metric) for r in records} == {(2, 8, 1, Metric.BACKWARD_MS)}
 
 
 def test_memory_is_beyond_no_reducer(world_of_one, facts):
@@ -68,14 +66,3 @@ def test_wrong_gradients_are_refused_before_timing(world_of_one, monkeypatch):
     monkeypatch.setitem(HOOKS, "fp16", replace(HOOKS["fp16"], make=lambda *_: (None, doubles)))
     with pytest.raises(RuntimeError, match=r"gradwire, fp16: .* nothing is timed"):
         time_backwards("tiny-layers", 2, torch.device("cpu"))
-
-
-def test_command_with_two_ranks_writes_the_results_it_prints(tmp_path):
-    path = tmp_path / "reducer.jsonl"
-    options = ["--models", "tiny-layers", "--ranks", "2", "--steps", "2", "--output", str(path)]
-    done = CliRunner().invoke(app, ["bench", "reducer", *options])
-    assert done.exit_code == 0, done.output
-    records = load(path)
-    assert [(record["hook"], record.implementation) for record in records] == list(REDUCERS)
-    assert {(record.ranks, record.metric) for record in records} == {(2, BACKWARD_MS)}, "memory is the mlp's"
-    assert "tiny-layers: 200 of 0.027 M" in " ".join(done.output.split())

@@ -39,7 +39,7 @@ def test_background_load_excludes_this_process_and_is_unknown_without_proc(monke
     assert BackgroundLoad().busy_cpus() == 0.75
 
 
-def test_background_load_reads_seconds_of_all_processes_and_of_this_one_with_children(monkeypatch, tmp_path):
+def test_background_load_excludes_this_process_and_its_children(monkeypatch, tmp_path):
     stat = tmp_path / "stat"  # columns: user, nice, system, idle, iowait, irq, softirq, steal, and both of guests
     stat.write_text("cpu  1000 200 300 40000 500 600 700 80 9000 90\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
     monkeypatch.setattr(timing, "Path", lambda *_: stat)

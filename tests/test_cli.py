@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli import __main__, bench
+from gradwire.cli import __main__, bench, command_runs
 from gradwire.cli.app import app
 from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
 
@@ -98,8 +98,8 @@ def test_help_lists_options_and_hooks(command, words):
 def test_quick_stands_for_the_options_in_the_help(monkeypatch):
     asked = []
     monkeypatch.setattr(bench.reducer, "measure", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(bench, "measured", lambda _, measure, *__: measure())
-    monkeypatch.setattr(bench, "report", lambda *_: None)
+    monkeypatch.setattr(command_runs, "measured", lambda _, measure, *__: measure())
+    monkeypatch.setattr(command_runs, "report", lambda *_: None)
     shown = in_process("bench", "reducer", "--help").output
     assert "--quick stands for --models transformer --ranks 1 --steps 20." in shown
     assert in_process("bench", "reducer", "--quick").exit_code == 0
@@ -157,7 +157,7 @@ def test_missing_extras_are_named_in_one_line(monkeypatch, command, names, extra
 
 WITH_THE_EXTRA_CLI_ALONE = """
 import sys
-from gradwire.cli.extras import EXTRAS
+from gradwire.cli import EXTRAS
 sys.modules.update(dict.fromkeys({*EXTRAS["bench"]} - {*EXTRAS["cli"]}))
 from gradwire.cli.__main__ import main
 main()

@@ -18,7 +18,7 @@ import gradwire
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces, plots, tables
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.record import ACCURACY, SENT_PER_STEP, STEP_MS, TRAINING_LOSS, TRAINING_S, Measured, Record, load
+from gradwire.bench.record import Measured, Metric, Record, load
 from gradwire.bench.tasks import Digits
 from gradwire.cli import app
 from gradwire.planner.hook_registry import DEMO_HOOKS
@@ -53,7 +53,7 @@ def runs_of(records, metric):
 
 
 def test_demo_sends_half_the_bytes_in_fp16(records, settings):
-    none, fp16, _ = runs_of(records, SENT_PER_STEP)
+    none, fp16, _ = runs_of(records, Metric.SENT_PER_STEP)
     assert none.p50 == 4 * settings["parameters"]
     assert 2 * fp16.p50 == none.p50
     for run in (none, fp16):
@@ -66,7 +66,7 @@ def test_demo_sends_whole_gradients_and_then_factors(records, settings):
 
     Every factor starts at a multiple of 16 elements of its message.
     """
-    powersgd = runs_of(records, SENT_PER_STEP)[2]
+    powersgd = runs_of(records, Metric.SENT_PER_STEP)[2]
     matrices = [(64, 32 * 9), (128, 64 * 9), (512, 512), (10, 512)]
     rest = settings["parameters"] - sum(n * m for n, m in matrices)
     factors = sum(math.ceil(4 * side / 16) * 16 for shape in matrices for side in shape)  # of rank 4
@@ -77,15 +77,15 @@ def test_demo_sends_whole_gradients_and_then_factors(records, settings):
 
 
 def test_demo_trains_alike_with_all_hooks(records):
-    none, fp16, powersgd = losses = runs_of(records, TRAINING_LOSS)
+    none, fp16, powersgd = losses = runs_of(records, Metric.TRAINING_LOSS)
     assert [run["hook"] for run in losses] == ["none", "fp16", "powersgd-r4-bf16"]
-    for run, sent in zip(losses, runs_of(records, SENT_PER_STEP), strict=True):
+    for run, sent in zip(losses, runs_of(records, Metric.SENT_PER_STEP), strict=True):
         assert len(run.series) == len(sent.series)
         assert run.p50 == statistics.fmean(run.series[len(run.series) // 2 :]), "the mean of the last of two epochs"
         assert all(map(math.isfinite, run.series))
         assert run.p50 < 0.5 * run.series[0]
-    assert all(50 < run.p50 <= 100 for run in runs_of(records, ACCURACY))
-    assert all(0 < run.p20 <= run.p50 <= run.p80 for run in runs_of(records, STEP_MS))
+    assert all(50 < run.p50 <= 100 for run in runs_of(records, Metric.ACCURACY))
+    assert all(0 < run.p20 <= run.p50 <= run.p80 for run in runs_of(records, Metric.STEP_MS))
     assert fp16.series[0] == none.series[0]  # no gradient was sent yet: same weights, same data
     assert fp16.series != none.series
     assert abs(fp16.p50 - none.p50) < 0.1
@@ -140,7 +140,7 @@ def test_demo_prints_progress_and_a_table_and_leaves_a_plot(demo):
 
 def test_demo_measures_the_time_of_each_hook_alone(demo, records):
     """In the progress and in the table."""
-    for seconds, step in zip(runs_of(records, TRAINING_S), runs_of(records, STEP_MS), strict=True):
+    for seconds, step in zip(runs_of(records, Metric.TRAINING_S), runs_of(records, Metric.STEP_MS), strict=True):
         assert seconds.p50 > 0.5 * len(records[0].series) * step.p50 / 1e3
         assert any(line.rstrip().endswith(f"{seconds.p50:.1f} s") for line in demo[1].splitlines()), demo[1]
 
@@ -212,11 +212,11 @@ def made_up(facts):
         for index, hook in enumerate(hooks):
             sent = 4e6 / 2**index
             metrics = {
-                TRAINING_LOSS: {"p50": 0.125, "series": [1.0, 0.5, 0.25, 0.125]},
-                ACCURACY: {"p50": 75.0},
-                SENT_PER_STEP: {"p50": sent, "series": [sent * (step + 1) for step in range(4)]},
-                STEP_MS: {"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
-                TRAINING_S: {"p50": 10 / 2**index},
+                Metric.TRAINING_LOSS: {"p50": 0.125, "series": [1.0, 0.5, 0.25, 0.125]},
+                Metric.ACCURACY: {"p50": 75.0},
+                Metric.SENT_PER_STEP: {"p50": sent, "series": [sent * (step + 1) for step in range(4)]},
+                Metric.STEP_MS: {"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
+                Metric.TRAINING_S: {"p50": 10 / 2**index},
             }
             of = {"bench": "demo", "case": {"hook": hook}, "implementation": GRADWIRE, "ranks": 2}
             records += [Record(**of, metric=metric, **numbers) for metric, numbers in metrics.items()]

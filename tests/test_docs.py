@@ -131,7 +131,7 @@ def test_unknown_command_or_option_on_a_page_is_found(tmp_path):
     assert [unknown_in(*command) for command in commands_shown_on(page)] == ["speed", "--hook"]
 
 
-def test_ci_runs_the_commands_of_the_readme_and_those_that_contributing_lists():
+def test_ci_runs_the_commands_of_readme_and_contributing():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     readme = re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -224,7 +224,7 @@ def test_readme_numbers_in_prose_equal_the_tables():
     int4 = next(row for row in converge if row[:2] == ["int4", "gradwire"])[-1]
     powersgd = next(row for row in hooks if row[0] == "powersgd-r4")[4]  # the first table: one rank
     assert f"reaches its target loss {float(int4.rstrip('x')):.1f} times as fast" in readme
-    assert f"at rank 4, compression is {float(powersgd.rstrip('x')):.1f} times as fast on a CPU" in readme
+    assert f"At rank 4, compression is {float(powersgd.rstrip('x')):.1f} times as fast on a CPU" in readme
 
 
 def test_readme_diff_is_the_example():
@@ -264,9 +264,25 @@ def test_api_reference_has_every_public_name():
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     public |= {f"gradwire.testing.{name}" for name in gradwire.testing.__all__}
-    public |= public_names_of_integrations() | {"gradwire.DistributedDataParallel", "gradwire.attach"}
-    public |= {"gradwire.sharded.Attachment"}
+    public |= public_names_of_integrations() | names_imported_by_examples()
+    public |= {"gradwire.DistributedDataParallel", "gradwire.attach", "gradwire.sharded.Attachment"}
     assert public == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
+
+
+def names_imported_by_examples():
+    """Classes and functions of gradwire that examples/ and the code on the pages import."""
+    pages = [page.read_text() for page in PAGES if not is_log(page)]
+    programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    programs += [
+        block for text in pages for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+    names = set()
+    for program in programs:
+        for module, imported in re.findall(r"^from (gradwire[\w.]*) import ([\w, ]+)$", program, re.MULTILINE):
+            names |= {f"{module}.{name}" for name in imported.split(", ")}
+    assert "gradwire.comm.LocalTransport" in names
+    modules = {f"gradwire.hooks.{name}" for name in gradwire.hooks.__all__}
+    return names - modules
 
 
 def public_names_of_integrations():
@@ -286,7 +302,7 @@ def test_readme_states_the_gpu_status_on_its_first_screen():
     assert "pip install" in first_screen
 
 
-def test_readme_and_contributing_name_the_versions_that_the_package_requires():
+def test_required_versions_are_named_in_readme_and_contributing():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = project["requires-python"].removeprefix(">=")
     pytorch = next(each for each in project["dependencies"] if each.startswith("torch")).removeprefix("torch>=")
@@ -310,6 +326,18 @@ def test_names_in_the_glossary_exist_in_the_source():
     source = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).glob("*.py"))
     assert len(names) > 8
     assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
+
+
+def test_names_in_the_file_tables_of_the_architecture_exist_in_their_files():
+    """Rows of tables with the columns "code" and "file"."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\|[^|]+\| ([^|]+) \| (`[a-z]+/[^|]+) \|$", page, re.MULTILINE)
+    assert len(rows) > 25
+    for code, files in rows:
+        paths = [path for path in re.findall(r"`([\w/]+\.py)`", files) if (ROOT / path).is_file()]
+        source = "".join((ROOT / path).read_text() for path in paths)
+        for name in re.findall(r"`([\w.]+)`", code):
+            assert re.search(rf"(def|class) {name.split('.')[-1]}\b|^{name}\b.* = ", source, re.MULTILINE), name
 
 
 def test_code_on_the_trainers_page_equals_the_examples():

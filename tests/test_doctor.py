@@ -106,7 +106,7 @@ def test_environment_reports_set_variables_and_unknown_interfaces(monkeypatch):
         ("3.0.0a0+git", "warning", ["warning"]),
     ],
 )
-def test_untested_torch_and_fsdps_change_of_reductions_in_2_15_are_warnings(monkeypatch, release, torch_status, fsdp):
+def test_untested_torch_and_fsdp2_reductions_are_warnings(monkeypatch, release, torch_status, fsdp):
     monkeypatch.setattr(torch, "__version__", release)
     checks = list(doctor.versions())
     assert status_of(checks)["torch"] == torch_status

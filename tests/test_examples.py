@@ -42,6 +42,15 @@ def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes():
     assert 6 * int(sent.replace(",", "")) < int(whole.replace(",", ""))
 
 
+def test_train_fsdp2_on_two_ranks_learns():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = output_of(*launcher, str(EXAMPLES / "train_fsdp2.py"))
+    assert "2 parameter groups are reduced within a replica in bf16" in output
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
     output = output_of(str(EXAMPLES / "compress_tensors.py"))
     errors = [float(error) for error in re.findall(r"relative errors of the mean: (\S+),", output)]

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradwire.cli import advise, app, bench
+from gradwire.cli import advise, app, command_runs
 from gradwire.cli.options import finite
 
 # Options whose text holds numbers, with the unit of a value.
@@ -55,10 +55,10 @@ def nothing_is_measured(monkeypatch):
     def fail(what, *_, **__):
         raise AssertionError(f"{what} began")
 
-    for module in (app, bench):
+    for module in (app, command_runs):
         monkeypatch.setattr(module, "measured", partial(fail, "the measurement"))
-    monkeypatch.setattr(bench.namespaces, "obstacle", lambda: None)
-    monkeypatch.setattr(advise, "_run", partial(fail, "the measurement"))
+    monkeypatch.setattr(command_runs.namespaces, "obstacle", lambda: None)
+    monkeypatch.setattr(advise, "_measure", partial(fail, "the measurement"))
     monkeypatch.setattr(advise.torch, "set_num_threads", lambda _: None)
 
 

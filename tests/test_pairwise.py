@@ -1,4 +1,4 @@
-"""What the ordinary lane leaves out of a product of parameters."""
+"""The reduction of large parameter grids in `make test`."""
 
 from itertools import combinations, product
 
@@ -23,7 +23,7 @@ def pairs(cases):
     ],
     ids=["3-axes", "5-axes"],
 )
-def test_ordinary_lane_of_a_product_holds_every_pair_of_values_in_at_most_half_the_cases(axes):
+def test_reduced_grid_covers_every_pair_in_half_the_cases(axes):
     cases = product_of(**axes)
     left_out = surplus(cases)
     kept = [case for index, case in enumerate(cases) if index not in left_out]

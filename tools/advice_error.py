@@ -17,7 +17,7 @@ import torch
 from gradwire.bench.models import JOBS
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import limit_to
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of, unique
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
     Group,
@@ -78,8 +78,8 @@ def _records(
     records = []
     for hook, step_times in times.items():
         case = {"model": model, "rate": rate, "hook": hook}
-        records += records_of("advise", case, MEASURED, hosts, {STEP_MS: percentiles_ms(step_times)})
-        records += records_of("advise", case, PREDICTED, hosts, {STEP_MS: predicted[hook]})
+        records += records_of("advise", case, MEASURED, hosts, {Metric.STEP_MS: percentiles_ms(step_times)})
+        records += records_of("advise", case, PREDICTED, hosts, {Metric.STEP_MS: predicted[hook]})
     case = {"model": model, "rate": rate, "hook": advice.recommended}
     speed_up = round(median(times[PLAIN]) / median(times[advice.recommended]), 4)
     return records + records_of("advise", case, "advice", hosts, {SPEED_UP: speed_up, ADVICE_S: round(seconds, 2)})
@@ -87,7 +87,7 @@ def _records(
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """A table of errors for each model, and a table of the advice."""
-    steps = [record for record in records if record.metric == STEP_MS]
+    steps = [record for record in records if record.metric == Metric.STEP_MS]
     rates = unique(record["rate"] for record in steps)
     columns = [
         (f"{header}{format_rate(rate)}", cell(rate))
@@ -123,10 +123,10 @@ def _advice_table(records: Sequence[Record]) -> Table:
         columns,
         [
             f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",
-            "error: of the prediction, relative to the measured step",
-            "speed-up: of a measured step with the advised hook over one without a hook. Best: with the fastest hook",
-            f"within {TOLERANCE} %: hooks with a smaller error of the prediction. Error: its median magnitude",
-            "time: duration of the measurement for the advice",
+            "error: relative error of the predicted step time",
+            "speed-up: measured speed-up of the advised hook over no hook. Best: speed-up of the fastest hook",
+            f"within {TOLERANCE} %: number of hooks with a smaller prediction error. Error: median of its magnitude",
+            "time: duration of the measurements that the advice needs",
             f"{settings['hosts']} hosts on one machine, one thread each",
         ],
     )
@@ -140,7 +140,7 @@ def _found(group: Group, metric: str) -> Record:
 
 def _errors(group: Group) -> list[float]:
     """Magnitudes of the errors of all predictions, in percent."""
-    steps = [record for record in group if record.metric == STEP_MS]
+    steps = [record for record in group if record.metric == Metric.STEP_MS]
     return [abs(_percent(hook_steps)) for _, hook_steps in groups_of(steps, "hook")]
 
 
@@ -155,7 +155,7 @@ def _at_rate(group: Sequence[Record], rate: str) -> list[Record]:
 
 
 def _measured(rate: str) -> Any:
-    return lambda group: format_number(median_of(_at_rate(group, rate), STEP_MS, MEASURED) or 0)
+    return lambda group: format_number(median_of(_at_rate(group, rate), Metric.STEP_MS, MEASURED) or 0)
 
 
 def _error(rate: str) -> Any:
@@ -164,6 +164,6 @@ def _error(rate: str) -> Any:
 
 def _percent(group: Sequence[Record]) -> float:
     """The error of a prediction in percent."""
-    predicted, measured = (median_of(group, STEP_MS, name) for name in (PREDICTED, MEASURED))
+    predicted, measured = (median_of(group, Metric.STEP_MS, name) for name in (PREDICTED, MEASURED))
     assert predicted is not None and measured is not None
     return 100 * (predicted / measured - 1)

@@ -16,7 +16,7 @@ import torch
 from gradwire.bench.models import JOBS
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import limit_to
-from gradwire.bench.record import STEP_MS, Measured, Record, percentiles_ms, records_of
+from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, format_rate, pivot, speed_up, value
 from gradwire.hooks.auto_hook import DEFAULT_CANDIDATES, AutoState, auto_hook
 from gradwire.planner.hook_registry import HOOKS
@@ -53,7 +53,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         times = time_in_rows(trainings, settings["rounds"], f"{settings['model']}, {name:<12}")
         case, chosen_by = {"model": settings["model"], "rate": name}, Counter(chosen.state.plan.values())
         for each, seconds in times.items():
-            records += records_of("auto", case, each, settings["hosts"], {STEP_MS: percentiles_ms(seconds)})
+            records += records_of("auto", case, each, settings["hosts"], {Metric.STEP_MS: percentiles_ms(seconds)})
         for each, parameters in chosen_by.items():
             records += records_of("auto", case, each, settings["hosts"], {PARAMETERS: parameters})
     return records
@@ -67,19 +67,19 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "link": lambda record: format_rate(record["rate"]),
     }
     choice_notes = [
-        "choice: by auto_hook among its default candidates; if several, with the share of parameter tensors",
-        "speed-up: of auto_hook over no hook",
+        "choice: candidate chosen by auto_hook from its default list; if several, with the share of parameter tensors",
+        "speed-up: step time of no hook divided by that of auto_hook",
         f"{count(settings['hosts'], 'host')} on one machine, one thread each",
     ]
     time_notes = [
         f"step time (ms): forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} "
         "interleaved steps",
     ]
-    times = [(each, value(STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
-    choices = [("choice", _choice), ("speed-up", speed_up(STEP_MS, NO_HOOK, AUTO))]
+    times = [(each, value(Metric.STEP_MS, each)) for each in (AUTO, NO_HOOK, *CANDIDATES)]
+    choices = [("choice", _choice), ("speed-up", speed_up(Metric.STEP_MS, NO_HOOK, AUTO))]
     return [
         pivot("Automatic choice", records, names, choices, choice_notes),
-        pivot(f"Automatic choice: {STEP_MS}", records, names, times, time_notes),
+        pivot(f"Automatic choice: {Metric.STEP_MS}", records, names, times, time_notes),
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import BACKWARD_MS, STEP_MS, TARGET_S, VS_GRADWIRE, Record, RecordError, load
+from gradwire.bench.record import Metric, Record, RecordError, load
 from gradwire.bench.tables import Table, find, groups_of, print_tables
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -74,9 +74,9 @@ def ratios(records: Iterable[Record]) -> Iterator[tuple[str, float]]:
     """Ratios between gradwire's time and another implementation's, with their names."""
     listed = list(records)
     for record in listed:
-        if record.metric == VS_GRADWIRE and record.implementation != GRADWIRE and record.p50:
+        if record.metric == Metric.VS_GRADWIRE and record.implementation != GRADWIRE and record.p50:
             yield f"{_name(record)}: {GRADWIRE} to {record.implementation}", 1 / record.p50
-    timed = [record for record in listed if record.metric in (STEP_MS, BACKWARD_MS)]
+    timed = [record for record in listed if record.metric in (Metric.STEP_MS, Metric.BACKWARD_MS)]
     yield from _to_pytorch([*timed, *_medians_to_target(listed)])
 
 
@@ -100,7 +100,7 @@ def _to_pytorch(records: Sequence[Record]) -> Iterator[tuple[str, float]]:
 def _medians_to_target(records: Iterable[Record]) -> list[Record]:
     """One record per hook and implementation whose trainings all reached the target."""
     medians = []
-    for _, group in groups_of((r for r in records if r.metric == TARGET_S), "hook", "implementation"):
+    for _, group in groups_of((r for r in records if r.metric == Metric.TARGET_S), "hook", "implementation"):
         reached = [record.p50 for record in group if record.p50 is not None]
         if len(reached) == len(group):
             medians.append(replace(group[0], p50=median(reached)))

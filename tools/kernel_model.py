@@ -29,7 +29,7 @@ from rich.progress import Progress
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES, COMPARED, KernelCase, Maker
 from gradwire.bench.kernels import DEFAULT_SIZES
-from gradwire.bench.record import LAUNCHES, Measured, Record
+from gradwire.bench.record import Measured, Metric, Record
 from gradwire.bench.shapes import SHAPES, buckets, mean_mib, rotation
 from gradwire.bench.tables import Table, format_number, groups_of, pivot, value
 from gradwire.cli.command_runs import measured, report
@@ -196,7 +196,7 @@ def _modeled_bucket(nbytes: float, launches: Sequence[Programs], gpu: Gpu) -> di
         MODELED_US: for_launches + busy,
         WHOLE_WAVES_US: for_launches + busy * sum(map(math.ceil, waves)) / sum(waves),
         WAVES: sum(waves),
-        LAUNCHES: len(launches),
+        Metric.LAUNCHES: len(launches),
         UNCOUNTED: len(launches) - len(known),
     }
 
@@ -205,7 +205,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     """A table per kernel: the modeled time and its parts."""
     gpu = GPUS[records[0].provenance["settings"]["modeled_gpu"]]
     names = {"bucket": lambda record: f"{record['model']}, {record['bucket_mib']} MiB"}
-    metrics = (LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELED_US, WAVES, WHOLE_WAVES_US)
+    metrics = (Metric.LAUNCHES, LAUNCHES_US, BYTES_US, INSTRUCTIONS_US, MODELED_US, WAVES, WHOLE_WAVES_US)
     columns = [(_column(metric), value(metric)) for metric in metrics]
     groups = groups_of(records, "kernel")
     return [

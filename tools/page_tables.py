@@ -7,15 +7,7 @@ from statistics import median
 
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import (
-    SENT,
-    SENT_PER_STEP,
-    STEP_MS,
-    STEPS,
-    TARGET_S,
-    Record,
-    unique,
-)
+from gradwire.bench.record import Metric, Record, unique
 from gradwire.bench.tables import Table, count, find, format_bytes, format_number, format_rate, median_of
 from gradwire.planner.hook_registry import display_name
 from tools.rounding import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
@@ -38,9 +30,10 @@ def hooks(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]:
     for hook in unique(record["hook"] for record in network if "hook" in record.case):
         if hook in LEFT_OUT:
             continue
-        sent, plain_sent = (_of(network, rates[0], name, GRADWIRE, SENT_PER_STEP) for name in (hook, "none"))
+        sent, plain_sent = (_of(network, rates[0], name, GRADWIRE, Metric.SENT_PER_STEP) for name in (hook, "none"))
         speed_ups = [
-            _of(network, rate, "none", PYTORCH, STEP_MS) / _of(network, rate, hook, GRADWIRE, STEP_MS) for rate in rates
+            _of(network, rate, "none", PYTORCH, Metric.STEP_MS) / _of(network, rate, hook, GRADWIRE, Metric.STEP_MS)
+            for rate in rates
         ]
         rows.append(
             [
@@ -53,10 +46,10 @@ def hooks(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]:
     facts, trained = network[0].provenance["settings"], converge[0].provenance["settings"]
     notes = [
         f"sent: bytes per step, relative to no hook, at {format_rate(rates[0])}",
-        f"speed-up: of forward and backward, over PyTorch's DDP without a hook; {count(facts['hosts'], 'host')}, "
-        f"{facts['model']}",
-        f"steps to target: relative to no hook, until {target_of(trained)}; {trained['parameters']:,} parameters; "
-        "empty for hooks that were not trained",
+        f"speed-up: forward and backward, compared with PyTorch's DDP without a hook; "
+        f"{count(facts['hosts'], 'host')}, {facts['model']}",
+        f"steps to target: number of steps relative to no hook, until {target_of(trained)}; "
+        f"{trained['parameters']:,} parameters; empty for hooks that were not trained",
     ]
     headers = ["hook", "sent", *(f"speed-up, {format_rate(rate)}" for rate in rates), "steps to target"]
     return [Table(title="Hooks of gradwire by link rate", headers=headers, rows=rows, notes=notes)]
@@ -72,7 +65,7 @@ def _of(network: Sequence[Record], rate: str, hook: str, implementation: str, me
 def _further_steps(converge: Sequence[Record], hook: str) -> str:
     """Steps to the target in units of those without a hook, medians over the seeds."""
     steps = [
-        to_target([r for r in converge if r["hook"] == name and r.implementation == GRADWIRE], STEPS)
+        to_target([r for r in converge if r["hook"] == name and r.implementation == GRADWIRE], Metric.STEPS)
         for name in (hook, "none")
     ]
     return f"{median(steps[0]) / median(steps[1]):.2f}x" if steps[0] and steps[1] else ""
@@ -83,7 +76,9 @@ def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list
     trained, measured = converge[0].provenance["settings"], rounding[0].provenance["settings"]
     rows = []
     for hook, (wire, exchange) in WIRES.items():
-        steps, seconds, sent = (_at_target(converge, hook, metric) for metric in (STEPS, TARGET_S, SENT))
+        steps, seconds, sent = (
+            _at_target(converge, hook, metric) for metric in (Metric.STEPS, Metric.TARGET_S, Metric.SENT)
+        )
         wire_records = [r for r in rounding if (r["wire"], r.implementation) == (wire, exchange)]
         world_records = [r for r in wire_records if r.ranks == STEPS_WORLD_SIZE]
         errors = [find(world_records, metric) for metric in (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)]
@@ -112,8 +107,9 @@ def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list
     notes = [
         f"steps, time and bytes until {target_of(trained)}: {trained['parameters']:,} parameters, "
         f"{count(trained['hosts'], 'host')} at {format_rate(trained['rate'])}, medians over the seeds",
-        f"error: of the mean gradient of {ranks}, relative to its norm; normally distributed gradients",
-        f"error, {measured['steps']} steps: of the mean over as many steps, with error feedback if quantized",
+        f"error: relative error of the mean gradient of {ranks}; normally distributed gradients",
+        f"error, {measured['steps']} steps: relative error of the mean over these steps; with error feedback if "
+        "quantized",
     ]
     return [Table(title="Wire formats", headers=headers, rows=rows, notes=notes)]
 

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from gradwire.bench import report
 from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
+from gradwire.cli.bench import TABLES as BENCH_TABLES
 from tools import advice_error, auto_choice, compiled, page_tables, rounding
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -36,9 +36,9 @@ Results = dict[str, list[Record]]  # by file name
 
 # By name: the results files, and the function of their records.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
-    **{name: ((name,), report.TABLES[name]) for name in report.TABLES if name != "converge"},
-    "converge_digits": (("converge_digits",), report.TABLES["converge"]),
-    "converge_text": (("converge_text",), report.TABLES["converge"]),
+    **{name: ((name,), BENCH_TABLES[name]) for name in BENCH_TABLES if name != "converge"},
+    "converge_digits": (("converge_digits",), BENCH_TABLES["converge"]),
+    "converge_text": (("converge_text",), BENCH_TABLES["converge"]),
     "rounding": (("rounding",), rounding.tables),
     "advise": (("advise",), advice_error.tables),
     "auto": (("auto",), auto_choice.tables),

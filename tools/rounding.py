@@ -161,11 +161,12 @@ def tables(records: Sequence[Record]) -> list[Table]:
         ),
     ]
     notes = (
-        f"relative error: norm of the error in units of the norm of the mean in fp64; {facts['numel']:,} normally "
+        f"relative error: norm of the error divided by the norm of the mean in fp64; {facts['numel']:,} normally "
         f"distributed elements on each simulated rank, median of {facts['seeds']} seeds",
         "ring: the gradients are divided by the number of ranks before the cast",
-        f"two-shot: rounded before the exchange and after the sum; blocks of {facts['block_size']}",
-        f"{facts['steps']} steps: of the mean over as many steps with new gradients, with error feedback if two-shot",
+        f"two-shot: values are rounded before the exchange and after the sum; blocks of {facts['block_size']}",
+        f"{facts['steps']} steps: error of the mean over these steps, each with new gradients; with error "
+        "feedback if two-shot",
     )
     return [pivot("relative error of the mean gradient", records, names, columns, notes)]
 

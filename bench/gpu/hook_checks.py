@@ -27,6 +27,7 @@ from gradwire.bench.gpu.training import (
     train,
     wrap,
 )
+from gradwire.bench.implementations import check_hook
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
 from gradwire.comm import Transport, Workspace, executor_for
@@ -91,18 +92,6 @@ GRAPHED: dict[str, tuple[dict[str, Any], type[Net | HalfNet]]] = {
     "powersgd, fp16 gradients": ({}, HalfNet),
     "powersgd, cold start": ({"warm_start": False}, Net),
 }
-# Hooks with two dtypes on the wire where a bucket also holds uncompressed gradients.
-MIXED = ("powersgd", "powersgd, bf16 factors", "powersgd, alternating")
-
-
-def mixed_dtypes(device: torch.device) -> None:
-    """Buckets with two dtypes on the wire: bf16 factors, and fp16 or fp32 biases and norms."""
-    for net in (HalfNet, Net):
-        for name in MIXED:
-            for wrapper in (OurDDP, TorchDDP):
-                _, gradients = train(wrapper, device, HOOKS[name](), net)
-                require(all(g.isfinite().all() for g in gradients[-1]), f"{name}, {net.__name__}: not finite")
-                assert_equal_on_all_ranks(gradients, f"{name}, {net.__name__}")
 
 
 def no_hook_matches_pytorch(device: torch.device) -> None:
@@ -196,16 +185,9 @@ def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None
         assert_same(graphs, eager, wrapper.__name__)
 
 
-def cast_hooks_match_the_mean(device: torch.device) -> None:
-    """Cast hooks give the mean within the rounding of their wire dtype."""
-    _, exact = train(TorchDDP, device)
-    for name, rounding in (("fp16", 2**-11), ("bf16", 2**-8), ("scaled-fp16", 2**-11), ("scaled-bf16", 2**-8)):
-        _, rounded = train(OurDDP, device, HOOKS[name]())
-        for mine, other in zip(rounded, exact, strict=True):
-            for a, b in zip(mine, other, strict=True):
-                # One rounding of each contribution, one of each partial sum; the floor is fp16's subnormal step.
-                bound = rounding * (dist.get_world_size() + 1) * b.abs().max() + 2**-23
-                require((a - b).abs().max() <= bound, f"{name}: off by {(a - b).abs().max().item()}")
+def hook_gives_the_mean(name: str, device: torch.device) -> None:
+    """A hook of the registry gives the mean within the rounding of its wire dtype, or keeps what it drops as error."""
+    check_hook(name, device)
 
 
 def no_flat_buffer_is_allocated(device: torch.device) -> None:
@@ -260,32 +242,6 @@ def scaled_cast_keeps_tiny_gradients(device: torch.device) -> None:
     require(module.weight.grad.isnan().all(), "a NaN did not arrive")
     require(state.exponents() == exponents, "a NaN moved the scale")
     require(state.skipped_steps == 1, f"{state.skipped_steps} steps with a NaN, expected 1")
-
-
-def powersgd_loses_nothing(device: torch.device) -> None:
-    """The sum of all gradients equals the sum of all results plus the final errors, up to rounding."""
-    for name in ("powersgd", "powersgd, rank 32", "powersgd, bf16 factors", "powersgd, alternating"):
-        module = nn.Linear(300, 200, bias=False)
-        model = wrap(OurDDP, module, device)
-        state, hook = HOOKS[name]()
-        register(model, state, hook)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        balance = torch.zeros(200, 300, dtype=torch.float64, device=device)
-        largest = 0.0
-        for _ in range(20):
-            model.zero_grad()
-            # The gradient of the weight is the sum over the batch of one-hot rows times columns: the columns, exactly.
-            columns = torch.randn(200, 300, generator=generator).to(device)
-            (model(columns) * torch.eye(200, device=device)).sum().backward()
-            assert module.weight.grad is not None
-            balance += columns.double() - module.weight.grad.double()
-            largest = max(largest, columns.abs().max().item())
-        balance -= state.tensors("errors")["weight"].double()
-        dist.all_reduce(balance)
-        # A step rounds the addition of the error and its subtraction, both of magnitudes below 100 gradients.
-        bound = 20 * dist.get_world_size() * 2 * 2**-24 * 100 * largest
-        require(balance.abs().max() <= bound, f"{name}: {balance.abs().max().item()} is lost, allowed {bound}")
-        require(state.compression_stats()[0] > 1, f"{name}: nothing was compressed")
 
 
 def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
@@ -366,9 +322,9 @@ def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> Non
 
 
 HOOK_CHECKS: dict[str, LaneCase] = {
-    "two dtypes on the wire": mixed_dtypes,
     "no hook: PyTorch's gradients": no_hook_matches_pytorch,
     **{f"{name}: equal bits on both DDPs": partial(hook_gives_equal_bits, name) for name in HOOKS},
+    **{f"{name}: gives the mean": partial(hook_gives_the_mean, name) for name in hook_registry.HOOKS if name != "noop"},
     **{f"{name}: no host synchronization": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
     **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
     **{
@@ -378,11 +334,9 @@ HOOK_CHECKS: dict[str, LaneCase] = {
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            cast_hooks_match_the_mean,
             no_flat_buffer_is_allocated,
             two_collectives_of_a_bucket_stay_in_order,
             scaled_cast_keeps_tiny_gradients,
-            powersgd_loses_nothing,
             powersgd_survives_a_nonfinite_gradient,
             powersgd_launches_a_dozen_kernels_for_each_bucket,
             wrapped_hooks_of_pytorch_run,

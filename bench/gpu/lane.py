@@ -6,12 +6,9 @@ Stages, each under 9 minutes:
     sanitize   small kernel cases under compute-sanitizer, if it is found.
     bench      times of kernels and hooks compared with PyTorch's, and a table of them.
 
-Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines when it
-ends. A case that has passed with the same code, versions and device, according to that file, is not run again, so an
-interrupted stage resumes where it stopped. A stage starts no case after `STAGE_SECONDS` and lists those that remain.
-The exit status is 0 if no case failed and none remains.
-
-The tests of gradwire rehearse the same cases on the CPU, with stand-ins for a GPU that are not part of the package.
+Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines. A case
+that has passed with the same code, versions and device, according to that file, is not run again: an interrupted stage
+resumes. A stage starts no case after `STAGE_SECONDS`. The exit status is 0 if no case failed and none remains.
 """
 
 from __future__ import annotations
@@ -47,15 +44,13 @@ IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "reh
 
 
 def cases_of(stage: str) -> Mapping[str, LaneCase]:
-    """A stage's cases by name; the case with two dtypes on the wire comes first."""
     if stage == "ranks":
         return HOOK_CHECKS
     if stage == "sanitize":
         return SANITIZER_CASES
     if stage == "bench":
         return {**KERNEL_TIMINGS, **HOOK_TIMINGS}
-    first = next(iter(HOOK_CHECKS))
-    return {first: HOOK_CHECKS[first], **KERNEL_CHECKS, **HOOK_CHECKS}
+    return {**KERNEL_CHECKS, **HOOK_CHECKS}
 
 
 def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:

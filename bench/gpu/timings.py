@@ -4,10 +4,9 @@ A case checks gradwire's result, then times gradwire and PyTorch, interleaved. K
 holds. A row's ``nbytes`` are those that gradwire's kernels read and write at least; divided by the bandwidth of a copy
 they give the byte floor.
 
-A step of a hook calls it on every bucket in turn, as DDP does, and waits for the results on the device. There is no
-forward, no backward and one rank. gradwire's hook gets lists of gradients, as gradwire's DDP hands them over; PyTorch's
-gets flat buffers, as with ``gradient_as_bucket_view=True``. Results replace the gradients, which loses nothing:
-gradient + error is the same in every step.
+A step of a hook calls it on every bucket in turn and waits for the results on the device, on one rank. gradwire's hook
+gets lists of gradients, PyTorch's flat buffers, as with ``gradient_as_bucket_view=True``. Results replace the
+gradients, which loses nothing: gradient + error is the same in every step.
 """
 
 from __future__ import annotations
@@ -130,8 +129,9 @@ class HookStep:
         generator = torch.Generator(device).manual_seed(0)
         for index, bucket_shapes in enumerate(shapes):
             parameters = [torch.empty(shape, device=device) for shape in bucket_shapes]
-            for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
+            gradients = [torch.randn(shape, device=device, generator=generator) for shape in bucket_shapes]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             names = [f"{index}.{i}" for i in range(len(parameters))]
             spec = BucketSpec(
                 index=index,
@@ -142,7 +142,7 @@ class HookStep:
             )
             bucket = DenseBucket(spec, as_view=is_flat)
             bucket.collect(zero_copy=not is_flat)
-            self.gradients |= dict(zip(names, bucket.gradients() if is_flat else _gradients(parameters), strict=True))
+            self.gradients |= dict(zip(names, bucket.gradients() if is_flat else gradients, strict=True))
             self._buckets.append(bucket)
 
     def __call__(self) -> None:
@@ -153,7 +153,7 @@ class HookStep:
 
     def check(self, wire: torch.dtype | None) -> None:
         """Take a step and check its result. A collective call."""
-        local, old = self._copies(), self._errors()
+        local, old = [gradient.clone() for gradient in self.gradients.values()], self._errors()
         self()
         result, new = list(self.gradients.values()), self._errors()
         if wire is not None:
@@ -163,17 +163,10 @@ class HookStep:
             complaint = complaint_about_feedback(local, old, result, new, is_quantized)
         require(complaint is None, f"{complaint}; nothing is timed.")
 
-    def _copies(self) -> list[Tensor]:
-        return [gradient.clone() for gradient in self.gradients.values()]
-
     def _errors(self) -> list[Tensor]:
         errors = error_memory(self.state)
         zero = torch.zeros((), device=next(iter(self.gradients.values())).device)
         return [errors.get(name, zero.expand_as(gradient)) for name, gradient in self.gradients.items()]
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:

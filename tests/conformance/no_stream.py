@@ -18,7 +18,7 @@ class NoStream:
     def wait(self, *_, **__):
         pass
 
-    record = synchronize = wait_event = wait_stream = wait
+    record = record_event = synchronize = wait_event = wait_stream = wait
 
 
 def no_streams():

@@ -194,30 +194,18 @@ def test_step_count_near_its_limit_is_accepted_by_its_own_checkpoint(make):
 
 
 @pytest.mark.parametrize("make", [int4, power_sgd])
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("other names", "entries of the error memory belong to parameters that this model does not have"),
-        ("too large", "1e+300"),
-    ],
-)
 @on_ranks(1)
-def test_checkpoint_with_dead_or_infinite_errors_is_refused(change, text, make):
+def test_checkpoint_with_errors_beyond_fp32_is_refused(make):
     state, hook = make()
     ddp = wrapped(hook=(state, hook))  # which the state holds weakly
     train_steps(ddp, 4)
     saved = state.state_dict()
-    before, errors = {name: error.clone() for name, error in saved["errors"].items()}, dict(saved["errors"])
-    if change == "other names":
-        errors = {name if i < 2 else f"other.{name}": error for i, (name, error) in enumerate(errors.items())}
-    else:
-        name = next(iter(errors))
-        errors[name] = errors[name].double().fill_(1e300)
-    damaged = saved | {"errors": errors}
+    before, (name, error) = dict(saved["errors"]), next(iter(saved["errors"].items()))
+    damaged = saved | {"errors": before | {name: error.double().fill_(1e300)}}
     known = error_of(state.load_state_dict, damaged)
     assert_same_bits(state.state_dict()["errors"], before)
     later, hook = make()  # which learns the names at its first step
-    error = error_of(later.load_state_dict, damaged) or error_of(train_steps, wrapped("pytorch", hook=(later, hook)), 3)
-    for kind, message in (known, error):
+    unknown = error_of(later.load_state_dict, damaged) or error_of(train_steps, wrapped("pytorch", hook=(later, hook)))
+    for kind, message in (known, unknown):
         assert kind == "ValueError"
-        assert text in message
+        assert "1e+300" in message

@@ -29,81 +29,64 @@ from tests.support.training import (
 DDP = gradwire.DistributedDataParallel
 
 
-class FaultyHook:
-    """Reduces as ours do; ``fault`` and ``at``, a bucket's index, choose what goes wrong."""
-
-    def __init__(self):
-        self.fault = None
-        self.at = 0
-
-    def __call__(self, state, bucket):
-        if self.fault is None or bucket.index() != self.at:
-            return default_hooks.allreduce_hook(state, bucket)
-        return getattr(self, self.fault)(state, bucket)
-
-    def raises(self, state, bucket):
-        raise Fault("from the hook")
-
-    def raises_after_submitting(self, state, bucket):
-        default_hooks.allreduce_hook(state, bucket)
-        raise Fault("from the hook")
-
-    def returns_a_tensor(self, state, bucket):
-        return bucket.buffer()
-
-    def returns_nothing(self, state, bucket):
-        return None
-
-    def returns_too_little(self, state, bucket):
-        return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value()[:-1])
-
-    def returns_too_much(self, state, bucket):
-        return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value().repeat(2))
-
-    def future_fails(self, state, bucket):
-        future = torch.futures.Future()
-        future.set_exception(Fault("from the future"))
-        return future
-
-    def callback_fails(self, state, bucket):
-        def callback(future):
-            raise Fault("from the callback")
-
-        return default_hooks.allreduce_hook(state, bucket).then(callback)
-
-    def algorithm_fails(self, state, bucket):
-        async def algorithm(source, target, transport, workspace):
-            raise Fault("from the worker")
-
-        return reduce_bucket(state, bucket, algorithm, "test_hook")
-
-    def future_holds_nonsense(self, state, bucket):
-        future = torch.futures.Future()
-        future.set_result("a string")
-        return future
+def raise_fault(where):
+    raise Fault(where)
 
 
-TEXTS = {
-    "raises": "from the hook",
-    "raises_after_submitting": "from the hook",
-    "returns_a_tensor": "callback must return a torch.futures.Future object, but got",
-    "returns_nothing": "callback must return a torch.futures.Future object, but got",
-    "returns_too_little": "elements",
-    "returns_too_much": "elements",
-    "future_fails": "from the future",
-    "callback_fails": "from the callback",
-    "algorithm_fails": "from the worker",
-    "future_holds_nonsense": "",
+def failed(state, bucket):
+    future = torch.futures.Future()
+    future.set_exception(Fault("from the future"))
+    return future
+
+
+def with_nonsense(state, bucket):
+    future = torch.futures.Future()
+    future.set_result("a string")
+    return future
+
+
+async def failing_algorithm(source, target, transport, workspace):
+    raise_fault("from the worker")
+
+
+def reduced(change):
+    """A hook that passes its future to ``change``."""
+    return lambda state, bucket: default_hooks.allreduce_hook(state, bucket).then(change)
+
+
+NO_FUTURE = "callback must return a torch.futures.Future object, but got"
+# Hooks that fail, and words of the error.
+FAULTS = {
+    "raises": (lambda state, bucket: raise_fault("from the hook"), "from the hook"),
+    "raises after submitting": (
+        lambda state, bucket: raise_fault("from the hook") if default_hooks.allreduce_hook(state, bucket) else None,
+        "from the hook",
+    ),
+    "returns a tensor": (lambda state, bucket: bucket.buffer(), NO_FUTURE),
+    "returns nothing": (lambda state, bucket: None, NO_FUTURE),
+    "returns too little": (reduced(lambda future: future.value()[:-1]), "elements"),
+    "returns too much": (reduced(lambda future: future.value().repeat(2)), "elements"),
+    "future fails": (failed, "from the future"),
+    "callback fails": (reduced(lambda future: raise_fault("from the callback")), "from the callback"),
+    "algorithm fails": (
+        lambda state, bucket: reduce_bucket(state, bucket, failing_algorithm, "test_hook"),
+        "from the worker",
+    ),
+    "future holds nonsense": (with_nonsense, ""),
 }
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("feature", ["none", *FEATURES])
 @pytest.mark.parametrize(("at", "bad_step"), [(0, 0), (3, 2), (100, 2)], ids=["first-step", "middle", "last"])
-@pytest.mark.parametrize("fault", TEXTS)
+@pytest.mark.parametrize("fault", FAULTS)
 @on_ranks(2, 3)
 def test_failing_hook_raises_and_resynchronized_training_continues(fault, at, bad_step, feature, view):
-    hook, models = FaultyHook(), []
+    (failing, text), fails_at, models = FAULTS[fault], None, []
+
+    def hook(state, bucket):
+        return (failing if bucket.index() == fails_at else default_hooks.allreduce_hook)(state, bucket)
+
     for function in (hook, default_hooks.allreduce_hook):
         torch.manual_seed(0)
         options = {"bucket_cap_mb_list": [SMALLEST], **FEATURES.get(feature, {})}
@@ -118,16 +101,16 @@ def test_failing_hook_raises_and_resynchronized_training_continues(fault, at, ba
         for optimizer in optimizers:
             optimizer.zero_grad()
         if step == bad_step:
-            hook.fault, hook.at = fault, min(at, len(ddp.reducer.buckets) - 1)
+            fails_at = min(at, len(ddp.reducer.buckets) - 1)
             before, loss = [parameter.detach().clone() for parameter in ddp.parameters()], ddp(*batch)
-            assert TEXTS[fault] in message_of(loss.backward)
+            assert text in message_of(loss.backward)
             assert_same_bits([parameter.detach() for parameter in ddp.parameters()], before)
-            hook.fault = None
+            fails_at = None
             # The forward after a failed step tells what failed, in which step, and what to do.
-            kind, text = error_of(ddp, *batch)
+            kind, message = error_of(ddp, *batch)
             assert kind == "RuntimeError"
-            assert f"Step {bad_step + 1} failed on rank" in text
-            assert "resynchronize()" in text
+            assert f"Step {bad_step + 1} failed on rank" in message
+            assert "resynchronize()" in message
             ddp.resynchronize()
             continue
         for model, optimizer in zip(models, optimizers, strict=True):

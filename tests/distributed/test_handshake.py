@@ -15,7 +15,7 @@ from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
-from gradwire.hooks._handshake import HookSettings
+from gradwire.hooks._handshake import HookSettings, settings_of
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -223,7 +223,7 @@ def test_unequal_first_buckets_raise_on_every_rank():
         build("mlp"), bucket_cap_mb=(SMALL, SMALLEST)[dist.get_rank()], find_unused_parameters=True
     )
     register(ddp, "bf16")
-    default_hooks._SETTINGS["bf16_compress_hook"]._agreed.clear()  # other tests have used the hook on this group
+    settings_of("bf16_compress_hook")._agreed.clear()  # other tests have used the hook on this group
     message = message_of(ddp(torch.ones(2, 11)).backward)
     assert "parameters of the bucket: 3 on rank 0; 1 on rank 1" in message
     assert "shape of its parameter 2: (3,) on rank 0; nothing on rank 1" in message

@@ -119,30 +119,15 @@ def test_copies_work_as_pytorchs(how, trained):
             torch.testing.assert_close(twin[name], model[name])
 
 
-def initialize_anew(path, number):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{path}_{number}", rank=rank, world_size=size)
-
-
-@on_ranks(2, 3)
-def test_training_continues_with_a_new_process_group(tmp_path):
-    lives = []
-    for life in range(3):
-        lives.append([train(wrapper, "mlp", hook="fp16", bucket_cap_mb=SMALL) for wrapper in WRAPPERS])
-        lives[-1].append(train("gradwire", "mlp", bucket_cap_mb=SMALL))
-        initialize_anew(tmp_path / "rendezvous", life)
-    for records in lives:
-        assert_same_bits(records, lives[0])
-
-
 # A group that only some ranks belong to must not put the others out of step.
 @on_ranks(3)
 def test_executors_of_a_subgroup_and_of_the_default_group(tmp_path):
-    initialize_anew(tmp_path / "rendezvous", 0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=size)
     subgroup, records = dist.new_group([0, 1]), []
     for group, members in ((subgroup, 2), (None, 3), (subgroup, 2), (None, 3)):
-        if dist.get_rank() < members:
+        if rank < members:
             records.append(train("gradwire", "mlp", hook="fp16", group=group, bucket_cap_mb=SMALL, steps=2))
     *results, last = from_all_ranks(records)
     assert len(last) == 2

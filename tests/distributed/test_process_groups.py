@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.bits import assert_same_on_all_ranks
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.states import START, STATES, Ledger, Training, errors_of
 from tests.support.training import HOOKS, WRAPPERS, build, gradients, message_of, train_steps, wrapped
 from tests.support.worker import leave_group
@@ -89,6 +89,8 @@ def test_reinitialized_process_group_trains_and_leaves_nothing_open(worlds, tmp_
     results = [outcome.value[0] for outcome in outcomes]
     assert_same_on_all_ranks(results)
     assert len(results[0]) == N_CYCLES
+    for cycle in results[0][1:]:
+        assert_same_bits(cycle, results[0][0])
 
 
 def assert_nothing_open(outcomes):

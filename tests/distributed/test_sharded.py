@@ -13,6 +13,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import gradwire
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
@@ -24,6 +25,7 @@ from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import Fault, error_of, message_of, wrapped
 
 PLACES = ["hsdp", "replicate"]
+SHARDED = ["hsdp", "fsdp"]
 START = 1
 
 
@@ -31,34 +33,42 @@ START = 1
 def mesh(place):
     if place == "hsdp":
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("replicate" if place == "replicate" else "shard",))
 
 
 class Model(nn.Module):
-    """Rows that do not divide by two, a tied weight, and a layer that not every step uses."""
+    """Rows that 4 does not divide, fewer rows than shards, a tied weight, and a layer that not every step uses."""
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(9, 13)
-        self.second = nn.Linear(13, 13)
-        self.spare = nn.Linear(13, 13)
-        self.tied = nn.Linear(13, 13, bias=False)
+        self.first = nn.Linear(9, 15)
+        self.between = nn.Linear(15, 16)
+        self.second = nn.Linear(16, 16)
+        self.spare = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
         self.tied.weight = self.second.weight
-        self.last = nn.Linear(13, 1)  # fewer rows than shards
+        self.last = nn.Linear(16, 1)
 
     def forward(self, x, spare=True):
-        x = torch.tanh(self.tied(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        x = torch.tanh(self.tied(torch.tanh(self.second(torch.tanh(self.between(self.first(x)))))))
         return self.last(self.spare(x) if spare else x)
 
 
-def sharded(place, *, prepare=lambda model: None, **options):
+def sharded(place, *, prepare=lambda model: None, columns=False, **options):
     torch.manual_seed(0)
     model = Model()
     prepare(model)
-    wrap = fully_shard if place == "hsdp" else replicate
+    if columns and place != "replicate":  # those that divide by the number of shards
+        options["shard_placement_fn"] = lambda each: Shard(each.dim() - 1 if each.shape[-1] % 4 == 0 else 0)
+    wrap = replicate if place == "replicate" else fully_shard
     for layer in (model.first, model.spare):
         wrap(layer, mesh=mesh(place), **options)
     wrap(model, mesh=mesh(place), **options)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for each in model.parameters():
+            nn.init.uniform_(each, -0.3, 0.3)
     return model
 
 
@@ -96,6 +106,9 @@ FEATURES = {
     "bf16 reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "bf16 wire": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
     "fp16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)},
+    "columns": {"columns": True},
+    "compiled": {"prepare": lambda model: model.spare.compile(backend="eager")},
+    "meta device": {"prepare": lambda model: model.to("meta")},
     "checkpointed": {"prepare": lambda model: setattr(model, "spare", checkpoint_wrapper(model.spare))},
 }
 
@@ -111,6 +124,51 @@ def test_uncompressed_hook_has_the_bits_of_the_native_all_reduce(place, feature)
         torch.testing.assert_close(got[0], exact[0], rtol=2**-10, atol=2**-21)
     else:
         assert_same_bits(got, exact)
+
+
+@pytest.mark.parametrize("divide_factor", [None, 2.0])
+@pytest.mark.parametrize("feature", ["plain", "bf16 reduction", "fp16"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_reduce_scatter_in_16_bits_is_the_fp32_sum_of_rounded_gradients(place, wire, feature, divide_factor):
+    native, ours = sharded(place, **FEATURES[feature]), sharded(place, **FEATURES[feature])
+    attachment = gradwire.attach(ours, within=wire)
+    assert f"in {wire}, with sums in fp32" in attachment.report
+    for model in (native, ours):
+        if divide_factor is not None and feature == "fp16":  # gloo has no PREMUL_SUM
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(divide_factor)
+        backward(model, 0)
+        backward(model, 1)  # adds to the gradient
+    got, exact = gradients(ours), gradients(native)
+    # Half a unit in the last place of every rank's gradient: 2^-9 in bf16, 2^-12 in fp16.
+    bound = (2**-8 if wire == "bf16" else 2**-11) + (2**-9 if feature == "fp16" else 0)
+    missing = [got[name] - gradient for name, gradient in exact.items()]
+    assert norm(missing) <= 2 * bound * norm(exact.values())
+    if feature == "plain":
+        assert norm(missing) > 0
+    attachment.detach()
+    for model in (native, ours):
+        model.zero_grad()
+        backward(model, 2)
+    assert_same_bits(gradients(ours), gradients(native))
+
+
+@on_ranks(4)
+def test_hsdp_compresses_within_and_between_replicas():
+    native, ours = sharded("hsdp"), sharded("hsdp")
+    state = QuantizationState(wire="int8", start_iter=0)
+    report = gradwire.attach(ours, state, within="bf16").report
+    assert "quantization_hook compresses" in report
+    assert "in bf16" in report
+    assert "plain" not in report
+    for model in (native, ours):
+        backward(model, 0)
+    missing = [gradients(ours)[name] - gradient for name, gradient in gradients(native).items()]
+    assert 0 < norm(missing) <= 3e-2 * norm(gradients(native).values())
+    assert state.iter == 1
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -196,6 +254,12 @@ def test_powersgd_on_row_shards_conserves_the_gradient(place):
     saved = attachment.state_dict()
     assert {"q", "p"}.isdisjoint(saved)
     assert saved["iter"] == 6
+    again = gradwire.attach(sharded(place), PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1))
+    again.load_state_dict(saved)
+    assert_same_bits(
+        [each.to_local() for each in again.state_dict()["errors"].values()],
+        [each.to_local() for each in saved["errors"].values()],
+    )
     assert total["first.weight"].abs().max() > 1e-4
     for name, missing in total.items():
         torch.testing.assert_close(saved["errors"][name].to_local(), missing, atol=1e-6, rtol=1e-5)
@@ -273,7 +337,7 @@ def test_telemetry_reports_each_step(place):
     train(model, 3)
     metrics = state.metrics()
     assert metrics["step"] == 3
-    assert metrics["compression_ratio"] > 2
+    assert metrics["sent_bytes"] > 0
     assert 0.9 < metrics["cosine"] <= 1
 
 
@@ -323,6 +387,13 @@ def test_failed_exchange_raises_the_reason_on_its_replicas_and_every_later_backw
 
 
 @on_ranks(4)
+def test_wires_within_a_replica_that_differ_raise_on_every_rank():
+    model = sharded("fsdp")
+    gradwire.attach(model, within="bf16" if dist.get_rank() < 2 else "fp16")
+    assert "within: torch.bfloat16 on ranks 0, 1; torch.float16 on ranks 2, 3" in message_of(backward, model, 0)
+
+
+@on_ranks(4)
 def test_options_that_differ_between_replicas_raise_on_every_rank():
     model = sharded("replicate")
     gradwire.attach(model, QuantizationState(wire="int4" if dist.get_rank() < 2 else "int8"))
@@ -336,11 +407,14 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     fully_shard(module)
     kind, text = error_of(gradwire.attach, module, None, allreduce_hook)
     assert kind == "NotImplementedError"
-    assert "2-D mesh" in text
+    assert "attach(model, within='bf16')" in text
+    assert "no shards" in message_of(gradwire.attach, sharded("replicate"), within="bf16")
+    assert "expected one of 'bf16', 'fp16'" in message_of(gradwire.attach, module, within="int4")
     model = sharded("hsdp")
     gradwire.attach(model, QuantizationState())
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
     assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
+    assert error_of(gradwire.attach(sharded("fsdp"), within="bf16").state_dict)[0] == "TypeError"
 
 
 @on_ranks(4)

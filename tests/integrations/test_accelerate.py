@@ -11,22 +11,7 @@ from torch import nn
 from gradwire import integrations
 from gradwire.integrations._comm_hook import find_ddp
 from gradwire.integrations.accelerate import prepare_model, register_comm_hook
-from tests.integrations.regression_task import (
-    EPOCHS,
-    HOOKS,
-    RESUME_TOLERANCE,
-    WRAPPERS,
-    Net,
-    assert_equals_plain_run_and_resumes,
-    distance,
-    launched_by_torchrun,
-    loss_of,
-    new_net,
-    optimizer_of,
-    plain_run,
-    rank_loader,
-    weights,
-)
+from tests.integrations import regression_task as task
 
 
 class Run:
@@ -34,32 +19,32 @@ class Run:
 
     def __init__(self, hook, wrapper, saves_state=True, **options):
         self.accelerator = Accelerator(cpu=True, **options)
-        model = new_net()
-        optimizer = optimizer_of(model)
+        model = task.new_net()
+        optimizer = task.optimizer_of(model)
         if wrapper == "gradwire":
             self.model = prepare_model(self.accelerator, model)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.state, function = HOOKS[hook]()
+        self.state, function = task.HOOKS[hook]()
         if saves_state:
             register_comm_hook(self.accelerator, self.model, self.state, function)
         else:
             integrations.register_comm_hook(self.model, self.state, function)
 
-    def train(self, epochs=EPOCHS):
+    def train(self, epochs=task.EPOCHS):
         for _ in range(epochs):
-            for batch in rank_loader(self.accelerator.process_index):
+            for batch in task.rank_loader(self.accelerator.process_index):
                 with self.accelerator.accumulate(self.model):
                     self.optimizer.zero_grad()
-                    self.accelerator.backward(loss_of(self.model, batch))
+                    self.accelerator.backward(task.loss_of(self.model, batch))
                     self.optimizer.step()
-        return weights(self.model)
+        return task.weights(self.model)
 
 
 def train_and_resume(hook, wrapper, folder):
     """Weights of the plain run, the whole run, the resumed run, and the run resumed without the hook's state."""
-    launched_by_torchrun()
+    task.launched_by_torchrun()
     whole = Run(hook, wrapper).train()
     rest = []
     for saves_state in (True, False):
@@ -70,21 +55,21 @@ def train_and_resume(hook, wrapper, folder):
         resumed = Run(hook, wrapper, saves_state)
         resumed.accelerator.load_state(f"{folder}/{saves_state}")
         rest.append(resumed.train(epochs=1))
-    return plain_run(hook), whole, *rest
+    return task.plain_run(hook), whole, *rest
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+@pytest.mark.parametrize("wrapper", task.WRAPPERS)
+@pytest.mark.parametrize("hook", task.RESUME_TOLERANCE)
 def test_accelerate_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook, wrapper):
     for runs in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
-        assert_equals_plain_run_and_resumes(hook, *runs)
+        task.assert_equals_plain_run_and_resumes(hook, *runs)
 
 
 def train_with_hook_in_kwargs():
-    launched_by_torchrun()
-    _, hook = HOOKS["powersgd"]()
+    task.launched_by_torchrun()
+    _, hook = task.HOOKS["powersgd"]()
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
-    return len(accelerator.prepare(new_net())._comm_hooks)
+    return len(accelerator.prepare(task.new_net())._comm_hooks)
 
 
 def test_hook_in_accelerates_ddp_kwargs_is_not_registered(run_on_two_ranks):
@@ -101,14 +86,14 @@ def error_of(action, *arguments):
 
 
 def wrap_twice():
-    launched_by_torchrun()
+    task.launched_by_torchrun()
     accelerator = Accelerator(cpu=True)
-    wrapped = nn.parallel.DistributedDataParallel(new_net())
+    wrapped = nn.parallel.DistributedDataParallel(task.new_net())
     with_gradwires = error_of(prepare_model, accelerator, wrapped)
     twice = accelerator.prepare(wrapped)
     return isinstance(twice.module, nn.parallel.DistributedDataParallel), [
         with_gradwires,
-        error_of(register_comm_hook, accelerator, twice, *HOOKS["powersgd"]()),
+        error_of(register_comm_hook, accelerator, twice, *task.HOOKS["powersgd"]()),
     ]
 
 
@@ -120,7 +105,7 @@ def test_model_that_accelerate_wraps_a_second_time_is_refused(run_on_two_ranks):
 
 
 def train_on_both_classes(options):
-    launched_by_torchrun()
+    task.launched_by_torchrun()
     return [Run("powersgd", wrapper, **options).train() for wrapper in ("gradwire", "pytorch")]
 
 
@@ -130,14 +115,14 @@ def test_mixed_precision_and_accumulation_of_accelerate_are_kept(run_on_two_rank
         for options in ({}, {"mixed_precision": "bf16", "gradient_accumulation_steps": 2})
     )
     for (ours, pytorchs), (with_fp32, _) in zip(changed, default, strict=True):
-        assert distance(ours, pytorchs) == 0
-        assert distance(ours, with_fp32) > 0.01
+        assert task.distance(ours, pytorchs) == 0
+        assert task.distance(ours, with_fp32) > 0.01
 
 
 def test_one_process_warns_and_saves_no_state_of_the_hook(tmp_path):
     accelerator = Accelerator(cpu=True)
-    model = prepare_model(accelerator, Net())
+    model = prepare_model(accelerator, task.Net())
     assert find_ddp(model) is None
     with pytest.warns(integrations.HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains no"):
-        assert register_comm_hook(accelerator, model, *HOOKS["powersgd"]()) is None
+        assert register_comm_hook(accelerator, model, *task.HOOKS["powersgd"]()) is None
     accelerator.save_state(str(tmp_path))  # without the state of the hook

@@ -9,20 +9,7 @@ from lightning.fabric.strategies import DDPStrategy
 
 from gradwire.integrations import HookNotUsedWarning, register_comm_hook
 from gradwire.integrations.fabric import GradwireStrategy
-from tests.integrations.regression_task import (
-    EPOCHS,
-    HOOKS,
-    RESUME_TOLERANCE,
-    WRAPPERS,
-    assert_equals_plain_run_and_resumes,
-    launched_by_torchrun,
-    loss_of,
-    new_net,
-    optimizer_of,
-    plain_run,
-    rank_loader,
-    weights,
-)
+from tests.integrations import regression_task as task
 
 STRATEGIES = {"pytorch": DDPStrategy, "gradwire": GradwireStrategy}
 
@@ -33,24 +20,24 @@ class Run:
     def __init__(self, hook, wrapper):
         self.fabric = Fabric(accelerator="cpu", devices=2, strategy=STRATEGIES[wrapper]())
         self.fabric.launch()
-        model = new_net()
-        self.model, self.optimizer = self.fabric.setup(model, optimizer_of(model))
-        state, function = HOOKS[hook]()
+        model = task.new_net()
+        self.model, self.optimizer = self.fabric.setup(model, task.optimizer_of(model))
+        state, function = task.HOOKS[hook]()
         register_comm_hook(self.model, state, function)
         self.parts = {"model": self.model, "optimizer": self.optimizer, "hook": state}
 
-    def train(self, epochs=EPOCHS):
+    def train(self, epochs=task.EPOCHS):
         for _ in range(epochs):
-            for batch in rank_loader(self.fabric.global_rank):
+            for batch in task.rank_loader(self.fabric.global_rank):
                 self.optimizer.zero_grad()
-                self.fabric.backward(loss_of(self.model, batch))
+                self.fabric.backward(task.loss_of(self.model, batch))
                 self.optimizer.step()
-        return weights(self.model.module)
+        return task.weights(self.model.module)
 
 
 def train_and_resume(hook, wrapper, path):
     """Weights of the plain run, the whole run, the resumed run, and the run resumed without the hook's state."""
-    launched_by_torchrun()
+    task.launched_by_torchrun()
     whole = Run(hook, wrapper).train()
     half = Run(hook, wrapper)
     half.train(epochs=1)
@@ -60,21 +47,21 @@ def train_and_resume(hook, wrapper, path):
     resumed.fabric.load(path, resumed.parts)
     del forgetful.parts["hook"]
     forgetful.fabric.load(path, forgetful.parts)
-    return plain_run(hook), whole, resumed.train(epochs=1), forgetful.train(epochs=1)
+    return task.plain_run(hook), whole, resumed.train(epochs=1), forgetful.train(epochs=1)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+@pytest.mark.parametrize("wrapper", task.WRAPPERS)
+@pytest.mark.parametrize("hook", task.RESUME_TOLERANCE)
 def test_fabric_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook, wrapper):
     for runs in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, path=str(tmp_path / "saved.ckpt")):
-        assert_equals_plain_run_and_resumes(hook, *runs)
+        task.assert_equals_plain_run_and_resumes(hook, *runs)
 
 
 def hook_methods():
-    launched_by_torchrun()
+    task.launched_by_torchrun()
     fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy())
     fabric.launch()
-    model, _ = fabric.setup(model := new_net(), optimizer_of(model))
+    model, _ = fabric.setup(model := task.new_net(), task.optimizer_of(model))
     return hasattr(model, "register_comm_hook")
 
 
@@ -84,6 +71,6 @@ def test_fabrics_wrapper_does_not_pass_register_comm_hook_on(run_on_two_ranks):
 
 
 def test_one_process_warns_that_the_hook_is_not_used():
-    model = Fabric(accelerator="cpu", devices=1).setup(new_net())
+    model = Fabric(accelerator="cpu", devices=1).setup(task.new_net())
     with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this _FabricModule contains no"):
-        assert register_comm_hook(model, *HOOKS["powersgd"]()) is None
+        assert register_comm_hook(model, *task.HOOKS["powersgd"]()) is None

@@ -11,58 +11,43 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from gradwire.hooks.default_hooks import fp16_compress_wrapper
 from gradwire.integrations.lightning import GradwireStrategy
-from tests.integrations.regression_task import (
-    EPOCHS,
-    HOOKS,
-    RESUME_TOLERANCE,
-    STEPS_PER_EPOCH,
-    WRAPPERS,
-    Net,
-    assert_equals_plain_run_and_resumes,
-    launched_by_torchrun,
-    loss_of,
-    new_net,
-    optimizer_of,
-    plain_run,
-    rank_loader,
-    weights,
-)
+from tests.integrations import regression_task as task
 
 
 class Regression(LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = Net().net
+        self.net = task.Net().net
 
     def forward(self, inputs):
         return self.net(inputs)
 
     def training_step(self, batch, _):
-        return loss_of(self, batch)
+        return task.loss_of(self, batch)
 
     def configure_optimizers(self):
-        return optimizer_of(self)
+        return task.optimizer_of(self)
 
 
-def fit(rank, strategy, epochs=EPOCHS, resume_from=None):
+def fit(rank, strategy, epochs=task.EPOCHS, resume_from=None):
     """Train a new model; returns the trainer and the weights."""
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    model = new_net(Regression)
-    trainer.fit(model, rank_loader(rank), ckpt_path=resume_from)
-    return trainer, weights(model)
+    model = task.new_net(Regression)
+    trainer.fit(model, task.rank_loader(rank), ckpt_path=resume_from)
+    return trainer, task.weights(model)
 
 
 def strategy_of(hook, wrapper="gradwire"):
-    state, function = HOOKS[hook]()
-    return GradwireStrategy(ddp_class=WRAPPERS[wrapper], ddp_comm_state=state, ddp_comm_hook=function)
+    state, function = task.HOOKS[hook]()
+    return GradwireStrategy(ddp_class=task.WRAPPERS[wrapper], ddp_comm_state=state, ddp_comm_hook=function)
 
 
 def train_and_resume(hook, wrapper, folder):
     """(plain run, whole run, resumed run, run resumed without the hook's state), and warnings of the last."""
-    rank = launched_by_torchrun()
+    rank = task.launched_by_torchrun()
     path = f"{folder}/checkpoint.ckpt"
     _, whole = fit(rank, strategy_of(hook, wrapper))
     trainer, _ = fit(rank, strategy_of(hook, wrapper), epochs=1)
@@ -74,20 +59,20 @@ def train_and_resume(hook, wrapper, folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, forgetful = fit(rank, strategy_of(hook, wrapper), resume_from=path)
-    return plain_run(hook), whole, resumed, forgetful, [str(each.message) for each in caught]
+    return task.plain_run(hook), whole, resumed, forgetful, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+@pytest.mark.parametrize("wrapper", task.WRAPPERS)
+@pytest.mark.parametrize("hook", task.RESUME_TOLERANCE)
 def test_lightning_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook, wrapper):
     for *runs, messages in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
-        assert_equals_plain_run_and_resumes(hook, *runs)
+        task.assert_equals_plain_run_and_resumes(hook, *runs)
         assert any("holds no state of a communication hook" in message for message in messages)
 
 
 def train_with_lightnings_strategy():
-    rank = launched_by_torchrun()
-    state, hook = HOOKS["powersgd"]()
+    rank = task.launched_by_torchrun()
+    state, hook = task.HOOKS["powersgd"]()
     fit(rank, DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook))
     return state.iter
 
@@ -98,8 +83,8 @@ def test_lightnings_own_strategy_registers_no_hook_on_cpu(run_on_two_ranks):
 
 
 def train_with_wrapped_hook_and_options():
-    rank = launched_by_torchrun()
-    state, hook = HOOKS["powersgd"]()
+    rank = task.launched_by_torchrun()
+    state, hook = task.HOOKS["powersgd"]()
     strategy = GradwireStrategy(
         ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=fp16_compress_wrapper, bucket_cap_mb=1
     )
@@ -113,7 +98,7 @@ def train_with_wrapped_hook_and_options():
 
 def test_options_of_ddp_and_wrapper_of_the_hook_arrive(run_on_two_ranks):
     for steps, cap, hooks in run_on_two_ranks(train_with_wrapped_hook_and_options):
-        assert (steps, cap) == (STEPS_PER_EPOCH, 2**20)
+        assert (steps, cap) == (task.STEPS_PER_EPOCH, 2**20)
         assert hooks == ["fp16_compress_wrapper_hook"]
 
 

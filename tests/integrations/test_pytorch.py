@@ -8,20 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from gradwire.integrations import register_comm_hook
-from tests.integrations.regression_task import (
-    EPOCHS,
-    HOOKS,
-    RESUME_TOLERANCE,
-    WRAPPERS,
-    assert_equals_plain_run_and_resumes,
-    distance,
-    loss_of,
-    new_net,
-    optimizer_of,
-    plain_run,
-    rank_loader,
-    weights,
-)
+from tests.integrations import regression_task as task
 from tests.support.worker import join_group
 
 
@@ -37,25 +24,25 @@ class Run:
 
     def __init__(self, hook, wrapper, compiles="", scaler=None):
         torch._dynamo.reset()
-        model = new_net()
+        model = task.new_net()
         inner = torch.compile(model, backend="aot_eager") if compiles == "inside" else model
-        self.ddp = WRAPPERS[wrapper](inner)
+        self.ddp = task.WRAPPERS[wrapper](inner)
         self.model = torch.compile(self.ddp, backend="aot_eager") if compiles == "around" else self.ddp
-        self.state, function = HOOKS[hook]()
+        self.state, function = task.HOOKS[hook]()
         assert register_comm_hook(self.model, self.state, function) is self.ddp
-        self.optimizer = optimizer_of(self.ddp)
+        self.optimizer = task.optimizer_of(self.ddp)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.skipped = 0
 
-    def train(self, epochs=EPOCHS, spoil=lambda batch, step: batch):
-        for step, batch in enumerate([*rank_loader(dist.get_rank())] * epochs):
+    def train(self, epochs=task.EPOCHS, spoil=lambda batch, step: batch):
+        for step, batch in enumerate([*task.rank_loader(dist.get_rank())] * epochs):
             self.optimizer.zero_grad()
-            self.scaler.scale(loss_of(self.model, spoil(batch, step))).backward()
+            self.scaler.scale(task.loss_of(self.model, spoil(batch, step))).backward()
             scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.skipped += self.scaler.get_scale() < scale
-        return weights(self.ddp)
+        return task.weights(self.ddp)
 
     def save(self, folder):
         model, optimizer = get_state_dict(self.ddp, self.optimizer)
@@ -77,14 +64,14 @@ def distributed_checkpoint(hook, wrapper, folder):
     resumed, forgetful = Run(hook, wrapper), Run(hook, wrapper)
     resumed.load(folder)
     forgetful.load(folder, with_state=False)
-    return plain_run(hook), whole, resumed.train(epochs=1), forgetful.train(epochs=1)
+    return task.plain_run(hook), whole, resumed.train(epochs=1), forgetful.train(epochs=1)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+@pytest.mark.parametrize("wrapper", task.WRAPPERS)
+@pytest.mark.parametrize("hook", task.RESUME_TOLERANCE)
 def test_distributed_checkpoint_resumes_like_uninterrupted_run(run_on_two_ranks, tmp_path, hook, wrapper):
     for runs in run_on_two_ranks(distributed_checkpoint, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
-        assert_equals_plain_run_and_resumes(hook, *runs)
+        task.assert_equals_plain_run_and_resumes(hook, *runs)
 
 
 def compiled_runs(hook, wrapper, folder):
@@ -97,11 +84,11 @@ def compiled_runs(hook, wrapper, folder):
     return plain.train(), *compiled
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", task.WRAPPERS)
 def test_compiled_model_trains_like_the_model_itself(run_on_two_ranks, tmp_path, wrapper):
     for plain, *compiled in run_on_two_ranks(compiled_runs, hook="powersgd", wrapper=wrapper, folder=str(tmp_path)):
         for run in compiled:
-            assert distance(run, plain) < 1e-6
+            assert task.distance(run, plain) < 1e-6
 
 
 def overflow_on_rank_1(batch, step):
@@ -118,22 +105,22 @@ def scaled_runs(hook, wrapper):
     return plain, scaled, run.train(spoil=overflow_on_rank_1), run.skipped
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+@pytest.mark.parametrize("wrapper", task.WRAPPERS)
+@pytest.mark.parametrize("hook", task.RESUME_TOLERANCE)
 def test_gradient_scaler_keeps_the_run_and_skips_a_step_on_all_ranks(run_on_two_ranks, hook, wrapper):
     ranks = run_on_two_ranks(scaled_runs, hook=hook, wrapper=wrapper)
     for plain, scaled, after_overflow, skipped in ranks:
-        assert distance(scaled, plain) < 1e-5
+        assert task.distance(scaled, plain) < 1e-5
         assert skipped == 1
         assert all(weight.isfinite().all() for weight in after_overflow.values())
-        assert distance(after_overflow, ranks[0][2]) == 0
+        assert task.distance(after_overflow, ranks[0][2]) == 0
 
 
 def models_with_several_ddps():
     join_group()
-    pair = nn.ModuleList(nn.parallel.DistributedDataParallel(new_net()) for _ in range(2))
+    pair = nn.ModuleList(nn.parallel.DistributedDataParallel(task.new_net()) for _ in range(2))
     with pytest.raises(ValueError, match="contains 2 DistributedDataParallel modules; expected one"):
-        register_comm_hook(pair, *HOOKS["powersgd"]())
+        register_comm_hook(pair, *task.HOOKS["powersgd"]())
 
 
 def test_model_with_several_ddps_is_refused(run_on_two_ranks):

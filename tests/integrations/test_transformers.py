@@ -13,22 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 
 from gradwire.integrations import HookNotUsedWarning
 from gradwire.integrations.transformers import CHECKPOINT_NAME, GradwireCallback
-from tests.integrations.regression_task import (
-    BATCH_SIZE,
-    EPOCHS,
-    HOOKS,
-    LEARNING_RATE,
-    RESUME_TOLERANCE,
-    STEPS_PER_EPOCH,
-    Net,
-    assert_equals_plain_run_and_resumes,
-    data,
-    launched_by_torchrun,
-    new_net,
-    optimizer_of,
-    plain_run,
-    weights,
-)
+from tests.integrations import regression_task as task
 
 
 class Regression(PreTrainedModel):
@@ -36,7 +21,7 @@ class Regression(PreTrainedModel):
 
     def __init__(self, config=None):
         super().__init__(config or PreTrainedConfig())
-        self.net = Net().net
+        self.net = task.Net().net
         self.post_init()
 
     def _init_weights(self, _):
@@ -50,26 +35,27 @@ class Items(list):
     """The data as a map-style dataset of dictionaries."""
 
     def __init__(self):
-        super().__init__({"inputs": inputs, "labels": targets} for inputs, targets in data())
+        super().__init__({"inputs": inputs, "labels": targets} for inputs, targets in task.data())
 
 
-def trainer_of(folder, hook, epochs=EPOCHS, **options):
-    model = new_net(Regression)
+def trainer_of(folder, hook, epochs=task.EPOCHS, **options):
+    model = task.new_net(Regression)
     is_launched = "LOCAL_RANK" in os.environ
     arguments = TrainingArguments(
-        folder, num_train_epochs=epochs, per_device_train_batch_size=BATCH_SIZE, train_sampling_strategy="sequential",
-        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=0, save_strategy="epoch",
+        folder, num_train_epochs=epochs, per_device_train_batch_size=task.BATCH_SIZE,
+        train_sampling_strategy="sequential", learning_rate=task.LEARNING_RATE, lr_scheduler_type="constant",
+        max_grad_norm=0, save_strategy="epoch",
         logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
         ddp_backend="gloo" if is_launched else None, **options,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=Items(), optimizers=(optimizer_of(model), None))
-    return trainer, GradwireCallback(trainer, *HOOKS[hook]())
+    trainer = Trainer(model, arguments, train_dataset=Items(), optimizers=(task.optimizer_of(model), None))
+    return trainer, GradwireCallback(trainer, *task.HOOKS[hook]())
 
 
 def train_and_resume(hook, folder):
     """(plain run, whole run, resumed run, run resumed without the hook's state), and warnings of the last."""
-    launched_by_torchrun()
-    path = Path(folder) / f"checkpoint-{STEPS_PER_EPOCH}"
+    task.launched_by_torchrun()
+    path = Path(folder) / f"checkpoint-{task.STEPS_PER_EPOCH}"
     whole, _ = trainer_of(folder, hook)
     whole.train()
     resumed, _ = trainer_of(f"{folder}/resumed", hook)
@@ -82,19 +68,19 @@ def train_and_resume(hook, folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forgetful.train(resume_from_checkpoint=str(path))
-    runs = [weights(each.model) for each in (whole, resumed, forgetful)]
-    return plain_run(hook), *runs, [str(each.message) for each in caught]
+    runs = [task.weights(each.model) for each in (whole, resumed, forgetful)]
+    return task.plain_run(hook), *runs, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("hook", RESUME_TOLERANCE)
+@pytest.mark.parametrize("hook", task.RESUME_TOLERANCE)
 def test_trainer_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook):
     for *runs, messages in run_on_two_ranks(train_and_resume, hook=hook, folder=str(tmp_path)):
-        assert_equals_plain_run_and_resumes(hook, *runs)
+        task.assert_equals_plain_run_and_resumes(hook, *runs)
         assert any("holds no state of a communication hook" in message for message in messages)
 
 
 def train_twice(folder):
-    launched_by_torchrun()
+    task.launched_by_torchrun()
     trainer, callback = trainer_of(folder, "powersgd", epochs=1, save_only_model=True)
     trainer.train()
     trainer.train()
@@ -102,7 +88,7 @@ def train_twice(folder):
 
 
 def test_second_train_of_a_trainer_goes_on_with_the_hook(run_on_two_ranks, tmp_path):
-    assert run_on_two_ranks(train_twice, folder=str(tmp_path)) == [2 * STEPS_PER_EPOCH] * 2
+    assert run_on_two_ranks(train_twice, folder=str(tmp_path)) == [2 * task.STEPS_PER_EPOCH] * 2
     assert list(tmp_path.rglob("model.safetensors"))
     assert not list(tmp_path.rglob(CHECKPOINT_NAME))  # with `save_only_model`
 
@@ -120,4 +106,4 @@ def test_trainer_without_the_extended_methods_is_refused():
         pass
 
     with pytest.raises(RuntimeError, match="OtherTrainer has no method _save_optimizer_and_scheduler"):
-        GradwireCallback(OtherTrainer(), *HOOKS["powersgd"]())
+        GradwireCallback(OtherTrainer(), *task.HOOKS["powersgd"]())

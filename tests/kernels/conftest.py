@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.kernels.exact", "tests.kernels.cases")
+pytest.register_assert_rewrite(*(f"tests.kernels.{name}" for name in ("exact", "cases", "matrix_cases")))
 
 from gradwire.kernels.dispatch import is_interpreted  # noqa: E402
 

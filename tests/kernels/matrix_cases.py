@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from gradwire.kernels.matrix_table import Matrix, MatrixTable, Operands
+from gradwire.kernels import Matrix, MatrixTable, Operands, backproject, lowrank_triton, project, reconstruct
 from tests.kernels.cases import INTERPRETED
-from tests.kernels.exact import Guarded
+from tests.kernels.exact import Guarded, assert_same_bits, round_to
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FACTOR_WIRES = (torch.float32, torch.bfloat16, torch.float64)
@@ -233,3 +233,95 @@ def values(shape, kind, generator):
     if kind == "sparse":
         result *= torch.rand(shape, generator=generator) < 0.1
     return result
+
+
+def check_product(left, right, scale, actual, compute, what, of_each=0.0):
+    """``actual`` is ``scale`` times the product, to the rounding of its sums and of its dtype.
+
+    ``of_each``: the relative error of each summand. Tensor cores also cut off sums, up to twice what rounding takes.
+    """
+    expected = scale * (left @ right)
+    error = of_each + (2 if of_each else 1) * rounding(left.shape[1] + 3, compute)
+    error = error * abs(scale) * (np.abs(left) @ np.abs(right))
+    assert_within(numbers(actual), expected, stored_within(expected, error, actual.dtype), what)
+
+
+def error_of_each(filled):
+    """The relative error of the products that `project` and `backproject` sum up: the interpreter's TF32 is fp32."""
+    runs_in_tf32 = filled.device.type == "cuda" and filled.table.can_use_triton()
+    return TF32 if runs_in_tf32 and lowrank_triton.dot_precision(filled.table) == "tf32" else 0.0
+
+
+def check_project(filled, scale, project=project):
+    """`project` gives the oracle's P, leaves M where it should, and writes nothing else. Returns P."""
+    table = filled.table
+    q = filled.factor(table.q, filled.compute)
+    p = filled.empty_factor(table.p, filled.bucket.wire)
+
+    project(filled.operands, q.window, p.window, scale=scale)
+
+    q.assert_untouched("Q")
+    p.assert_guards_untouched("P")
+    filled.assert_guards_untouched()
+    for guarded in filled.error or []:
+        guarded.assert_untouched("the error memory")
+    for i, target in enumerate(filled.target):
+        if filled.keep:
+            # fp64 holds enough bits of a sum of fp32 numbers that rounding it to fp32 rounds once.
+            assert_same_bits(filled.operands.target[i].cpu(), round_to(filled.m[i], filled.compute), f"M {i}")
+        else:
+            target.assert_untouched(f"target {i}")
+    for i, (q_i, p_i) in enumerate(zip(table.q.views(q.window), table.p.views(p.window), strict=True)):
+        check_product(numbers(q_i), filled.m[i].T, scale, p_i, filled.compute, f"P {i}", error_of_each(filled))
+    return p
+
+
+def check_backproject(filled, scale, backproject=backproject):
+    """`backproject`, after `project`, gives the oracle's Q and writes nothing else. Returns Q."""
+    table = filled.table
+    p = filled.factor(table.p, filled.compute)
+    q = filled.empty_factor(table.q, filled.bucket.wire)
+    before = [tensor.clone() for tensor in filled.operands.target]
+
+    backproject(filled.operands, p.window, q.window, scale=scale)
+
+    p.assert_untouched("P")
+    q.assert_guards_untouched("Q")
+    filled.assert_guards_untouched()
+    for guarded in filled.error or []:
+        guarded.assert_untouched("the error memory")
+    for i, target in enumerate(filled.operands.target):
+        assert_same_bits(target, before[i], f"target {i}")
+    for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
+        check_product(numbers(p_i), filled.m[i], scale, q_i, filled.compute, f"Q {i}", error_of_each(filled))
+    return q
+
+
+def check_reconstruct(filled, p_dtype, q_dtype, reconstruct=reconstruct):
+    """`reconstruct`, after `project`, gives the oracle's result, and an error that conserves M."""
+    table = filled.table
+    p, q = filled.factor(table.p, p_dtype), filled.factor(table.q, q_dtype)
+    finite = filled.flags()
+
+    reconstruct(filled.operands, p.window, q.window, finite.window)
+
+    p.assert_untouched("P")
+    q.assert_untouched("Q")
+    finite.assert_untouched("the flags")
+    filled.assert_guards_untouched()
+    for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
+        # Factors wider than the arithmetic are rounded to it.
+        left, right = (numbers(factor.to(filled.compute)) for factor in (p_i, q_i))
+        check_product(left.T, right, 1.0, filled.operands.target[i], filled.compute, f"result {i}")
+        if filled.error is not None:
+            check_conservation(filled, i)
+
+
+def check_conservation(filled, i):
+    """E is M minus the result as it was stored, and nothing more is lost than each of the two operations rounds."""
+    out, error = numbers(filled.operands.target[i]), filled.operands.error[i]
+    m = numbers(round_to(filled.m[i], filled.compute))
+    assert_same_bits(error.cpu(), round_to(m - out, filled.compute), f"error {i}")
+    lost = np.abs(filled.g[i] + filled.e[i] - out - numbers(error))
+    bound = rounding(1, filled.compute) * (np.abs(filled.m[i]) + np.abs(numbers(error)))
+    assert_within(lost, 0 * lost, bound, f"what error {i} does not hold")

@@ -230,27 +230,6 @@ def test_uniform_of_middle_bits_is_not_zero(device):
     assert abs(found.item()) == 1
 
 
-MISFITS = {
-    "length": lambda device: torch.empty(97, device=device),
-    "dimensions": lambda device: torch.empty(2, 48, device=device),
-    "stride": lambda device: torch.empty(192, device=device)[::2],
-}
-
-
-@pytest.mark.parametrize("side", ["wire", "following"])
-@pytest.mark.parametrize("misfit", MISFITS)
-def test_misfitting_buffer_raises(misfit, side, device):
-    good = torch.full((96,), 3.0, device=device)
-    bad = MISFITS[misfit](device)
-    wire, following = (bad, good) if side == "wire" else (good, bad)
-    finite = torch.ones(1, dtype=torch.int32, device=device)
-    message = rf"{side} has shape \({', '.join(map(str, bad.shape))},?\); expected a contiguous 1-D tensor of 96 elem"
-    with pytest.raises(ValueError, match=message):
-        renew(wire, FactorLayout([2], [48]), [0], at(0, device), following, finite)
-    assert (good == 3).all()
-    assert finite.item() == 1
-
-
 @pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
 def test_step_of_wrong_dtype_or_size_raises(step, device):
     buffer = torch.full((96,), 3.0, device=device)

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import FactorLayout, Matrix, MatrixTable, Operands
+from gradwire.kernels import (
+    FactorLayout,
+    Matrix,
+    MatrixTable,
+    Operands,
+    backproject,
+    orthogonalize,
+    project,
+    reconstruct,
+    renew,
+)
 from tests.kernels.cases import PROPERTY, name
 from tests.kernels.matrix_cases import GRADIENTS, places
 
@@ -164,3 +174,46 @@ def test_error_memory_narrower_than_arithmetic_raises():
     ):
         check(layout, error=narrow)
     check(layout, source=narrow, target=narrow)
+
+
+# Each function, with the names of its packed factors.
+CALLS = {
+    project: ("q", "p"),
+    backproject: ("p", "q"),
+    reconstruct: ("p", "q"),
+    orthogonalize: ("wire", "out"),
+    renew: ("wire", "following"),
+}
+
+
+def call(function, matrices, factors):
+    """Call a function on the matrices of an `Operands`, or on factors of the same layout."""
+    layout, finite = matrices.table, torch.ones(1, dtype=torch.int32)
+    if function in (project, backproject):
+        function(matrices, *factors, scale=1.0)
+    elif function is reconstruct:
+        function(matrices, *factors, finite)
+    elif function is orthogonalize:
+        function(factors[0], layout.p, factors[1], finite)
+    else:
+        function(factors[0], layout.p, [0], torch.zeros(1, dtype=torch.int64), factors[1], finite)
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+def test_misfitting_factor_raises_before_anything_is_written(function, which):
+    layout, parameter = table((5, 5, 2)), CALLS[function][which]
+    factors = [torch.full((16,), 3.0) for _ in range(2)]
+    factors[which] = torch.full((17,), 3.0)
+    matrices = operands(layout)
+    with pytest.raises(ValueError, match=rf"^{parameter} has shape \(17,\); expected .* of 16 elements"):
+        call(function, matrices, factors)
+    assert all((factor == 3).all() for factor in factors)
+
+
+@pytest.mark.parametrize("function", [project, backproject, reconstruct], ids=lambda function: function.__name__)
+def test_misfitting_matrix_raises_before_anything_is_written(function):
+    factors = [torch.full((16,), 3.0) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"expected a contiguous torch\.float32 \(5, 5\)"):
+        call(function, operands(table((5, 5, 2)), target=[torch.empty(5, 4)]), factors)
+    assert all((factor == 3).all() for factor in factors)

@@ -1,35 +1,26 @@
 """The step of a bucket's random columns, in device memory: what a CUDA graph replays must count on."""
 
-import asyncio
-
 import pytest
 import torch
 
-from gradwire.comm import Workspace
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import LowRankBucket, alternating_all_reduce, powersgd, powersgd_all_reduce
 from gradwire.compress.policy import MatrixShape
 from tests.kernels.exact import assert_same_bits
-
-
-class OneRank:
-    world_size = 1
-
-    async def all_reduce(self, *tensors):
-        pass
 
 
 def factors_after(kind, iterations):
     """The factors after steps with these numbers, of a gradient of zeros, whose columns are all drawn anew."""
     gradient, shapes = [torch.zeros(8, 12)], [MatrixShape(1, 8, 12, 2)]
     bucket = LowRankBucket(gradient, shapes, names=["a"], iteration=10, alternating=kind == "alternating")
-    workspace = Workspace(torch.device("cpu"))
+    transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
     for i in iterations:
         if kind == "alternating":
-            asyncio.run(alternating_all_reduce(bucket, gradient, gradient, i, OneRank(), workspace))
+            step = alternating_all_reduce(bucket, gradient, gradient, i, transport, workspace)
         else:
             warm_start = kind == "warm"
-            step = powersgd_all_reduce(bucket, gradient, gradient, i, OneRank(), workspace, warm_start=warm_start)
-            asyncio.run(step)
+            step = powersgd_all_reduce(bucket, gradient, gradient, i, transport, workspace, warm_start=warm_start)
+        run_algorithm(step, transport)
     return bucket.q, bucket.counter.item()
 
 

@@ -1,7 +1,12 @@
 """No kernel depends on the order of its programs; those that do not update in place may also run twice.
 
-Every family runs in Triton's interpreter in the ordinary order, then in random orders: all bits must be equal.
+A GPU runs programs in any order. Triton's interpreter runs them one after another by their numbers, which would hide a
+program that needs the result of another. Here every family runs in that order, then in random orders, to equal bits.
 """
+
+import random
+from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -33,13 +38,43 @@ from gradwire.kernels import (
 )
 from tests.kernels.cases import INTERPRETED
 from tests.kernels.exact import assert_same_bits
-from tests.kernels.program_order import shuffled
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton is imported")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LENGTHS = (4096, 9001, 3, 8192)  # whole chunks of the kernels, parts of them, and unaligned ones
 SHAPES = ((70, 96), (33, 600), (530, 17))  # several tiles; more than one strip of columns, then of rows
+
+
+@contextmanager
+def shuffled(seed, repeats=1):
+    """Run every launch ``repeats`` times, each time in a new random order. Yields the orders: lists of numbers."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    set_grid_dim, set_grid_idx, launch = (
+        InterpreterBuilder.set_grid_dim,
+        InterpreterBuilder.set_grid_idx,
+        GridExecutor.__call__,
+    )
+    generator, orders, programs = random.Random(seed), [], {}
+
+    def shuffle(builder, *dimensions):
+        set_grid_dim(builder, *dimensions)
+        numbers = list(product(*map(range, dimensions)))
+        order = generator.sample(numbers, len(numbers))
+        programs.clear()
+        programs.update(zip(numbers, order, strict=True))
+        orders.append([number[0] for number in order])
+
+    def repeat(executor, *arguments, **options):
+        for _ in range(repeats):
+            launch(executor, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "set_grid_dim", shuffle)
+        patch.setattr(InterpreterBuilder, "set_grid_idx", lambda builder, *at: set_grid_idx(builder, *programs[at]))
+        patch.setattr(GridExecutor, "__call__", repeat)
+        yield orders
 
 
 def nan(*shape, dtype=FP32):

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from gradwire.bench.launch import HERE, LaunchError, launch
@@ -17,6 +19,7 @@ from gradwire.planner.model import Overlap
 
 TRAINING = """
 import torch
+import typer
 from torch import nn
 
 def job(device):
@@ -120,9 +123,7 @@ def test_single_process_predicts_for_a_given_network(folder):
     ],
     ids=str,
 )
-def test_single_process_computes_with_the_threads_that_torchrun_gives_a_rank(
-    monkeypatch, environment, arguments, is_limited
-):
+def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, environment, arguments, is_limited):
     """One thread if several ranks share a node and OMP_NUM_THREADS is not set."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -130,7 +131,7 @@ def test_single_process_computes_with_the_threads_that_torchrun_gives_a_rank(
         monkeypatch.setenv(name, value)
     limits = []
     monkeypatch.setattr(torch, "set_num_threads", limits.append)
-    monkeypatch.setattr(advise, "_run", lambda *_: None)
+    monkeypatch.setattr(advise, "_measure", mock.Mock(side_effect=typer.Exit))
     done = CliRunner().invoke(app, ["advise", "tiny-layers", "--bandwidth", "1gbit", "--world-size", "4", *arguments])
     assert done.exit_code == 0, done.output
     assert limits == [1] * is_limited

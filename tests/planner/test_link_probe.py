@@ -68,7 +68,6 @@ def probe(monkeypatch):
     group = SimpleNamespace(size=lambda: 2)
     monkeypatch.setattr(link_probe, "executor_for", lambda *_: SimpleNamespace(transport=None))
     monkeypatch.setattr(link_probe, "message_maker", lambda kind, nbytes, *_: (kind, nbytes))
-    monkeypatch.setattr(link_probe, "_task", lambda message: message)
     monkeypatch.setattr(link_probe.dist, "all_reduce", lambda *_, **__: None)
     return measure_with
 

@@ -104,7 +104,7 @@ def test_step_is_never_shorter_than_its_computation_and_its_messages(case):
         (100, 1.0, 1.0 + 2.0 + 200.0),  # the link is busy from the first launch to the end
     ],
 )
-def test_plain_hook_costs_the_messages_that_the_backward_pass_does_not_hide(nbytes, per_byte, expected):
+def test_plain_hook_costs_messages_the_backward_does_not_hide(nbytes, per_byte, expected):
     model = two_buckets()
     assert step_seconds(model, plain(model, nbytes), fast_link(per_byte=per_byte)) == pytest.approx(expected)
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the reducer's features: models, plans, and the combinations of hooks and views.
+"""Models, plans, and combinations of hooks and views for the tests of the reducer's features.
 
 The oracle is PyTorch's DDP in the same process group wherever that is right, with the same hook if there is one; else
 the values that the definition of the feature gives.

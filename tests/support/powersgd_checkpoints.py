@@ -1,4 +1,4 @@
-"""Options, tolerances and training runs of the tests of `PowerSGDState`'s checkpoints."""
+"""Helpers for the tests of `PowerSGDState` checkpoints."""
 
 import io
 
@@ -26,7 +26,7 @@ def save_and_load(value, **options):
 
 
 def own_memory(state):
-    """Errors of this rank, not averaged, and factors."""
+    """The memory of this rank: errors that are not averaged, and factors."""
     return state.__getstate__()["memory"]
 
 

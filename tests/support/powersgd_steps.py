@@ -49,7 +49,7 @@ class Fed(nn.Module):
 
 @dataclass
 class Step:
-    """Reduced gradients of a step, and the state's memory by name if ``remember`` is set."""
+    """The outcome of a step: reduced gradients by parameter, and the state's memory by name where it was asked for."""
 
     gradients: list
     errors: dict

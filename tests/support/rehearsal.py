@@ -24,22 +24,12 @@ from torch.futures import Future
 
 from gradwire.bench import emulated, timing
 from gradwire.comm import connections, stream_executor
+from tests.conformance.no_stream import NoStream
 from tests.support.graph_on_cpu import graphs_on_cpu
 
 BACKEND = "gradwire_nccl_rules"
-_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    }
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 
 
 class NcclRules(dist.ProcessGroup):
@@ -81,15 +71,13 @@ class NcclRules(dist.ProcessGroup):
         return self._description
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: `allreduce_coalesced` follows and checks."""
+        pass  # `allreduce_coalesced` follows, and checks
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        """The handle of the collective that `allreduce_coalesced` has checked and launched."""
         work, self._coalesced = self._coalesced, None
         return work
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:  # type: ignore[override]
-        """Check, then all-reduce."""
         if any(tensor.is_sparse for tensor in tensors):
             raise ValueError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
         self._check("allreduce", tensors)
@@ -97,14 +85,12 @@ class NcclRules(dist.ProcessGroup):
         return self._gloo.allreduce(tensors, options)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        """Check, then all-reduce all tensors in one call."""
         self._check("allreduce_coalesced", tensors)
         self._refuse_sums_of_bools(tensors, options)
         self._coalesced = self._gloo.allreduce_coalesced(tensors, options)
         return self._coalesced
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> Any:  # type: ignore[override]
-        """Check, then gather."""
         self._check("allgather", inputs)
         return self._gloo.allgather(outputs, inputs, *options)
 
@@ -120,19 +106,16 @@ class NcclRules(dist.ProcessGroup):
         return self._gloo.alltoall_base(output, input, output_splits, input_splits, *options)
 
     def _allgather_base(self, output: Tensor, input: Tensor, *options: Any) -> Any:
-        """Check, then gather into one tensor."""
         if output.numel() != self.size() * input.numel():
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         self._check("_allgather_base", [output, input])
         return self._gloo._allgather_base(output, input, *options)
 
     def broadcast(self, tensors: Sequence[Tensor], *options: Any) -> Any:  # type: ignore[override]
-        """Check, then broadcast."""
         self._check("broadcast", tensors)
         return self._gloo.broadcast(tensors, *options)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Check, then wait for all ranks."""
         self._agree("barrier", [])
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
@@ -177,27 +160,6 @@ def register_backend() -> str:
     return BACKEND
 
 
-class _NoStream:
-    """Stands in for a CUDA stream."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __enter__(self) -> _NoStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait_stream(self, _: object) -> None:
-        """Do nothing: no work is in flight on a CPU."""
-
-    wait_event = wait_stream
-
-    def record_event(self) -> None:
-        """Stand in for an event that is recorded: on a CPU it has passed."""
-
-
 @contextmanager
 def _run_once(*_: object, **__: object) -> Iterator[None]:
     """Stands in for ``torch.cuda.graph``: the work runs in the capture, and a replay does nothing."""
@@ -215,11 +177,9 @@ class _Device:
         self.spins_until = max(self.spins_until, time.perf_counter()) + 1e-9 * cycles
 
     def synchronize(self, *_: object) -> None:
-        """End the spin."""
         self.spins_until = 0.0
 
     def event(self, enable_timing: bool = False) -> _Event:
-        """A new event."""
         return _Event(self)
 
 
@@ -230,16 +190,13 @@ class _Event:
         self._device = device
 
     def record(self) -> None:
-        """Note the time, and until when the device spins."""
         self._recorded = time.perf_counter()
         self._due = max(self._recorded, self._device.spins_until)
 
     def query(self) -> bool:
-        """Whether the spin before the event has ended."""
         return time.perf_counter() >= self._due
 
     def synchronize(self) -> None:
-        """End the spin."""
         self._device.synchronize()
 
     def elapsed_time(self, end: _Event) -> float:
@@ -274,9 +231,9 @@ def gpu_on_cpu() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(graphs_on_cpu())
         for module, name, stand_in in (
-            (torch.cuda, "Stream", _NoStream),
-            (torch.cuda, "current_stream", _NoStream),
-            (torch.cuda, "stream", _NoStream),
+            (torch.cuda, "Stream", NoStream),
+            (torch.cuda, "current_stream", NoStream),
+            (torch.cuda, "stream", NoStream),
             (torch.cuda, "graph", _run_once),
             (torch.cuda, "Event", device.event),
             (torch.cuda, "_sleep", device.spin),

@@ -227,7 +227,7 @@ def train_steps(ddp, number=1, generator=None, optimizer=None):
 
 @dataclass
 class Record:
-    """A training run: the gradients of every step, and the parameters and buffers at its end."""
+    """The outcome of a training run: the gradients of every step, and the parameters and buffers at its end."""
 
     gradients: list
     state: dict

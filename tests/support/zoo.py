@@ -169,25 +169,21 @@ class OddLayouts(nn.Module):
 class Half(Mlp):
     """Parameters in fp16."""
 
+    dtype = torch.float16
+
     def __init__(self):
         super().__init__()
-        self.to(torch.float16)
+        self.to(self.dtype)
 
-    @staticmethod
-    def batch(generator):
-        return (torch.randn(4, 11, generator=generator).half(),)
+    @classmethod
+    def batch(cls, generator):
+        return (torch.randn(4, 11, generator=generator).to(cls.dtype),)
 
 
-class Brain(Mlp):
+class Brain(Half):
     """Parameters in bf16."""
 
-    def __init__(self):
-        super().__init__()
-        self.to(torch.bfloat16)
-
-    @staticmethod
-    def batch(generator):
-        return (torch.randn(4, 11, generator=generator).bfloat16(),)
+    dtype = torch.bfloat16
 
 
 class Probe(nn.Module):

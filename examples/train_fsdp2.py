@@ -1,0 +1,50 @@
+"""Train a small network with FSDP2, whose reduce-scatter sends bf16 and sums in fp32.
+
+    torchrun --nproc-per-node 2 examples/train_fsdp2.py
+
+Each process uses one GPU if there are GPUs, and the CPU with gloo if there are none.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import gradwire
+
+
+def main() -> None:
+    """Fit a random linear teacher; rank 0 prints the loss."""
+    use_cuda = torch.cuda.is_available()
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = "cuda" if use_cuda else "cpu"
+    dist.init_process_group("nccl" if use_cuda else "gloo")
+    torch.manual_seed(0)  # the same model and teacher on every rank
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
+    teacher = torch.randn(64, 64, device=device) / 8
+
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    attachment = gradwire.attach(model, within="bf16")
+
+    if dist.get_rank() == 0:
+        print(attachment.report)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())  # different data on every rank
+    for step in range(1, 301):
+        inputs = torch.randn(32, 64, device=device)
+        loss = nn.functional.mse_loss(model(inputs), inputs @ teacher)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and step % 100 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`python -m tools.validate advise` and `auto`: their tables, from made-up records, and runs on loopback."""
+
+import pytest
+
+from gradwire.bench.network import LOOPBACK
+from gradwire.bench.record import Measured, Metric, records_of
+from tools import advice_error, auto_choice
+
+
+def test_advise_tables_show_errors_and_advice(facts):
+    none, int4 = ({"model": "linear", "rate": "1gbit", "hook": hook} for hook in ("none", "int4"))
+    rows = [
+        (none, advice_error.MEASURED, {Metric.STEP_MS: 400.0}),
+        (none, advice_error.PREDICTED, {Metric.STEP_MS: 300.0}),
+        (int4, advice_error.MEASURED, {Metric.STEP_MS: 100.0}),
+        (int4, advice_error.PREDICTED, {Metric.STEP_MS: 110.0}),
+        (int4, "advice", {advice_error.SPEED_UP: 4.0, advice_error.ADVICE_S: 12.3}),
+    ]
+    records = [record for case, name, metrics in rows for record in records_of("advise", case, name, 2, metrics)]
+    errors, advice = advice_error.tables(Measured({"rounds": 2, "hosts": 2}, records).with_provenance(facts))
+    assert errors.rows == [["no hook", "400", "-25"], ["int4", "100", "+10"]]
+    assert advice.rows == [["linear", "1 Gb/s", "int4", "4.00x", "4.00x", "1/2", "18", "12.3"]]
+
+
+@pytest.mark.slow
+def test_advise_predicts_and_measures_every_hook_on_loopback():
+    outcome = advice_error.measure(["tiny-layers"], [LOOPBACK], ["none", "int4"], rounds=1)
+    steps = [record for record in outcome.records if record.metric == Metric.STEP_MS]
+    assert {(record["hook"], record.implementation) for record in steps} == {
+        (hook, implementation)
+        for hook in ("none", "int4")
+        for implementation in (advice_error.MEASURED, advice_error.PREDICTED)
+    }
+    assert all(record.p50 > 0 for record in steps)
+
+
+def test_auto_tables_show_choice_and_speed_up_and_step_times(facts):
+    slow, fast = ({"model": "linear", "rate": rate} for rate in ("1gbit", "unlimited"))
+    rows = [
+        (slow, auto_choice.AUTO, {Metric.STEP_MS: 100.0}),
+        (slow, auto_choice.NO_HOOK, {Metric.STEP_MS: 400.0}),
+        (slow, "int4", {Metric.STEP_MS: 98.0, auto_choice.PARAMETERS: 3}),
+        (slow, "plain", {auto_choice.PARAMETERS: 9}),
+        (fast, auto_choice.AUTO, {Metric.STEP_MS: 51.0}),
+        (fast, auto_choice.NO_HOOK, {Metric.STEP_MS: 50.0}),
+        (fast, "plain", {auto_choice.PARAMETERS: 12}),
+    ]
+    records = [record for case, name, metrics in rows for record in records_of("auto", case, name, 2, metrics)]
+    choices, times = auto_choice.tables(Measured({"rounds": 4, "hosts": 2}, records).with_provenance(facts))
+    assert choices.headers == ["model", "link", "choice", "speed-up"]
+    assert choices.rows == [
+        ["linear", "1 Gb/s", "plain 75%, int4 25%", "4.00x"],
+        ["linear", "unlimited", "plain", "0.98x"],
+    ]
+    assert times.headers == ["model", "link", "auto_hook", "no hook", "int4"]
+    assert times.rows == [["linear", "1 Gb/s", "100", "400", "98"], ["linear", "unlimited", "51", "50", ""]]
+
+
+@pytest.mark.slow
+def test_auto_times_choice_and_candidates_on_loopback():
+    outcome = auto_choice.measure(["tiny-layers"], [LOOPBACK], rounds=1)
+    timed = {each.implementation for each in outcome.records if each.metric == Metric.STEP_MS}
+    assert timed == {auto_choice.AUTO, auto_choice.NO_HOOK, *auto_choice.CANDIDATES}
+    assert sum(each.p50 for each in outcome.records if each.metric == auto_choice.PARAMETERS) > 0
