@@ -124,7 +124,6 @@ class HookState(Checkpointed):
     """
 
     local_options: ClassVar[frozenset[str]] = frozenset()
-    start_option: ClassVar[str] = "start_iter"
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook, process_group, options)
@@ -299,8 +298,8 @@ class HookState(Checkpointed):
     # Options.
 
     def _first_compressed_step(self) -> int:
-        start: int = getattr(self.options, self.start_option, 0)
-        check_whole_number(self.start_option, start, "a whole number of steps, at least 0", 0)
+        start: int = getattr(self.options, "start_iter", 0)
+        check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
         return start
 
     def settings(self) -> dict[str, object]:

@@ -195,7 +195,6 @@ class PowerSGDState(HookState):
         "q": Memory(merge="same", shape=None),
         "p": Memory(merge="same", shape=None),
     }
-    start_option = "start_powerSGD_iter"
     local_options = frozenset({"compression_stats_logging_frequency", "cuda_graphs"})
     options: PowerSGDOptions
 
@@ -261,6 +260,9 @@ class PowerSGDState(HookState):
         None with `batched_powerSGD_hook`, whose results depend on the bucket size.
         """
         return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
+
+    def _first_compressed_step(self) -> int:
+        return self.options.start_powerSGD_iter  # as in PyTorch, it may be negative
 
     def count_step(self) -> None:
         """Count a step that has ended."""
