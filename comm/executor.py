@@ -151,20 +151,14 @@ class Executor:
 class WorkerExecutor(Executor):
     """Runs tasks in one worker thread, over two process groups of its own.
 
-    The first collective of each task is issued in task order on one group. Later collectives are issued for the oldest
-    task only, on the other group. So only the order of the tasks decides the order of collectives on each group.
+    The first collective of each task is issued in task order on the group of ``transport``, later ones on ``later``,
+    for the oldest task only. So only the order of the tasks decides the order of collectives on each group.
 
     Once a task has failed, earlier tasks still finish, and the worker then drops its groups: peers that wait for this
-    rank get an error at once.
+    rank get an error at once. While tasks wait, ``check`` is called every `POLL_SECONDS` and raises RuntimeError to
+    fail them; ``announce`` gets the error of a failed task, `POLL_SECONDS` after the last task has ended.
 
     The thread reads events from a queue: a submitted task, a `_Command`, or the future of a collective that is done.
-
-    Args:
-        transport: transport whose group carries the first collective of every task.
-        later: carries every other collective.
-        device: device of the gradients.
-        check: called every `POLL_SECONDS` while tasks wait for other ranks; raises RuntimeError to fail them.
-        announce: called with the error of a failed task, `POLL_SECONDS` after the last task has ended.
     """
 
     def __init__(

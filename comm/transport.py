@@ -66,7 +66,7 @@ Algorithm = Coroutine[Collective, None, T]
 class Driver(Generic[T]):
     """Runs an algorithm's coroutine from one collective to the next.
 
-    Each stretch between collectives is a profiler range, "NAME, part 1", ..., which costs 0.2 us while no profiler
+    Each part between collectives is a profiler range, "NAME, part 1", ..., which costs 0.2 us while no profiler
     runs. `torch.profiler` records a CPU's worker thread only with
     ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``.
 
@@ -151,7 +151,7 @@ class AllReduce(Collective):
             works.append(group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options))
             if tensor.is_sparse:
                 # A further future: the work's own would keep the tensor alive.
-                self._latest_sparse.append(works[-1].get_future().then(_nothing))
+                self._latest_sparse.append(works[-1].get_future().then(lambda _: None))
         return works
 
     def run_alone(self) -> None:
@@ -294,9 +294,7 @@ class LocalTransport(Transport):
 class GroupTransport(Transport):
     """Collectives over one process group.
 
-    Args:
-        group: the process group.
-        check: called every `POLL_SECONDS` while `wait` waits; raises to end the wait.
+    ``check`` is called every `POLL_SECONDS` while `wait` waits, and raises to end the wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
@@ -388,7 +386,7 @@ def wait_for(future: Future[T], check: Callable[[], None]) -> T:
     try:
         return future.wait()
     except BaseException as error:
-        let_go_of_locals(error)
+        clear_frames(error)
         raise
     finally:
         del future  # it holds the error, whose traceback holds this frame
@@ -402,24 +400,20 @@ def take_values(futures: list[Future[T] | None]) -> list[T | None]:
         try:
             values.append(future.value() if future is not None and future.done() else None)
         except Exception as error:
-            let_go_of_locals(error)
+            clear_frames(error)
             values.append(None)
         finally:
             del future  # it holds the error, too
     return values
 
 
-def let_go_of_locals(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Clear the local variables in the traceback of ``error``: they may hold gloo's connections open, or the error
     itself.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _nothing(_: Future[Any]) -> None:
-    pass
 
 
 def _check_pieces(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:

@@ -7,6 +7,7 @@ returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per pa
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
@@ -28,6 +29,8 @@ else:  # PyTorch compares the annotation of a hook with this class
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
 Hook = TypeVar("Hook", bound=Callable[..., object])
+
+logger = logging.getLogger("gradwire.hooks")
 
 # Not an attribute of the hook: functools.wraps would copy it to a user's wrapper, which expects flat buffers.
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
@@ -131,18 +134,19 @@ def reduce_bucket(
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm.
+        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world
+            size.
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
         layout: layout of the gradients, which `Gradients.each` needs on PyTorch's DDP.
-        divisor: divisor of a sparse gradient, by default the world size.
-        recorder: measurements of the hook's state; None without any.
+        recorder: measurements of the hook's state.
     """
     device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
     executor = connections_of(process_group).executor(device)
     transport, workspaces = executor.transport, executor.workspaces
     work = None if is_sparse(bucket) else bucket_work(bucket, _tables_of.setdefault(transport, {}), layout)
     result = bucket.buffer() if work is None else work.result
+    is_on_pytorchs_ddp = not hasattr(bucket, "model_parameters")
 
     # In this thread, which reports earlier steps.
     sample = recorder.sample(index) if recorder is not None and not is_capturing(device) else None
@@ -158,7 +162,12 @@ def reduce_bucket(
             steps = algorithm(work.source, work.target, transport, workspace)
         if sample is not None:
             steps = sample.measured(steps, is_last, device, work and work[:2], transport)
-        await steps
+        try:
+            await steps
+        except Exception:
+            if is_on_pytorchs_ddp:  # which raises "Unable to cast ... to Tensor" without a traceback
+                logger.exception("%s failed in bucket %s:", name, index)
+            raise
         return result
 
     future = executor.submit(task, f"gradwire::{name}, bucket {index}")

@@ -118,16 +118,12 @@ class HookSettings(Observed):
                 agreement.settings = None
 
     def agree(self, bucket: GradBucket, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Compare the settings with the other ranks, once per model. Every hook calls it before anything else.
+        """Compare the settings with the other ranks, once per model; returns the process group. Every hook calls it
+        first.
 
-        Args:
-            bucket: the current bucket.
-            process_group: the ranks; None for the DistributedDataParallel's. PyTorch's does not tell them: there it
-                is the default group, which must have the same ranks. On gradwire's, a group of the same ranks is
-                replaced by the model's.
-
-        Returns:
-            The process group to average over.
+        Without ``process_group``, that is the DistributedDataParallel's. PyTorch's does not name it: there it is the
+        default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced by the
+        model's.
 
         Raises:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.

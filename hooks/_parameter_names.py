@@ -91,7 +91,7 @@ class ParameterNames:
         return {name: parameter for parameter, name in self._names.items()}
 
     def note(self, names: Sequence[str], bucket: GradBucket) -> None:
-        """Store the names that `of` returned for this bucket, unless all are known."""
+        """Store the names that `in_bucket` returned for this bucket, unless all are known."""
         if not self.is_closed and (self._module is None or self._module() is None):
             self._names.update(zip(bucket.parameters(), names, strict=True))
 
@@ -152,7 +152,7 @@ class ParameterNames:
         if self.are_numbers:
             raise self._unknown(needed_by)
 
-    def of(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
+    def in_bucket(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
         """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
         suffice.
         """

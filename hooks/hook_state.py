@@ -174,7 +174,7 @@ class HookState(Checkpointed):
         """
         if hasattr(bucket, "parameter_names"):  # a bucket of gradwire's DDP
             return tuple(map(plain_name, bucket.parameter_names()))
-        return self._names.of(bucket, self.needs_names)
+        return self._names.in_bucket(bucket, self.needs_names)
 
     def needs_names(self) -> str | None:
         """The part of the options that needs parameter names, as the subject of an error; None if numbers suffice."""

@@ -41,7 +41,7 @@ logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 # dominate the cost of a bucket. Buckets beyond 100 MiB gain little and overlap less with the backward.
 LOW_RANK_BUCKET_CAP_MB = 100
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
-_OF_PYTORCHS_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
+_PYTORCH_ATTRIBUTES = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ class PowerSGDState(HookState):
         return self.hook_name == "batched_powerSGD_hook"
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_PYTORCHS_STATE:
+        if name in _PYTORCH_ATTRIBUTES:
             raise AttributeError(
                 f"{name} belongs to PyTorch's PowerSGDState and powerSGD_hook. This state is gradwire's: register "
                 "gradwire.hooks.powerSGD_hook.powerSGD_hook with it."

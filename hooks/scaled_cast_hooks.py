@@ -22,7 +22,6 @@ class _Bucket(NamedTuple):
 
     is_last: bool
     closes_step: bool  # whether the step before has ended without its last bucket
-    layout: None = None  # no algorithm asks for single gradients
 
 
 class ScaledCastState(HookState):

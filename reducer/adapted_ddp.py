@@ -21,7 +21,7 @@ from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.ddp_interface import DDPReducer, Logger
 from gradwire.reducer.mixed_precision import remove_copy_hooks, restore_parameters
 from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
-from gradwire.reducer.parameters import ModelWatch, find_sharing_wrappers, refuse_wrapper_around
+from gradwire.reducer.parameters import ModelWatch, check_not_nested, find_sharing_wrappers
 from gradwire.reducer.reducer import BucketHook, default_reduction
 
 
@@ -158,7 +158,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         self.reducer.match_used_map()
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        refuse_wrapper_around(self)
+        check_not_nested(self)
         find_sharing_wrappers(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:

@@ -185,18 +185,12 @@ class DenseBucket(BucketBase):
         """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
 
         A gradient in another layout than its parameter's is replaced by a copy. With ``zero_copy`` the result is
-        written before the backward ends, so a gradient that anything but ``.grad`` can reach is copied, and its result
-        copied back in `finish`.
+        written before the backward ends, so a gradient that another wrapper has (``shared``, by position) or that
+        anything but ``.grad`` can reach is copied, and its result copied back in `finish`; see `owns_memory` for
+        ``incoming``. This rank has no gradient for ``unused`` parameters. If no rank has one, their ``.grad`` must not
+        change: a copy is reduced, or with ``as_view`` kept.
 
-        Args:
-            zero_copy: whether the hook may use `source` and `target`.
-            unused: positions of the parameters that this rank has no gradient for. If no rank has one, their ``.grad``
-                must not change: a copy is reduced, or with ``as_view`` kept.
-            shared: positions of the parameters that another wrapper reduces, too.
-            incoming: see `owns_memory`.
-
-        Raises:
-            ValueError: a gradient has another dtype or shape than when the model was wrapped.
+        Raises ValueError if a gradient has another dtype or shape than when the model was wrapped.
         """
         if not self._needs_buffer and not self.as_view:
             self._buffer = None  # hooks may need it in their first steps only
@@ -251,14 +245,9 @@ class DenseBucket(BucketBase):
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
         """Write a hook's result, times ``scale``, into the gradients.
 
-        Args:
-            result: flat, of the bucket's number of elements; or the first tensor of `target`, if that has the result.
-            scale: multiplies the result.
-            used: whether any rank has a gradient, for each of `stand_ins`.
-            take_back: called for the stand-ins that no rank has a gradient for.
-
-        Raises:
-            ValueError: the result has another number of elements than the bucket.
+        The result is flat, of the bucket's number of elements, or the first tensor of `target`, which then has it;
+        ValueError otherwise. ``used`` says for each of `stand_ins` whether any rank has a gradient; if not,
+        ``take_back`` is called.
         """
         target = self.target()
         first = target.tensors[0]

@@ -14,7 +14,7 @@ from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.adapted_ddp import AdaptedDDP
 from gradwire.reducer.mixed_precision import check_config
 from gradwire.reducer.model_sync import resynchronize
-from gradwire.reducer.parameters import refuse_wrappers_inside
+from gradwire.reducer.parameters import check_no_wrapper_inside
 
 # PyTorch's arguments and their defaults.
 _DEFAULTS = {
@@ -111,7 +111,7 @@ class DistributedDataParallel(AdaptedDDP):
             )
         # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
         arguments = {name: value for name, value in given.items() if value is not _DEFAULTS.get(name, value)}
-        refuse_wrappers_inside(module)
+        check_no_wrapper_inside(module)
         if mixed_precision is not None:
             check_config(mixed_precision)
         if torch_internals.uses_python_reducer():

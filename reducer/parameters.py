@@ -173,7 +173,7 @@ def _share(wrapper: Any) -> None:
                 raise ValueError(errors.SHARED_VIEWS)
 
 
-def refuse_wrappers_inside(module: nn.Module) -> None:
+def check_no_wrapper_inside(module: nn.Module) -> None:
     """Warn if ``module`` is or contains a wrapper of parameters that a new wrapper would reduce again.
 
     Raises ValueError if that wrapper has a communication hook, or is FSDP2's.
@@ -198,7 +198,7 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
             warnings.warn(text, stacklevel=3)
 
 
-def refuse_wrapper_around(inner: TorchDDP) -> None:
+def check_not_nested(inner: TorchDDP) -> None:
     """Warn once if ``inner`` runs in the forward of a wrapper of its parameters; RuntimeError if ``inner``
     has a hook.
     """

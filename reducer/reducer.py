@@ -18,7 +18,7 @@ from torch.futures import Future
 from gradwire.comm import Transport, Workspace
 from gradwire.comm.connections import ADVICE
 from gradwire.comm.torch_internals import profiler_range, queue_callback
-from gradwire.comm.transport import let_go_of_locals, take_values, wait_for
+from gradwire.comm.transport import clear_frames, take_values, wait_for
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import reduce_bucket
 from gradwire.reducer import errors, torch_internals
@@ -136,14 +136,14 @@ class Reducer:
 
     def _leave_after(self, error: BaseException, during: str) -> None:
         """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
-        let_go_of_locals(error)
+        clear_frames(error)
         raised_in = error.__traceback__
         message = f"{type(error).__name__} in {during}: {error}"
         elsewhere = self._fail(message)
         error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-        is_told = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
-        if is_consequence and not is_told:
+        is_included = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
+        if is_consequence and not is_included:
             raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
 
     def _fail(self, cause: str) -> str | None:

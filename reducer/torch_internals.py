@@ -36,9 +36,10 @@ with private_names():
         torch._foreach_mul_,
         Tensor._use_count,  # type: ignore[attr-defined]
     )
-    # Methods and attributes of PyTorch's class that gradwire's class overrides, calls or reads. Its instances also have
-    # `_active_ddp_module`, and with mixed precision each parameter `_mp_param`, `_fp_param` and `_ddp_mp_hook_state`.
+    # What gradwire's class overrides, calls or reads of PyTorch's class. With mixed precision, its parameters also have
+    # `_mp_param`, `_fp_param` and `_ddp_mp_hook_state`.
     for _name in (
+        "_active_ddp_module",
         "_build_params_for_reducer",
         "_check_comm_hook",
         "_ddp_init_helper",

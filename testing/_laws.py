@@ -218,15 +218,15 @@ def after_poison(case: Case, results: Sequence[tuple[NamedGradients, list[dict[s
         yield "ranks agree", text
     (poisoned, next_one), (before, after) = results[0]
     name = case.names[poison.parameter]
-    told = f"a gradient of {name} is {poison.value} on rank {poison.rank}"
+    where = f"a gradient of {name} is {poison.value} on rank {poison.rank}"
     if poisoned[name].isfinite().all():
-        yield "NaN reaches all", f"{told}, but the reduced gradient is finite"
+        yield "NaN reaches all", f"{where}, but the reduced gradient is finite"
     if found := [each for each, gradient in next_one.items() if not gradient.isfinite().all()]:
-        yield "NaN reaches all", f"{told}; in the step after it, {', '.join(found)} is not finite"
+        yield "NaN reaches all", f"{where}; in the step after it, {', '.join(found)} is not finite"
     if found := [each for each, error in after.items() if not error.isfinite().all()]:
-        yield "NaN reaches all", f"{told}, and now the error memory of {', '.join(found)} is not finite"
+        yield "NaN reaches all", f"{where}, and now the error memory of {', '.join(found)} is not finite"
     if lines := differences(after.get(name), before.get(name), f"error memory of {name}"):
-        yield "NaN reaches all", f"{told}, and {lines[0]} from before the step"
+        yield "NaN reaches all", f"{where}, and {lines[0]} from before the step"
 
 
 def after_save(case: Case, results: Sequence[tuple[bytes, NamedGradients]]) -> Iterator[Violation]:

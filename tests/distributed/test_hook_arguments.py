@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import pickle
 import re
 from dataclasses import dataclass
@@ -255,6 +256,22 @@ def test_error_of_an_algorithm_ends_with_the_frames_of_its_author():
         train_steps(ddp)
     (note,) = raised.value.__notes__
     assert re.findall(r", in (\w+)\n", note) == ["algorithm", "mistaken"]
+
+
+@on_ranks(1)
+def test_error_of_an_algorithm_on_pytorchs_ddp_is_logged_with_its_traceback():
+    async def algorithm(step):
+        mistaken(step.gradients[0])
+
+    ddp = wrapped("pytorch", hook=(OwnState(), hook_for(OwnState)(lambda state, b: state.run(b, algorithm))))
+    handler, logged = logging.Handler(), []
+    handler.emit = lambda record: logged.append(logging.Formatter().format(record))
+    logging.getLogger("gradwire").addHandler(handler)
+    try:
+        assert "Unable to cast" in message_of(lambda: train_steps(ddp))
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)
+    assert re.match(r"own_hook failed in bucket 0:\nTraceback.*, in mistaken\n.*KeyError", logged[0], re.DOTALL)
 
 
 @hook_for(OwnState)
