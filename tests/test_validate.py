@@ -1,10 +1,17 @@
 """`python -m tools.validate advise` and `auto`: their tables, from made-up records, and runs on loopback."""
 
+from pathlib import Path
+
 import pytest
 
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import Measured, Metric, records_of
 from tools import advice_error, auto_choice
+
+
+@pytest.fixture(autouse=True)
+def ranks_import_tools(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
 
 
 def test_advise_tables_show_errors_and_advice(facts):
