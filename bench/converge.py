@@ -102,8 +102,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 def implementations_of(hook: str) -> list[str]:
     """The implementations that train with a hook: PyTorch only if it has the hook; its closest is another row."""
-    pytorch = TRAINED_HOOKS[hook].pytorch
-    return [PYTORCH, GRADWIRE] if pytorch is not None and pytorch.is_same else [GRADWIRE]
+    return [PYTORCH, GRADWIRE] if TRAINED_HOOKS[hook].pytorch.is_same else [GRADWIRE]
 
 
 def to_target(records: Iterable[Record], metric: str) -> list[float] | None:

@@ -127,9 +127,8 @@ class Implementation:
         self.step(batch)
         result, new = self._gradients(), error_memory(self.state)
         buckets, self._buckets = self._buckets, None
-        pytorch, wire, complaint = HOOKS[self.hook].pytorch, HOOKS[self.hook].wire, None
-        if pytorch is not None and self.name == PYTORCH:
-            wire = pytorch.wire or wire
+        entry, complaint = HOOKS[self.hook], None
+        wire = entry.pytorch.wire or entry.wire if self.name == PYTORCH else entry.wire
         if self.one_bucket and len(buckets) > 1:
             complaint = f"the model is {len(buckets)} buckets, not one"
         elif self.hook == "noop":
@@ -197,17 +196,12 @@ def error_memory(state: object) -> dict[Any, Tensor]:
 
 def needs_one_bucket(hook: str, device: torch.device) -> bool:
     """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.planner.hook_registry.PyTorchHook`."""
-    pytorch = HOOKS[hook].pytorch
-    return pytorch is not None and pytorch.one_bucket and device.type == "cpu"
+    return HOOKS[hook].pytorch.one_bucket and device.type == "cpu"
 
 
 def maker_of(entry: HookEntry, name: str) -> Make:
     """The function that makes the state and the hook of an implementation."""
-    if name != PYTORCH:
-        return entry.make
-    if entry.pytorch is None:
-        raise ValueError(f"PyTorch has no hook for {entry.description}.")
-    return entry.pytorch.make
+    return entry.pytorch.make if name == PYTORCH else entry.make
 
 
 def wrap(

@@ -232,7 +232,7 @@ class Training:
         torch.manual_seed(seed)
         self.task, self.hook, self.implementation = task, hook, implementation
         entry = TRAINED_HOOKS[hook]
-        needs_one_bucket = implementation == PYTORCH and entry.pytorch is not None and entry.pytorch.one_bucket
+        needs_one_bucket = implementation == PYTORCH and entry.pytorch.one_bucket
         self.model, _ = wrap(
             task.make_model().to(device),
             maker_of(entry, implementation),

@@ -1,4 +1,4 @@
-"""`PiecewiseGraphs`: CUDA graphs of an algorithm's kernels, one for each stretch between two collectives."""
+"""`PiecewiseGraphs`: CUDA graphs of an algorithm's kernels, one for each part between two collectives."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradwire.comm.transport import Algorithm, Collective, Driver
 WARM_UP_STEPS = 5
 
 
-Stretch = tuple[torch.cuda.CUDAGraph, Collective | None]  # kernels, and the collective after them
+Part = tuple[torch.cuda.CUDAGraph, Collective | None]  # kernels, and the collective after them
 
 
 class PiecewiseGraphs:
-    """CUDA graphs of algorithms that use one workspace: a stretch of kernels takes one launch instead of many.
+    """CUDA graphs of algorithms that use one workspace: a part takes one launch, instead of one per kernel.
 
-    An algorithm's first `WARM_UP_STEPS` steps run eagerly. The next one is captured, stretch by stretch, and replayed
+    An algorithm's first `WARM_UP_STEPS` steps run eagerly. The next one is captured, part by part, and replayed
     at once, because a capture runs nothing. Later steps replay the graphs and await the collectives of the captured
     step.
 
@@ -31,7 +31,7 @@ class PiecewiseGraphs:
     replaces them.
 
     Graphs are dropped when their owner is freed, and by `reset`. They share one memory pool: they run one after another
-    on one stream, and no temporary tensor outlives its stretch.
+    on one stream, and no temporary tensor outlives its part.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PiecewiseGraphs:
 
     def __len__(self) -> int:
         """Number of captured graphs."""
-        return sum(len(each.stretches) for variants in self._recordings.values() for each in variants.values())
+        return sum(len(each.parts) for variants in self._recordings.values() for each in variants.values())
 
     async def run(
         self, owner: object, variant: Hashable, start: Callable[[], Algorithm[None]], refresh: Callable[[], None]
@@ -66,30 +66,30 @@ class PiecewiseGraphs:
             recording.eager_steps += 1
             return
         refresh()
-        if not recording.stretches:
-            recording.stretches = await self._record(start())
+        if not recording.parts:
+            recording.parts = await self._record(start())
             return
-        for graph, collective in recording.stretches:
+        for graph, collective in recording.parts:
             graph.replay()
             if collective is not None:
                 await collective
 
-    async def _record(self, algorithm: Algorithm[None]) -> list[Stretch]:
-        """Capture every stretch of a step and run it."""
-        stretches: list[Stretch] = []
+    async def _record(self, algorithm: Algorithm[None]) -> list[Part]:
+        """Capture every part of a step and run it."""
+        parts: list[Part] = []
         try:
             driver = Driver(algorithm)
             while True:
                 graph, collective = self._capture(driver)
                 graph.replay()
-                stretches.append((graph, collective))
+                parts.append((graph, collective))
                 if collective is None:
-                    return stretches
+                    return parts
                 await collective
         finally:
             algorithm.close()
 
-    def _capture(self, driver: Driver[None]) -> Stretch:
+    def _capture(self, driver: Driver[None]) -> Part:
         """Capture the kernels up to the next collective, or to the end.
 
         ``torch.cuda.graph`` would synchronize with the device and free cached memory in the middle of a backward.
@@ -115,7 +115,7 @@ class PiecewiseGraphs:
         """Drop all graphs. A later step starts with a new warm-up."""
         for variants in self._recordings.values():
             for recording in variants.values():
-                for graph, _ in recording.stretches:
+                for graph, _ in recording.parts:
                     graph.reset()
         self._recordings.clear()
 
@@ -125,4 +125,4 @@ class _Recording:
 
     def __init__(self) -> None:
         self.eager_steps = 0  # number of warm-up steps so far
-        self.stretches: list[Stretch] = []  # empty before the capture
+        self.parts: list[Part] = []  # empty before the capture

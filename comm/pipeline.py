@@ -2,9 +2,9 @@
 
 A bucket passes through the parts of its algorithm in bucket order, as in `gradwire.comm.executor.WorkerExecutor`:
 
-    computation, first message       up to ``in_flight`` buckets at a time
-    ... further computations and messages, of the oldest bucket only
-    last computation
+    first part, first message        up to ``in_flight`` buckets at a time
+    ... further parts and messages, of the oldest bucket only
+    last part
 
 Messages leave the link one after another, first messages and later ones on links of their own. Every end is a maximum
 of sums of durations, so no end gets earlier if a duration gets longer.
@@ -47,7 +47,7 @@ def exchange_ends(ready: Sequence[float], buckets: Sequence[BucketTimes], in_fli
 
 
 def busy_until(ready: Sequence[float], buckets: Sequence[BucketTimes]) -> float:
-    """A lower bound of the last end: all messages share one link, and all computations one worker."""
+    """A lower bound of the last end: all messages share one link, and all parts one worker."""
     on_link = _suffix_sums([sum(bucket.busy) for bucket in buckets])
     on_worker = _suffix_sums([sum(bucket.compute) for bucket in buckets])
     return max(

@@ -66,7 +66,7 @@ Algorithm = Coroutine[Collective, None, T]
 class Driver(Generic[T]):
     """Runs an algorithm's coroutine from one collective to the next.
 
-    Each stretch between collectives is a profiler range, "NAME, part 1", ..., which costs 0.2 us while no profiler
+    Each part between collectives is a profiler range, "NAME, part 1", ..., which costs 0.2 us while no profiler
     runs. `torch.profiler` records a CPU's worker thread only with
     ``experimental_config=_ExperimentalConfig(profile_all_threads=True)``.
 

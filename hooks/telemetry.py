@@ -167,7 +167,7 @@ class Timeline:
     def __init__(self, device: torch.device) -> None:
         self.sent_bytes = 0  # payload of the collectives
         self._device = device
-        self._marks: list[Mark] = []  # begin and end of each stretch between collectives
+        self._marks: list[Mark] = []  # begin and end of each part between collectives
 
     @coroutine
     def measured(self, algorithm: Algorithm[T]) -> Generator[Collective, None, T]:

@@ -165,6 +165,7 @@ def flatten(
     """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
 
     A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
+    Traffic: `flatten_bytes`, in one launch.
 
     Args:
         tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
@@ -202,6 +203,8 @@ def unflatten(
     absmax: Tensor | None = None,
 ) -> None:
     """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
+
+    Traffic: `unflatten_bytes`, in one launch.
 
     Args:
         wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.

@@ -247,7 +247,9 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
 
 
 def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
-    """M = G + E; P = scale M Q, for every matrix of a bucket.
+    """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
+
+    Reads G and E, and writes M if it is kept: `lowrank_bytes` for the three passes together.
 
     Args:
         operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
@@ -266,7 +268,9 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
 
 
 def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
-    """Q = scale M^T P, for every matrix of a bucket.
+    """Q = scale M^T P, for every matrix of a bucket (PowerSGD, algorithm 1).
+
+    Reads M, or G and E: `lowrank_bytes` for the three passes together.
 
     Args:
         operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
@@ -284,7 +288,9 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
 
 
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite.
+    """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
+
+    Reads M, or G and E, and writes out and E: `lowrank_bytes` for the three passes together.
 
     With ``operands.renewal``, P or Q is renewed first, as by `renew`, and the number of the step advances. With
     ``operands.uncompressed``, these gradients are read from their wire.
@@ -307,7 +313,9 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
 def renew(
     wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
-    """Write the unit columns of every finite factor into ``following``, and random ones where they are zero.
+    """next_c = q_c / |q_c| for each column of every finite factor, or a random unit column where q_c is zero.
+
+    Traffic: `renew_bytes`, in two launches.
 
     Args:
         wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.

@@ -154,6 +154,8 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
 def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
 
+    Traffic: at least `orthogonalize_bytes`; one launch for small factors, five for large ones.
+
     Args:
         wire: the packed factors, summed over the ranks: fp32, bf16 or fp64, of any finite magnitude.
         layout: layout of the factors, each r x n with r <= n.

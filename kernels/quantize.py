@@ -55,6 +55,7 @@ from gradwire.kernels.quantize_triton import (
 from gradwire.kernels.segment_table import memory_order
 from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode_with_errors
 
+MESSAGE_DTYPES = (torch.uint8,)
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
 MAX_CHECKED = 32  # sets of arguments whose layouts a section remembers: a few for each workspace
 
@@ -98,17 +99,16 @@ def _check_once(
         section.checked.add(key)
 
 
-def _check_buffer(tensor: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a message has ``shape``, and lies where kernels can read 16 bytes at a time."""
-    if tensor.dtype != torch.uint8 or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+def _check_buffer(
+    tensor: Tensor, name: str, shape: tuple[int, ...], device: torch.device, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raise ValueError unless a buffer has ``shape``, and lies where kernels can read 16 bytes at a time."""
+    if tensor.dtype not in dtypes or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
         raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected a contiguous torch.uint8 "
-            f"tensor of {shape} on {device}. Allocate it in the shape that its MessageLayout gives."
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected a contiguous "
+            f"{' or '.join(map(str, dtypes))} tensor of {shape} on {device}. Allocate it in the shape that its "
+            "MessageLayout or BlockTable gives."
         )
-    _check_alignment(tensor, name)
-
-
-def _check_alignment(tensor: Tensor, name: str) -> None:
     if tensor.data_ptr() % ALIGN_BYTES != 0:
         raise ValueError(
             f"{name} begins at an address that is no multiple of {ALIGN_BYTES}. Pass a tensor of its own, or a view "
@@ -121,7 +121,7 @@ def _check_message(section: Section, tensor: Tensor, name: str) -> None:
     table = section.table
     if tensor.dim() != 3:
         raise ValueError(f"{name} has {tensor.dim()} dimensions; expected [pieces, n, cell_bytes].")
-    _check_buffer(tensor, name, tuple(tensor.shape), table.device)
+    _check_buffer(tensor, name, tuple(tensor.shape), table.device, MESSAGE_DTYPES)
     pieces, world_size, cell_bytes = tensor.shape
     end = section.payload_at + section.blocks_per_cell * section.payload_bytes
     if pieces * world_size * section.blocks_per_cell < table.n_blocks or end > cell_bytes:
@@ -141,12 +141,7 @@ def _check_errors(errors: Tensor | None, pending: Tensor | None, step: Tensor | 
     if errors is None or pending is None:
         raise ValueError("errors and pending come together; pass both, or None for both: no error feedback.")
     for name, tensor in (("errors", errors), ("pending", pending)):
-        if tensor.dtype not in ERROR_DTYPES or tensor.shape != (numel,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected a contiguous 1-D tensor of {numel} elements "
-                f"in {' or '.join(map(str, ERROR_DTYPES))}."
-            )
-        _check_alignment(tensor, name)
+        _check_buffer(tensor, name, (numel,), device, ERROR_DTYPES)
     if errors.dtype != pending.dtype:
         raise ValueError(f"errors is {errors.dtype}, pending is {pending.dtype}; expected one dtype.")
     if pending.dtype == torch.bfloat16 and step is None:
@@ -163,7 +158,7 @@ def _check_reduce(
 ) -> None:
     _check_message(section, received, "received")
     pieces, world_size, cell_bytes = received.shape
-    _check_buffer(result, "result", (pieces, cell_bytes), received.device)
+    _check_buffer(result, "result", (pieces, cell_bytes), received.device, MESSAGE_DTYPES)
     numel = pieces * section.blocks_per_cell * section.table.block_size
     _check_errors(errors, pending, step, numel, received.device)
     if not 0 <= rank < world_size:
@@ -282,6 +277,8 @@ def quantize(
 ) -> None:
     """Encode ``tensors * scale + errors`` into the cells of ``message``, and write what encoding lost to ``pending``.
 
+    Traffic: `quantize_bytes`, in one launch.
+
     Args:
         tensors: those that ``section.table`` was built for.
         section: the layout and the format.
@@ -316,7 +313,7 @@ def reduce_quantized(
     """Encode ``sum(decode(received)) + errors`` into ``result``, and write what encoding lost to ``pending``.
 
     The flag in the header of a piece of ``result`` becomes 1 if one of its sums is not finite. The caller sets the
-    flags to 0 before the first section.
+    flags to 0 before the first section. Traffic: `reduce_quantized_bytes`, in one launch.
 
     Args:
         received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
@@ -341,7 +338,8 @@ def reduce_quantized(
 def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """Decode the cells of ``gathered`` into the tensors, in place.
 
-    Finite values saturate at the range of the tensors' dtype if that is fp16 or bf16.
+    Finite values saturate at the range of the tensors' dtype if that is fp16 or bf16. Traffic: `dequantize_bytes`, in
+    one launch.
 
     Args:
         gathered: uint8, [pieces, n, cell_bytes]: piece p of the result of each of the n ranks.
@@ -360,6 +358,8 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
     """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronized.
 
+    Traffic: `commit_errors_bytes`, in one launch.
+
     Args:
         gathered: uint8, [pieces, n, cell_bytes].
         pending: flat, of any dtype: the errors of this step, of both shots and all sections.
@@ -368,7 +368,7 @@ def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
     Raises:
         ValueError: the tensors do not fit one another.
     """
-    _check_buffer(gathered, "gathered", tuple(gathered.shape), errors.device)
+    _check_buffer(gathered, "gathered", tuple(gathered.shape), errors.device, MESSAGE_DTYPES)
     is_flat = errors.dim() == 1 and errors.is_contiguous() and pending.is_contiguous()
     if errors.dtype != pending.dtype or errors.shape != pending.shape or not is_flat:
         raise ValueError(

@@ -143,7 +143,7 @@ class TimingExecutor(Executor):
         super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._ranks, self._device = transport, device
         self._turn = 0
-        self.marks: list[Mark] = []  # start and end of each computation of the latest task
+        self.marks: list[Mark] = []  # start and end of each part of the latest task
         self.messages: list[Message] = []  # messages of the latest task
 
     def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
@@ -216,18 +216,18 @@ class HookProbe:
             samples.append([1e-3 * duration for duration in durations(bucket_marks)])
 
     def _reduce(self, bucket: DenseBucket) -> list[Mark]:
-        """Run the hook on a bucket; returns start and end of its launch, of each computation, and of its finish."""
+        """Run the hook on a bucket; returns start and end of its launch, of each part, and of its finish."""
         assert self._registration is not None
         state, hook = self._registration
         bucket.collect(is_zero_copy(hook))
         spin(self._device)
         begin = Mark(self._device)
         future = hook(state, bucket)  # type: ignore[arg-type]
-        computations = self._executor.marks
+        parts = self._executor.marks
         self._messages[bucket.index()].append(tuple(self._executor.messages))
         returned = Mark(self._device)
         bucket.finish(future.wait(), 1.0, {})
-        return [begin, computations[0], *computations, returned, Mark(self._device)]
+        return [begin, parts[0], *parts, returned, Mark(self._device)]
 
     def _reduce_plain(self, bucket: DenseBucket) -> list[Mark]:
         """Flatten and unflatten a bucket, as a plain all-reduce on a CPU: gloo's threads do the rest."""

@@ -49,7 +49,7 @@ class HookEntry:
     wire: torch.dtype | None = None  # the wire dtype of hooks that only cast
     # whether the hook has error memory, and sends the first steps uncompressed
     error_feedback: bool = False
-    pytorch: PyTorchHook | None = None  # PyTorch's hook, for comparison in the benchmarks
+    pytorch: PyTorchHook  # PyTorch's hook, or the closest that it has, for comparison in the benchmarks
 
 
 def _code(hook: CommHook, state: str = "None") -> str:
@@ -163,6 +163,5 @@ def display_name(hook: str) -> str:
 
 def label(hook: str) -> str:
     """The hook's name in comparisons, with a star if PyTorch only has a similar one."""
-    entry = HOOKS.get(hook)
-    is_same = entry is None or entry.pytorch is None or entry.pytorch.is_same
+    is_same = hook not in HOOKS or HOOKS[hook].pytorch.is_same
     return f"{display_name(hook)}{'' if is_same else ' *'}"

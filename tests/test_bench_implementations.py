@@ -44,10 +44,8 @@ def check(implementation):
     implementation.check(make_batch(implementations.WARM_UP, 0, CPU))
 
 
-def test_default_hooks_have_a_pytorch_counterpart():
-    for hook in {*DEFAULT_HOOKS, *NETWORK_HOOKS}:
-        assert HOOKS[hook].pytorch is not None, hook
-    assert set(DEMO_HOOKS) <= set(HOOKS)
+def test_default_hooks_are_in_the_registry():
+    assert {*DEFAULT_HOOKS, *NETWORK_HOOKS, *DEMO_HOOKS} <= set(HOOKS)
 
 
 def test_model_matches_its_description():

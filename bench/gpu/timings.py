@@ -231,7 +231,7 @@ def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device, cu
 def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) -> dict[str, HookStep]:
     """PyTorch's hook, by its name in the rows, if it runs here."""
     entry = HOOKS[hook].pytorch
-    if entry is None or not entry.is_available():
+    if not entry.is_available():
         return {}
     registration = entry.make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
@@ -269,8 +269,7 @@ def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
 
 def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     """Interleaved training steps of a small model in both DDPs, on an emulated link between `HOSTS` hosts."""
-    entry = HOOKS[hook].pytorch
-    names = [PYTORCH, GRADWIRE] if entry is not None and entry.is_available() else [GRADWIRE]
+    names = [PYTORCH, GRADWIRE] if HOOKS[hook].pytorch.is_available() else [GRADWIRE]
     made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
     prepare(made, device)
     first = WARM_UP + 1

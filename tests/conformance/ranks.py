@@ -30,34 +30,16 @@ PASSED, FAILED, TIMED_OUT, SKIPPED = "passed", "failed", "timed out", "skipped"
 
 @dataclass
 class Outcome:
-    """How a test ended.
+    """The end of a test."""
 
-    Attributes:
-        result: one of the four words above.
-        reason: why it was skipped, or the first line of the first error.
-        details: what the ranks that failed or hung had to say: tracebacks, stacks, output.
-        seconds: how long it took.
-    """
-
-    result: str
-    reason: str
-    details: str
+    result: str  # one of the four words above
+    reason: str  # why it was skipped, or the first line of the first error
+    details: str  # tracebacks, stacks and output of the ranks that failed or hung
     seconds: float
 
 
 class Suite:
-    """PyTorch's tests against one class, in worlds of one size, in a process of their own.
-
-    Args:
-        against: "stock" for PyTorch's class, or "gradwire".
-        world_size: the number of ranks.
-
-    Attributes:
-        names: the tests about DDP, in the order of their source.
-
-    Raises:
-        RuntimeError: PyTorch or gradwire could not be imported.
-    """
+    """PyTorch's tests about DDP, ``names``, against "stock" (PyTorch's class) or "gradwire", in its own process."""
 
     def __init__(self, against, world_size):
         context = multiprocessing.get_context("spawn")
@@ -81,11 +63,7 @@ class Suite:
         self._process.join()
 
     def run(self, name, limit=LIMIT):
-        """Run one test; returns its `Outcome`. Ranks that still run after ``limit`` seconds are killed.
-
-        Raises:
-            ValueError: there is no such test about DDP.
-        """
+        """Run one test; returns its `Outcome`. Ranks that still run after ``limit`` seconds are killed."""
         if name not in self.names:
             raise ValueError(f"PyTorch has no test {name} about DDP; without --tests, all are run and named.")
         self._connection.send((name, limit))

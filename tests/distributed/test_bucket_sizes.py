@@ -119,25 +119,22 @@ def test_preferred_size_that_is_no_number_raises_on_every_rank(cap):
     assert f"preferred_bucket_cap_mb of the hook's state, a SimpleNamespace, is {cap!r}; expected" in message
 
 
-def train_with_changing_sizes(caps):
-    """Numbers of buckets, and gradients and memory of PowerSGD, whose preferred size changes every three steps."""
-    state, hook = HOOKS["powersgd"](None)
-    ddp = WRAPPERS["gradwire"](build("mlp"))
-    ddp.register_comm_hook(state, hook)
-    generator, seen, counts = own_batches(), [], []
-    for cap in caps:
-        with mock.patch.object(powerSGD_hook, "LOW_RANK_BUCKET_CAP_MB", cap):
-            seen += train_steps(ddp, 3, generator)
-        counts.append(len(ddp.reducer.buckets))
-        ddp.resynchronize()  # the next backward rebuilds the buckets
-    return counts, (seen, state.state_dict())
-
-
 @on_ranks(2)
 def test_law7_state_survives_other_preferred_sizes():
-    (once, expected), (often, actual) = map(train_with_changing_sizes, ([100] * 3, [SMALL, 100, SMALLEST]))
-    assert (once, often) == ([1, 1, 1], [3, 1, 8])
-    assert_same_bits(actual, expected)
+    counts, results = [], []
+    for caps in ([100] * 3, [SMALL, 100, SMALLEST]):
+        state, hook = HOOKS["powersgd"](None)
+        ddp = WRAPPERS["gradwire"](build("mlp"))
+        ddp.register_comm_hook(state, hook)
+        generator, seen = own_batches(), []
+        for cap in caps:
+            with mock.patch.object(powerSGD_hook, "LOW_RANK_BUCKET_CAP_MB", cap):
+                seen += train_steps(ddp, 3, generator)
+            counts.append(len(ddp.reducer.buckets))
+            ddp.resynchronize()  # the next backward rebuilds the buckets
+        results.append((seen, state.state_dict()))
+    assert counts == [1, 1, 1, 3, 1, 8]
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "fp16_of_powersgd"])

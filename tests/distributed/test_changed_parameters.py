@@ -28,41 +28,30 @@ class Model(nn.Module):
         return x.square().sum()
 
 
-def replace_parameter(model):
-    model.last.weight = nn.Parameter(torch.ones(4, 4))
-
-
-def replace_layer(model):
-    model.last = nn.Linear(4, 4)
-
-
-def add_layer(model):
-    model.more.append(nn.Linear(4, 4))
-
-
-def unfreeze(model):
-    model.frozen.weight.requires_grad_(True)
+def cast_and_back(model):
+    model.last.half()
+    model.last.float()
 
 
 def reload(model):
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
-def replace_behind_the_modules_back(model):
-    model.last._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
+def replace_weight(model):
+    model.last.weight = nn.Parameter(torch.ones(4, 4))
 
 
-def cast_and_back(model):
-    model.last.half()
-    model.last.float()
+def unfreeze(model):
+    model.frozen.weight.requires_grad_(True)
 
 
+# A change of the model, and the parameter that the error names.
 CHANGES = {
-    replace_parameter: "last.weight",
-    replace_layer: "last.weight",
-    add_layer: "more.0.weight",
-    unfreeze: "frozen.weight",
-    reload: "first.weight",
+    "parameter replaced": (replace_weight, "last.weight"),
+    "layer replaced": (lambda model: setattr(model, "last", nn.Linear(4, 4)), "last.weight"),
+    "layer added": (lambda model: model.more.append(nn.Linear(4, 4)), "more.0.weight"),
+    "unfrozen": (unfreeze, "frozen.weight"),
+    "reloaded": (reload, "first.weight"),
 }
 MODES = {"plain": {}, "find-unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
 
@@ -92,23 +81,24 @@ def errors_after(change, steps, ignored=(), **options):
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_parameter_changed_after_wrapping_raises_with_its_name(change, mode, steps):
-    (kind, text), (next_kind, _) = errors_after(change, steps, **MODES[mode])
+    act, name = CHANGES[change]
+    (kind, text), (next_kind, _) = errors_after(act, steps, **MODES[mode])
     assert kind == next_kind == "RuntimeError"
-    assert f"{CHANGES[change]} was replaced, added or unfrozen after the model was wrapped" in text
+    assert f"{name} was replaced, added or unfrozen after the model was wrapped" in text
     assert "Wrap the model again" in text
 
 
 @on_ranks(1)
 def test_parameter_replaced_in_a_modules_dictionary_raises_within_64_steps():
     ddp = DDP(Model())
-    replace_behind_the_modules_back(ddp.module)
+    ddp.module.last._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
     *_, error = [error_of(lambda: ddp(torch.ones(2, 4)).backward()) for _ in range(64)]
     assert "last.weight was replaced" in error[1]
 
 
 @on_ranks(2)
 def test_ignored_parameters_may_change():
-    for change, ignored in ((replace_parameter, ["last.weight"]), (unfreeze, ["frozen.weight"])):
+    for change, ignored in ((replace_weight, ["last.weight"]), (unfreeze, ["frozen.weight"])):
         assert errors_after(change, 2, ignored) == [None, None]
 
 

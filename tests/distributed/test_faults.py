@@ -35,12 +35,7 @@ def raise_fault(*_, **__):
 
 @contextmanager
 def fault(ddp, where, at):
-    """Let one step of this rank fail.
-
-    Args:
-        where: the phase: "forward", "backward", "hook", "submitted", "collective" or "finish".
-        at: a number that chooses the layer, the bucket or the collective.
-    """
+    """Let one step of this rank fail in a phase of `PHASES`; the number ``at`` chooses layer, bucket or collective."""
     layers = [module for module in ddp.module.modules() if not list(module.children())]
     layer, index = layers[at % len(layers)], at % len(ddp.reducer.buckets)
     bucket = ddp.reducer.buckets[index]

@@ -22,7 +22,7 @@ from gradwire.reducer import torch_internals
 from tests.support.bits import assert_same_bits, differences
 from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, own_batches, register
+from tests.support.training import HOOKS, SMALLEST, WRAPPERS, gradients, own_batches, register, train_steps, wrapped
 
 WIDTH, ROWS = 4, 3
 STEPS = 3
@@ -60,12 +60,11 @@ class Saves(torch.autograd.Function):
         else:
             ctx.kept = gradient
             kept.append((gradient, gradient.clone()))
-        ctx.is_kept = kept is not None
         return x + p
 
     @staticmethod
     def backward(ctx, gradient):
-        saved = ctx.kept if ctx.is_kept else ctx.saved_tensors[0]
+        saved = ctx.saved_tensors[0] if ctx.saved_tensors else ctx.kept
         return gradient, saved[: ROWS * WIDTH].view(ROWS, WIDTH), None
 
 
@@ -112,21 +111,13 @@ def retained(x):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a graph.
+    """A layer of a graph."""
 
-    Attributes:
-        use: a name of `USES`.
-        tied: whether its first parameter is that of the layer before.
-        wait: whether the backward waits for all launched buckets before and after this layer.
-        checkpointed: whether it is recomputed.
-        watched: whether a hook on the parameter keeps its gradient.
-    """
-
-    use: str
-    tied: bool = False
-    wait: bool = True
-    checkpointed: bool = False
-    watched: bool = False
+    use: str  # a name of `USES`
+    tied: bool = False  # its first parameter is that of the layer before
+    wait: bool = True  # the backward waits for all launched buckets before and after this layer
+    checkpointed: bool = False  # recomputed
+    watched: bool = False  # a hook on the parameter keeps its gradient
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,6 @@ def batch_of(rank, step):
 
 
 def watch(module, plan, kept):
-    """Keep the incoming gradients of some parameters."""
     for layer, p in zip(plan.layers, module.p, strict=True):
         if layer.watched:
             p.register_hook(lambda gradient: kept.append((gradient.detach(), gradient.clone())))
@@ -385,30 +375,12 @@ def test_gradients_replaced_in_the_backward_are_averaged_as_by_pytorch(how, hook
         assert_same_bits(seen, theirs)
 
 
-class Ordinary(nn.Module):
-    """Layers whose gradients are their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(10, 16)
-        self.conv = nn.Conv1d(16, 16, 3, padding=1)
-        self.norm = nn.LayerNorm(16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.recurrent = nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, words):
-        x = self.conv(self.table(words).transpose(1, 2)).transpose(1, 2)
-        x = x + self.attention(self.norm(x), x, x)[0]
-        return self.head(self.recurrent(x)[0]).square().mean()
-
-
 @pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
+@pytest.mark.parametrize("model", ["conv", "lstm", "transformer"])
 @on_ranks(2)
-def test_gradients_of_ordinary_layers_are_not_copied(cap):
+def test_gradients_of_ordinary_layers_are_not_copied(model, cap):
     # Also the one whose autograd hook launches a bucket, while autograd still holds what it came from.
-    ddp, owned = WRAPPERS["gradwire"](Ordinary(), bucket_cap_mb=cap), []
-    register(ddp, "fp16")
+    ddp, owned = wrapped(model=model, hook="fp16", bucket_cap_mb=cap), []
     owns_memory = torch_internals.owns_memory
 
     def observed(*arguments):
@@ -416,8 +388,5 @@ def test_gradients_of_ordinary_layers_are_not_copied(cap):
         return owned[-1]
 
     with mock.patch.object(torch_internals, "owns_memory", observed):
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(torch.arange(20).view(2, 10) % 10).backward()
-    n_parameters = len(list(ddp.parameters()))
-    assert owned == [True] * 4 * n_parameters
+        train_steps(ddp, 4)
+    assert owned == [True] * 4 * len(list(ddp.parameters()))

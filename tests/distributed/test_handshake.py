@@ -114,32 +114,22 @@ DIFFERENCES = {
     "steps": (power_sgd(), power_sgd(prepare=at_step_three), "iter: 0 on", "; 3 on"),
     "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "memory q: nothing on", "; 1, digest"),
     "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "memory q: 1, digest", "; 1,"),
-    **{
-        name: (first, second, f"{words[0]} on", f"; {words[1]} on")
-        for name, first, second, words in (
-            ("16 bit hooks", stateless(fp16), stateless(bf16), ("hook: fp16_compress_hook", "bf16_compress_hook")),
-            ("plain and 16 bit", stateless(plain), stateless(fp16), ("hook: allreduce_hook", "fp16_compress_hook")),
-            ("with and without state", scaled(), stateless(fp16), ("hook: scaled_cast_hook", "fp16_compress_hook")),
-            (
-                "batched",
-                power_sgd(),
-                power_sgd(batched_powerSGD_hook),
-                ("hook: powerSGD_hook", "batched_powerSGD_hook"),
-            ),
-            (
-                "wrappers",
-                power_sgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
-                power_sgd(default_hooks.bf16_compress_wrapper(powerSGD_hook)),
-                ("gradients: torch.float16 on cpu", "torch.bfloat16 on cpu"),
-            ),
-            (
-                "one wrapped",
-                stateless(plain),
-                stateless(default_hooks.bf16_compress_wrapper(plain)),
-                ("gradients: torch.float32 on cpu", "torch.bfloat16 on cpu"),
-            ),
-        )
-    },
+    "16 bit hooks": (stateless(fp16), stateless(bf16), "hook: fp16_compress_hook on", "; bf16_compress_hook on"),
+    "plain and 16 bit": (stateless(plain), stateless(fp16), "hook: allreduce_hook on", "; fp16_compress_hook on"),
+    "with and without state": (scaled(), stateless(fp16), "hook: scaled_cast_hook on", "; fp16_compress_hook on"),
+    "batched": (power_sgd(), power_sgd(batched_powerSGD_hook), "hook: powerSGD_hook on", "; batched_powerSGD_hook on"),
+    "wrappers": (
+        power_sgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
+        power_sgd(default_hooks.bf16_compress_wrapper(powerSGD_hook)),
+        "gradients: torch.float16 on cpu on",
+        "; torch.bfloat16 on cpu on",
+    ),
+    "one wrapped": (
+        stateless(plain),
+        stateless(default_hooks.bf16_compress_wrapper(plain)),
+        "gradients: torch.float32 on cpu on",
+        "; torch.bfloat16 on cpu on",
+    ),
 }
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from tests.support.harness import CaseFailed
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.worker import join_group, leave_group
 
 
 def sum_of_ranks(offset):
@@ -71,29 +70,8 @@ def test_rank_without_an_answer_fails_the_case(worlds, case):
     assert world.run(sum_of_ranks, offset=0) == [1, 1]
 
 
-def join_again_and_again(cycles, signals):
-    together = dist.FileStore(signals, int(os.environ["WORLD_SIZE"]))
-    sums = []
-    for cycle in range(cycles):
-        join_group()
-        sums.append(sum_of_ranks(offset=cycle))
-        leave_group(together, cycle)
-    return os.getpid(), sums
-
-
-def test_fresh_case_joins_a_group_several_times(world, tmp_path):
-    first, second = (
-        world.run_fresh(join_again_and_again, cycles=3, signals=str(tmp_path / run)) for run in ("first", "second")
-    )
-    total, size = sum(range(world.size)), world.size
-    for outcome in first + second:
-        assert outcome.how == "returned", outcome
-        assert outcome.value[1] == [total, total + size, total + 2 * size]
-    assert len({outcome.value[0] for outcome in first + second}) == 2 * size, "processes of their own"
-
-
 def one_rank_ends_each_way(ways):
-    ways[dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])]()
+    ways[int(os.environ["RANK"])]()
 
 
 def raise_error():
@@ -126,25 +104,3 @@ def test_fresh_case_reports_how_each_rank_ended_and_leaves_the_pool_alone(worlds
     signaled, *_ = world.run_fresh(one_rank_ends_each_way, ways=[end_by_signal, raise_error, exit_early])
     assert (signaled.how, signaled.exit_code) == ("exited", -signal.SIGKILL)
     assert world.run(process_id) == before
-
-
-def wait_for_a_peer_that_is_late(how):
-    join_group(timeout=1)
-    if dist.get_rank() == 1:
-        how()
-        return "did not take part"
-    dist.barrier()
-
-
-def return_early():
-    pass
-
-
-# A peer that exits breaks the connection. One that returns or raises keeps it, so that the group's timeout counts.
-@pytest.mark.parametrize(
-    ("how", "text"), [(return_early, "Timed out"), (raise_error, "Timed out"), (exit_early, "onnection")]
-)
-def test_fresh_ranks_wait_no_longer_than_the_timeout_of_their_group(worlds, how, text):
-    waited, _ = worlds(2).run_fresh(wait_for_a_peer_that_is_late, how=how)
-    assert waited.how == "raised"
-    assert text in waited.message

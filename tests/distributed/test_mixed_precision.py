@@ -78,13 +78,8 @@ def steps_of(
 ):
     """The gradients of four steps; without a wrapper, this rank's own, of a module in ``param_dtype``.
 
-    The parameters stay what they are, as PyTorch's class averages what lay in memory before in its first steps.
-
-    Args:
-        tied: whether two layers share a weight.
-        skip: ranks that leave a layer out.
-        twice: whether a backward goes over two forwards.
-        evaluate: whether a forward without a graph comes before each step.
+    The parameters stay what they are, as PyTorch's class averages old memory in its first steps. Ranks in
+    ``skip`` leave a layer out; ``twice`` has one backward over two forwards.
     """
     torch.manual_seed(0)
     module = Net(tied)
@@ -186,52 +181,46 @@ def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(dtype):
     assert all(torch.isfinite(value).all() for value in ddp.state_dict().values())
 
 
-def wrap_with(precision):
-    return lambda _: DDP(Net(), mixed_precision=precision)
+HOOK, BUILTIN = default_hooks.fp16_compress_hook, dist.BuiltinCommHookType.ALLREDUCE
+INCOMPATIBLE = {
+    "hook": (lambda ddp: ddp.register_comm_hook(None, HOOK), "can only be called once. mixed_precision has a hook of"),
+    "builtin": (
+        lambda ddp: ddp._register_builtin_comm_hook(BUILTIN),
+        "hook or register_comm_hook can only be called once",
+    ),
+    "join": (lambda ddp: ddp.join(), "torch.autocast"),
+    "copy": (copy.deepcopy, "wrap the copy"),
+    "pickle": (pickle.dumps, "wrap the copy"),
+}
+
+
+@pytest.mark.parametrize("what", INCOMPATIBLE)
+def test_action_incompatible_with_mixed_precision_raises(world_of_one, what):
+    action, text = INCOMPATIBLE[what]
+    with no_streams():
+        kind, message = error_of(action, wrap("gradwire", Net(), "bf16"))
+    assert kind == ("RuntimeError" if what in ("hook", "builtin") else "NotImplementedError")
+    assert text in message
 
 
 @pytest.mark.parametrize(
-    ("action", "kind", "text"),
+    ("config", "text"),
     [
-        (
-            lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
-            "RuntimeError",
-            "can only be called once. mixed_precision has a hook of its own",
-        ),
-        (
-            lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
-            "RuntimeError",
-            "register_builtin_comm_hook or register_comm_hook can only be called once.",
-        ),
-        (lambda ddp: ddp.join(), "NotImplementedError", "torch.autocast"),
-        (copy.deepcopy, "NotImplementedError", "wrap the copy"),
-        (pickle.dumps, "NotImplementedError", "wrap the copy"),
-        (
-            wrap_with(MixedPrecision(torch.int8, torch.float16)),
-            "ValueError",
-            "mixed_precision.param_dtype is torch.int8; expected a floating-point dtype",
-        ),
-        (
-            wrap_with(MixedPrecision(torch.float16)),
-            "ValueError",
-            "mixed_precision.reduce_dtype is None; expected a floating-point dtype",
-        ),
-        (wrap_with(torch.float16), "ValueError", "mixed_precision.param_dtype is None"),
+        (MixedPrecision(torch.int8, torch.float16), "param_dtype is torch.int8; expected a floating-point dtype"),
+        (MixedPrecision(torch.float16), "reduce_dtype is None; expected a floating-point dtype"),
+        (torch.float16, "param_dtype is None"),
     ],
-    ids=["hook", "builtin", "join", "copy", "pickle", "param_dtype", "reduce_dtype", "config"],
 )
-def test_option_incompatible_with_mixed_precision_raises(world_of_one, action, kind, text):
+def test_bad_config_of_mixed_precision_raises(world_of_one, config, text):
     with no_streams():
-        ddp = wrap("gradwire", Net(), "bf16")
-        error = error_of(action, ddp)
-    assert error is not None
-    assert error[0] == kind
-    assert text in error[1]
+        kind, message = error_of(DDP, Net(), mixed_precision=config)
+    assert kind == "ValueError"
+    assert f"mixed_precision.{text}" in message
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @on_ranks(2)
-def test_machine_without_an_accelerator_raises_before_the_module_is_changed():
+def test_machine_without_accelerator_raises_before_module_is_changed():
     module = Net()
     kind, text = error_of(DDP, module, mixed_precision=MixedPrecision(*[torch.bfloat16] * 3))
     assert kind == "RuntimeError"

@@ -157,7 +157,7 @@ def test_options_that_decide_collectives_raise_where_they_differ(option):
 
 
 @on_ranks(2)
-def test_bucket_sizes_that_decide_the_first_buckets_raise_where_they_differ():
+def test_sizes_that_decide_the_first_buckets_raise_where_they_differ():
     rank = dist.get_rank()
     one_size, a_list = [
         error_of(DDP, build("mlp"), bucket_cap_mb=1 + rank, find_unused_parameters=True),

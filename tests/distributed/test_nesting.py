@@ -14,21 +14,23 @@ from tests.support.training import SMALL, WRAPPERS, build, error_of, gradients, 
 OURS, THEIRS = WRAPPERS["gradwire"], WRAPPERS["pytorch"]
 
 
+def said(action, *arguments):
+    """The warnings about averaging twice and the error of a call: (kind, text)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        error = error_of(action, *arguments)
+    warned = [("warning", text) for each in caught if "averaged twice" in (text := str(each.message))]
+    return warned + ([error] if error is not None else [])
+
+
 @pytest.mark.parametrize("hook", [None, "allreduce"])
 @pytest.mark.parametrize("inner", WRAPPERS)
 @on_ranks(2)
 def test_wrapped_wrapper_with_hook_raises_and_without_hook_warns(inner, hook):
     wrapper = wrapped(inner, hook=hook)
-    holder = nn.Sequential(nn.Linear(3, 11), wrapper)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        itself, held = errors = error_of(OURS, wrapper), error_of(OURS, holder)
-    if hook is None:
-        assert errors == (None, None)
-        assert ["would be averaged twice" in str(each.message) for each in caught].count(True) == 2
-        return
-    for kind, text in errors:
-        assert kind == "ValueError"
+    (itself,), (held,) = said(OURS, wrapper), said(OURS, nn.Sequential(nn.Linear(3, 11), wrapper))
+    for kind, text in (itself, held):
+        assert kind == ("warning" if hook is None else "ValueError")
         assert "would be averaged twice" in text
         assert "layers.0.bias, " in text
         assert "and 5 more" in text
@@ -41,14 +43,12 @@ def test_wrapped_wrapper_with_hook_raises_and_without_hook_warns(inner, hook):
 def test_pytorchs_wrapper_around_ours_raises_with_hook_else_warns_once(hook, holds):
     ours = wrapped(hook=hook)
     outer = THEIRS(nn.Sequential(ours) if holds else ours)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        errors = [error_of(outer, torch.ones(2, 11)) for _ in range(2)]
+    first, second = (said(outer, torch.ones(2, 11)) for _ in range(2))
     if hook is None:
-        assert errors == [None, None]
-        assert ["averaged twice" in str(each.message) for each in caught].count(True) == 1
+        assert [kind for kind, _ in first + second] == ["warning"]
         return
-    for kind, text in errors:
+    assert len(first) == len(second) == 1
+    for kind, text in first + second:
         assert kind == "RuntimeError"
         assert "torch.nn.parallel.distributed.DistributedDataParallel" in text
         assert "averaged twice" in text
@@ -128,14 +128,7 @@ def nest(outer, inner, hook, share):
     if hook is not None:
         register(module.part, hook)
 
-    def wrap_and_call():
-        wrap_part(WRAPPERS[outer], module, "first.bias", **outer_options)(torch.ones(2, 5))
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        error = error_of(wrap_and_call)
-    warned = [("warning", text) for each in caught if "averaged twice" in (text := str(each.message))]
-    return warned + ([error] if error is not None else [])
+    return said(lambda: wrap_part(WRAPPERS[outer], module, "first.bias", **outer_options)(torch.ones(2, 5)))
 
 
 @pytest.mark.parametrize("hook", [None, "allreduce"])

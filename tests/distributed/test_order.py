@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import gradwire
+from gradwire import DistributedDataParallel as DDP
 from gradwire.comm import GroupTransport, executor_for
 from gradwire.hooks._bucket import reduce_bucket
 from gradwire.kernels import flatten, unflatten
@@ -89,12 +90,10 @@ class Straggler(Probe):
 
 
 WRAPPERS = {
-    "pytorch": lambda module: TorchDDP(module, bucket_cap_mb=SMALLEST),
-    "pytorch_finding_unused": lambda module: TorchDDP(module, bucket_cap_mb=SMALLEST, find_unused_parameters=True),
-    "gradwire": lambda module: gradwire.DistributedDataParallel(module, bucket_cap_mb=SMALLEST),
-    "gradwire_views": lambda module: gradwire.DistributedDataParallel(
-        module, bucket_cap_mb=SMALLEST, gradient_as_bucket_view=True
-    ),
+    "pytorch": partial(TorchDDP, bucket_cap_mb=SMALLEST),
+    "pytorch_finding_unused": partial(TorchDDP, bucket_cap_mb=SMALLEST, find_unused_parameters=True),
+    "gradwire": partial(DDP, bucket_cap_mb=SMALLEST),
+    "gradwire_views": partial(DDP, bucket_cap_mb=SMALLEST, gradient_as_bucket_view=True),
 }
 
 

@@ -48,7 +48,7 @@ def test_law4_any_bucket_cap_matches_pytorch(model, caps):
 
 
 def bucket_layouts(wrapper, model, **options):
-    """What a hook is shown of every bucket, step by step."""
+    """Index, size, dtype and parameter shapes of every bucket that the hook gets, over the steps."""
     seen = []
 
     def hook(state, bucket):

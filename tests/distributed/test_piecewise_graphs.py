@@ -34,7 +34,7 @@ NAN_STEP = FIRST_REPLAY + 1
 
 @dataclass
 class Run:
-    """What a run left: gradients of each step, memory, and how many captures and replays there were."""
+    """Gradients of each step, memory, and the numbers of captures and replays."""
 
     gradients: list
     memory: dict

@@ -64,7 +64,7 @@ def real(tensor):
 
 
 def conserved(dtype=torch.float32, channels_last=False, steps=200, hook="powersgd", wrapper="gradwire", **arguments):
-    """What went into this rank and out of it, the error that is left, and how far apart rounding may put them."""
+    """Sums of this rank's gradients and results, its last error, and the bound of their rounding."""
     shapes = [(24, 16), (8, 3, 3, 3), (33, 7), (11,), (6, 5), ()]
     values = noise(dist.get_world_size(), steps, shapes, dtype)
     if channels_last:
@@ -166,7 +166,7 @@ DELAYED = {
         (3, "bf16_factors", "gradwire"),
     ],
 )
-def test_law2_gradients_and_factors_under_delays_are_bitwise_equal_on_all_ranks(worlds, size, variant, wrapper):
+def test_law2_ranks_agree_bitwise_under_delays(worlds, size, variant, wrapper):
     results = worlds(size).run(run_with_delays, wrapper=wrapper, **DELAYED[variant])
     assert_same_on_all_ranks([seen for seen, _ in results])
     assert [buckets > 8 for _, buckets in results] == [True] * size
@@ -262,7 +262,7 @@ def with_bad_element(values, bad, culprit, step=BAD_STEP, parameter=BAD):
     [("plain", math.nan), ("plain", -math.inf), *((variant, math.inf) for variant in MEMORIES)],
 )
 @on_ranks(2, 3)
-def test_law5_nonfinite_matrix_becomes_nan_on_all_ranks_and_changes_nothing_else(variant, bad):
+def test_law5_nonfinite_matrix_becomes_nan_and_changes_nothing_else(variant, bad):
     arguments, name = {"remember": True} | MEMORIES[variant], f"weights.{BAD}"
     shapes, size = [(16, 12), (20, 16), (9,), (8, 3, 2, 2)], dist.get_world_size()
     good = noise(size, START + 8, shapes, arguments.pop("dtype", torch.float32))

@@ -270,7 +270,7 @@ def test_p10_cpu_model_trains_on_machine_with_cuda(both, pytorch):
 
 
 def memory_and_log(library, values):
-    """Where the errors are after every step, and what was logged."""
+    """Addresses of the errors after every step, and the log messages."""
     module = MODULES[library]
     messages = []
     handler = logging.Handler()
@@ -418,7 +418,7 @@ def test_p14_wire_buffers_outlive_the_step(both, pytorch):
 
 
 def calls_without_a_bucket(library):
-    """What a hook does with what compiled autograd's Python reducer and FSDP pass in place of a bucket."""
+    """Error type and collectives of the hook on arguments of compiled autograd's reducer and of FSDP."""
     module = MODULES[library]
     state = module.PowerSGDState(None, start_powerSGD_iter=2)
     found = []

@@ -101,7 +101,7 @@ def assert_nothing_open(outcomes):
 
 
 def destroy_on_one_rank(hook):
-    """What the steps after it raise."""
+    """Error messages of the two steps after a rank destroys the process group."""
     dist.init_process_group("gloo")
     ddp = train(hook)
     if dist.get_rank() == 0:

@@ -58,7 +58,7 @@ def raise_fault(*_):
 
 @pytest.mark.parametrize("hook", [None, "fp16", "powersgd"])
 @on_ranks(3, limit=90)
-def test_forward_that_raised_and_was_skipped_raises_in_the_next_forward_and_on_the_peers(hook):
+def test_skipped_forward_raises_in_the_next_one_and_on_the_peers(hook):
     # Else rank 0's third step would be averaged with the second of the others.
     ddp = wrapped(group=dist.new_group(), hook=hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -99,7 +99,7 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @on_ranks(3, limit=60)
-def test_loss_that_raises_on_one_rank_of_a_model_with_buffers_raises_on_all(hook, failing):
+def test_loss_that_raises_on_one_rank_raises_on_all_despite_buffers(hook, failing):
     # One waits in a forward for buffers, the others in a backward for gradients: a deadlock.
     torch.manual_seed(0)
     ddp, generator = wrapped(model=Normalized(), group=dist.new_group(), hook=hook), own_batches()
@@ -131,7 +131,7 @@ def snapshot(training):
 
 @pytest.mark.parametrize("kind", STATES)
 @on_ranks(3)
-def test_resynchronization_from_rank_1_gives_all_ranks_its_parameters_buffers_and_state(kind):
+def test_resynchronization_from_rank_1_gives_all_its_model_and_state(kind):
     torch.manual_seed(0)
     training = Training(kind, model=Normalized(), group=dist.new_group(), bucket_cap_mb=SMALLEST)
     training.run(START + 2)
@@ -366,7 +366,7 @@ def test_new_wrapper_on_the_group_of_a_failed_task_trains():
 
 
 @on_ranks(2, limit=90)
-def test_failed_task_of_pytorchs_ddp_raises_on_peer_whose_connection_stays_open():
+def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
     group = dist.new_group(timeout=timedelta(seconds=60))
     ddp = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
 

@@ -182,7 +182,7 @@ def test_create_graph_warns_and_gradients_are_unchanged(feature, view):
 
 
 def logged(wrapper, feature, hook, view):
-    """What is logged after construction and after the last of some steps."""
+    """Logging data after construction and after the last step."""
     torch.manual_seed(0)
     ddp = wrap(wrapper, Parts(), hook, view, **FEATURES.get(feature, {}))
     at_first = ddp._get_ddp_logging_data()

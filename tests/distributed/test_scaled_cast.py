@@ -18,7 +18,7 @@ HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 @dataclass
 class Step:
-    """What a step left: the reduced gradients, and the state's scales and counters."""
+    """The reduced gradients of a step, and the scales and counters after it."""
 
     gradients: list
     exponents: dict
@@ -234,7 +234,7 @@ def counts_around_resynchronization(from_rank):
 
 
 @pytest.mark.parametrize("from_rank", [None, 0, 1])
-def test_resynchronization_keeps_own_element_counts_and_takes_skipped_steps_of_source(world, from_rank):
+def test_resynchronization_keeps_element_counts_and_copies_skipped_steps(world, from_rank):
     results = world.run(counts_around_resynchronization, from_rank=from_rank)
     for rank, counts in enumerate(results):
         own, source = (10 + rank, 20 + rank), 30 + (from_rank or 0)

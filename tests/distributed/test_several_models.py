@@ -249,7 +249,7 @@ def test_one_state_for_two_models_uses_the_process_group_of_each():
 
 @pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd"])
 @on_ranks(3)
-def test_state_without_a_group_averages_over_the_ranks_of_each_of_its_models(hook):
+def test_state_without_a_group_averages_over_the_ranks_of_its_model(hook):
     make, function = STATES[hook]
     state = make(None)
     for group in (dist.group.WORLD, half_of_three()):

@@ -64,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_option_out_of_range_raises_with_its_name_value_and_expectation(case):
+def test_option_out_of_range_raises_with_name_value_and_expectation(case):
     owner, name, value = CASES[case]
     arguments = () if owner is DelayedScaling else (None,)
     with pytest.raises((ValueError, TypeError)) as raised:

@@ -47,7 +47,7 @@ OPTIONS = EARLY | {"matrix_approximation_rank": 2, "stacks": {"qkv.weight": 3}, 
 
 
 def powersgd_state():
-    """What a step of `Model` leaves under `OPTIONS`."""
+    """A checkpoint of `Model` under `OPTIONS`."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -221,7 +221,7 @@ def loaded_powersgd(bound):
 
 
 def memory(state):
-    """What a state remembers, as it is."""
+    """A copy of a state's memory."""
     if isinstance(state, ScaledCastState):
         return copy.deepcopy(state.state_dict())
     if isinstance(state, QuantizationState):

@@ -132,7 +132,7 @@ def test_streams_wait_for_all_that_they_use(algorithm, graphs):
 
 
 def roles_of(executor):
-    """What each stream is for, by its name."""
+    """The role of each stream, by its name."""
     return {"main": "main", executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
 
 
@@ -193,7 +193,7 @@ def noted(executor, events, name, fails_at=None):
     return task
 
 
-def test_first_collective_of_a_task_comes_before_later_ones_of_the_task_before():
+def test_first_collective_precedes_later_ones_of_the_previous_task():
     events = []
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)

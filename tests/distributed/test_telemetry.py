@@ -186,29 +186,21 @@ def second_step(hook, gradients_of_ranks):
     return state.metrics()
 
 
+@pytest.mark.parametrize("has_large_bucket", [False, True])
 @on_ranks(2, 3)
-def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed():
-    """A rank's cell of a 2 x 2 matrix has a header and a scale, of 16 bytes each, and a block of 64: 96 bytes."""
+def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed(has_large_bucket):
+    # A rank's cell of a 2 x 2 matrix has a header and a scale, of 16 bytes each, and a block of 64: 96 bytes. A matrix
+    # of 192 n x 64 has 192 blocks in each of n cells: a header, 192 scales of 2 bytes and 192 blocks of 64.
     n, hook = dist.get_world_size(), (QuantizationState(None, "int8", start_iter=0), quantization_hook)
-    metrics = second_step(hook, [[torch.ones(2, 2)]] * n)
-    assert metrics["gradient_bytes"] == 16
-    assert metrics["sent_bytes"] == 96 * n
-    assert metrics["compression_ratio"] == 16 / (96 * n) < 1
-    assert metrics["uncompressed_buckets"] == 1
-
-
-@on_ranks(2, 3)
-def test_small_bucket_counts_as_uncompressed_next_to_a_compressed_bucket():
-    """192 x n x 64 elements are 192 blocks in each of n cells: a header, 192 scales of 2 bytes and 192 blocks of 64."""
-    n, hook = dist.get_world_size(), (QuantizationState(None, "int8", start_iter=0), quantization_hook)
-    metrics = second_step(hook, [[torch.ones(2, 2), torch.ones(192 * n, 64)]] * n)
-    assert metrics["gradient_bytes"] == 16 + 192 * n * 64 * 4
-    assert metrics["sent_bytes"] == 96 * n + (16 + 384 + 192 * 64) * n
+    metrics = second_step(hook, [[torch.ones(2, 2), *[torch.ones(192 * n, 64)] * has_large_bucket]] * n)
+    assert metrics["gradient_bytes"] == 16 + 192 * n * 64 * 4 * has_large_bucket
+    assert metrics["sent_bytes"] == 96 * n + (16 + 384 + 192 * 64) * n * has_large_bucket
+    assert metrics["compression_ratio"] == metrics["gradient_bytes"] / metrics["sent_bytes"]
     assert metrics["uncompressed_buckets"] == 1
 
 
 @on_ranks(2)
-def test_error_is_relative_to_the_mean_of_the_ranks_not_to_the_own_gradient():
+def test_relative_error_compares_with_the_mean_of_the_ranks():
     gradients = [[torch.full((8, 8), value)] for value in (3.0, -1.0)]
     metrics = second_step((CastState(), fp16_compress_hook), gradients)
     assert metrics["relative_error"] == 0  # the mean is 1 in fp16, too

@@ -43,7 +43,7 @@ async def two_shots(transport, sent):
 
 
 def expected_shots(rank, world_size, shape):
-    """What `two_shots` returns on a rank."""
+    """The result of `two_shots` on a rank."""
     messages = torch.stack([message(i, shape[0], world_size, shape[1]) for i in range(world_size)])
     return messages[:, :, rank].transpose(0, 1), messages.sum(0, dtype=torch.uint8)
 

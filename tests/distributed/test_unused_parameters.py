@@ -27,7 +27,7 @@ from tests.support.features import (
 )
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
-from tests.support.training import SMALLEST, WRAPPERS, gradients, own_batches, register, wrapped
+from tests.support.training import SMALLEST, WRAPPERS, gradients, own_batches, wrapped
 
 
 class ZeroedParts(Parts):
@@ -194,7 +194,7 @@ def train_late_parts(wrapper, kind, feature):
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
 @pytest.mark.parametrize("kind", STATES)
 @on_ranks(2, 3)
-def test_parameter_that_first_appears_in_a_later_step_is_reduced_like_the_others(kind, feature):
+def test_parameter_first_used_in_a_later_step_is_reduced_like_others(kind, feature):
     names = sorted(name for name, _ in LateParts().named_parameters())
     theirs, ours = (train_late_parts(wrapper, kind, feature) for wrapper in WRAPPERS)
     for steps, _, known in (theirs, ours):
@@ -208,34 +208,13 @@ def test_parameter_that_first_appears_in_a_later_step_is_reduced_like_the_others
     assert_same_on_all_ranks(from_all_ranks(ours))
 
 
-@views
-@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
-@pytest.mark.parametrize("hook", ["powersgd", "int4"])
-@on_ranks(2, 3)
-def test_law1_error_of_parameter_unused_on_all_ranks_is_kept(hook, feature, view):
-    torch.manual_seed(0)
-    ddp = wrap("gradwire", Parts(), view=view, **FEATURES[feature])
-    state, generator, after = register(ddp, hook), own_batches(), torch.zeros(())
-    for step in range(8):
-        ddp.zero_grad()
-        ddp(torch.randn(3, 4, generator=generator), (0, 2) if step in (4, 6) else (0, 1, 2)).backward()
-        before, after = after, errors_of(state.state_dict())["parts.1.weight"]
-        assert (ddp.module.parts[1].weight.grad is None) == (step in (4, 6))
-        assert step < 3 or after.count_nonzero()
-        if step in (4, 6):
-            # What was sent is subtracted, then added again: two roundings of sums no larger than what they are of.
-            # An approximation in an orthonormal basis is no longer than the mean of the errors, here below 8.
-            assert before.norm() < 8
-            assert (after - before).abs().max() <= 2 * 16 * 2.0**-24
-
-
 # In the last step but one, layers 1, 3 and 4 are unused; PyTorch's DDP loses their errors.
-@pytest.mark.parametrize("clear", ["to-zero", "kept"])
+@clearings
 @views
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
 @pytest.mark.parametrize("kind", FEEDBACK)
 @on_ranks(2, 3)
-def test_law1_holds_if_the_gradient_of_an_unused_parameter_was_kept(kind, feature, view, clear):
+def test_law1_holds_if_parameters_are_unused_on_all_ranks(kind, feature, view, clear):
     torch.manual_seed(0)
     module, rank = Parts(), dist.get_rank()
     local = copy.deepcopy(module)

@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from gradwire.integrations import register_comm_hook
 from tests.integrations import regression_task as task
-from tests.support.worker import join_group
 
 
 class Run:
@@ -56,7 +55,7 @@ class Run:
 
 
 def distributed_checkpoint(hook, wrapper, folder):
-    join_group()
+    dist.init_process_group("gloo")
     whole = Run(hook, wrapper).train()
     half = Run(hook, wrapper)
     half.train(epochs=1)
@@ -75,7 +74,7 @@ def test_distributed_checkpoint_resumes_like_uninterrupted_run(run_on_two_ranks,
 
 
 def compiled_runs(hook, wrapper, folder):
-    join_group()
+    dist.init_process_group("gloo")
     around, inside, plain = (Run(hook, wrapper, compiles) for compiles in ("around", "inside", ""))
     # The first of them finds no connections, and rebuilds the buckets in code that is being compiled.
     compiled = [around.train(), inside.train()]
@@ -98,7 +97,7 @@ def overflow_on_rank_1(batch, step):
 
 
 def scaled_runs(hook, wrapper):
-    join_group()
+    dist.init_process_group("gloo")
     plain = Run(hook, wrapper).train()
     scaled = Run(hook, wrapper, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10)).train()
     run = Run(hook, wrapper, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
@@ -117,7 +116,7 @@ def test_gradient_scaler_keeps_the_run_and_skips_a_step_on_all_ranks(run_on_two_
 
 
 def models_with_several_ddps():
-    join_group()
+    dist.init_process_group("gloo")
     pair = nn.ModuleList(nn.parallel.DistributedDataParallel(task.new_net()) for _ in range(2))
     with pytest.raises(ValueError, match="contains 2 DistributedDataParallel modules; expected one"):
         register_comm_hook(pair, *task.HOOKS["powersgd"]())

@@ -235,13 +235,13 @@ def values(shape, kind, generator):
     return result
 
 
-def check_product(left, right, scale, actual, compute, what, of_each=0.0):
+def check_product(left, right, scale, actual, compute, what, each_error=0.0):
     """``actual`` is ``scale`` times the product, to the rounding of its sums and of its dtype.
 
-    ``of_each``: the relative error of each summand. Tensor cores also cut off sums, up to twice what rounding takes.
+    ``each_error``: the relative error of each summand. Tensor cores also cut off sums, up to twice what rounding takes.
     """
     expected = scale * (left @ right)
-    error = of_each + (2 if of_each else 1) * rounding(left.shape[1] + 3, compute)
+    error = each_error + (2 if each_error else 1) * rounding(left.shape[1] + 3, compute)
     error = error * abs(scale) * (np.abs(left) @ np.abs(right))
     assert_within(numbers(actual), expected, stored_within(expected, error, actual.dtype), what)
 

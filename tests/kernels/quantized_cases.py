@@ -219,7 +219,7 @@ def assert_same_outcome(actual, expected, case):
     for field_name, got in vars(actual).items():
         want = getattr(expected, field_name)
         if case.wire in RAW_FORMATS and field_name in ("messages", "results"):
-            got, want = (as_numbers(of, layout.sections[0]) for of in (got, want))
+            got, want = (as_numbers(cells, layout.sections[0]) for cells in (got, want))
         for rank, (a, b) in enumerate(zip(got, want, strict=True)):
             assert_same_bits(a, b, f"{field_name} {rank}")
 

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from gradwire.kernels import flatten, unflatten, update_scale
-from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, check_program_number, compiled, recorded
+from tests.kernels.ahead_of_time import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    check_program_number,
+    compiled,
+    launches_and_targets,
+    recorded,
+)
 from tests.kernels.cases import REALS, name
-from tools.ahead_of_time import TARGETS
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of
 # 8 warps share a multiprocessor, 80 three, 128 two. No kernel may spill, and full aligned chunks must move through
@@ -106,24 +114,15 @@ UPDATES = [Launch("update_scale", observed=True, is_last=is_last) for is_last in
 SINGLES = [Launch(f, FP32, BF16, True, True, n_tensors=1) for f in ("flatten", "unflatten")]
 
 
-@pytest.mark.parametrize("launch", launches(PAIRS, ENDS) + UPDATES + SINGLES, ids=str)
-def test_cast_kernels_for_sm_90_do_not_spill_and_are_vectorized(launch):
-    check(launch, "sm_90")
+USUAL = {"sm_90": launches(PAIRS, ENDS) + UPDATES + SINGLES}
+USUAL |= dict.fromkeys(("sm_80", "sm_100", "gfx942"), launches(REPRESENTATIVE, ENDS) + UPDATES[:1])
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-@pytest.mark.parametrize("launch", launches(REPRESENTATIVE, ENDS) + UPDATES[:1], ids=str)
-def test_representative_cast_kernels_for_other_gpus_do_not_spill_and_are_vectorized(launch, target):
+@launches_and_targets(USUAL, launches(PAIRS, EVERY) + UPDATES + SINGLES)
+def test_cast_kernel_does_not_spill_and_is_vectorized(launch, target):
     check(launch, target)
 
 
 @pytest.mark.parametrize("launch", SINGLES, ids=str)
 def test_program_id_is_widened_to_64_bits_before_arithmetic(launch):
     check_program_number(launched(launch))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("launch", launches(PAIRS, EVERY) + UPDATES + SINGLES, ids=str)
-def test_every_cast_kernel_for_every_gpu_does_not_spill_and_is_vectorized(launch, target):
-    check(launch, target)

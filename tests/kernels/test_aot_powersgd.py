@@ -115,19 +115,14 @@ def check(kernel, variant, rank, target, precision="tf32"):
             assert binary.stored >= block * written, binary
 
 
-@pytest.mark.parametrize("rank", (4, 64))
-@pytest.mark.parametrize("kernel", LIMITS)
-def test_powersgd_kernels_for_sm_90_do_not_spill(kernel, rank):
-    check(kernel, VARIANTS[0], rank, "sm_90")
+USUAL = [(kernel, VARIANTS[0], rank) for kernel in LIMITS for rank in (4, 64)]
+USUAL += [(kernel, VARIANTS[3], 4) for kernel in LIMITS]
+USUAL += [("gram_schmidt", VARIANTS[0], 16)]  # the longest rows
 
 
-@pytest.mark.parametrize("kernel", LIMITS)
-def test_powersgd_kernels_of_16_bit_gradients_for_sm_90_do_not_spill(kernel):
-    check(kernel, VARIANTS[3], 4, "sm_90")
-
-
-def test_gram_schmidt_of_longest_rows_for_sm_90_does_not_spill():
-    check("gram_schmidt", VARIANTS[0], 16, "sm_90")
+@pytest.mark.parametrize("kernel, variant, rank", USUAL, ids=lambda v: name(v[0]) if isinstance(v, tuple) else str(v))
+def test_powersgd_kernel_for_sm_90_does_not_spill(kernel, variant, rank):
+    check(kernel, variant, rank, "sm_90")
 
 
 @pytest.mark.slow
@@ -212,5 +207,5 @@ def test_reconstruct_stores_result_after_all_threads_have_loaded_m(variant):
         for tile in tiles
         if re.match(r"\S*_reconstruct_strip", tile)
     ]
-    found = [["".join(word) for word in of_tile] for of_tile in order]
+    found = [["".join(word) for word in words] for words in order]
     assert found == [["load_m", "barrier", "store", "store"]] * 2, "the aligned branch and the other one"

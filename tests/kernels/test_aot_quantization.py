@@ -16,7 +16,16 @@ from gradwire.kernels import (
     quantize,
     reduce_quantized,
 )
-from tests.kernels.ahead_of_time import BF16, FP16, FP32, FP64, check_program_number, compiled, recorded
+from tests.kernels.ahead_of_time import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    check_program_number,
+    compiled,
+    launches_and_targets,
+    recorded,
+)
 from tests.kernels.cases import name
 from tools.ahead_of_time import TARGETS, recorded_launches, variant
 
@@ -111,17 +120,6 @@ USUAL = [
 ]
 
 
-@pytest.mark.parametrize("launch", USUAL, ids=str)
-def test_usual_quantization_kernels_for_sm_90_do_not_spill_and_are_vectorized(launch):
-    check(launch, "sm_90")
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-@pytest.mark.parametrize("launch", USUAL[:2], ids=str)
-def test_usual_quantization_kernels_for_other_gpus_do_not_spill_and_are_vectorized(launch, target):
-    check(launch, target)
-
-
 EVERY = [
     Launch(wire, gradient, errors, stochastic, block_size)
     for wire in FORMATS
@@ -137,10 +135,8 @@ EVERY = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("launch", EVERY, ids=str)
-def test_every_quantization_kernel_for_every_gpu_does_not_spill_and_is_vectorized(launch, target):
+@launches_and_targets({"sm_90": USUAL, **dict.fromkeys(("sm_80", "sm_100", "gfx942"), USUAL[:2])}, EVERY)
+def test_quantization_kernel_does_not_spill_and_is_vectorized(launch, target):
     check(launch, target)
 
 

@@ -116,17 +116,17 @@ def test_parts_of_a_cell_are_aligned_and_disjoint_and_hold_all_blocks(groups, wo
     assert layout.result_shape == (pieces, layout.cell_bytes)
     assert layout.cell_bytes % 16 == 0
     end = HEADER_BYTES
-    for section, (wire, of_group) in zip(layout.sections, tables, strict=True):
+    for section, (wire, block_table) in zip(layout.sections, tables, strict=True):
         assert section.format is wire
         assert section.scales_at % 16 == 0
         assert section.payload_at % 16 == 0
         assert section.scales_at >= end
         assert section.payload_at >= section.scales_at + section.blocks_per_cell * wire.scale_bytes
-        end = section.payload_at + section.blocks_per_cell * wire.payload_bytes(of_group.block_size)
+        end = section.payload_at + section.blocks_per_cell * wire.payload_bytes(block_table.block_size)
         ranges = [section.cell_blocks(cell) for cell in range(layout.n_cells)]
-        assert [b for first, last in ranges for b in range(first, last)] == list(range(of_group.n_blocks))
+        assert [b for first, last in ranges for b in range(first, last)] == list(range(block_table.n_blocks))
         assert all(last - first <= section.blocks_per_cell for first, last in ranges)
-        assert layout.shard_numel(section) == pieces * section.blocks_per_cell * of_group.block_size
+        assert layout.shard_numel(section) == pieces * section.blocks_per_cell * block_table.block_size
     assert end <= layout.cell_bytes < end + 16
 
 

@@ -19,7 +19,7 @@ from gradwire.comm import Workspace, graphs
 from gradwire.compress import LowRankBucket, LowRankPolicy, Quantization, powersgd_all_reduce
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from tests.kernels.empty_driver import empty_gpu
-from tests.kernels.test_variants import OneRank, cast, powersgd, quantized
+from tests.kernels.test_variants import TRANSPORT, cast, powersgd, quantized
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
 CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}
@@ -101,7 +101,7 @@ def replayed_powersgd(tensors, monkeypatch):
     bucket = LowRankBucket(tensors, LowRankPolicy(rank=4).matrix_shapes(tensors))
 
     def step(number):
-        steps = partial(powersgd_all_reduce, bucket, tensors, tensors, number, OneRank(), workspace)
+        steps = partial(powersgd_all_reduce, bucket, tensors, tensors, number, TRANSPORT, workspace)
         return workspace.graphs.run(bucket, None, steps, partial(bucket.refresh, tensors, tensors, number))
 
     return step
@@ -117,7 +117,7 @@ def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
         with Allocations() as allocations:
             run(step(3))
         assert len(driver.launches) == launches
-        assert EmptyGraph.replays == replays + 1, "one for each stretch; these collectives suspend nothing"
+        assert EmptyGraph.replays == replays + 1, "one for each part; these collectives suspend nothing"
         assert allocations.counts.total() == 0
         assert calls_of(lambda: run(step(4))) <= 32
 

@@ -151,21 +151,21 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
 
     def run(is_fused, advance_to=8, with_p=True):
         filled = Bucket(places).fill(dtype, device)
-        of_matrices, compute = filled.table, filled.compute
-        p, q = (filled.factor(side, compute).window for side in (of_matrices.p, of_matrices.q))
-        of_matrices.q.views(q)[2][1] = 0
-        of_matrices.q.views(q)[0][0, 600] = torch.inf
+        layout, compute = filled.table, filled.compute
+        p, q = (filled.factor(side, compute).window for side in (layout.p, layout.q))
+        layout.q.views(q)[2][1] = 0
+        layout.q.views(q)[0][0, 600] = torch.inf
         sent = [torch.zeros_like(p), torch.zeros_like(q)]
         wire = torch.full((table.numel,), torch.nan, dtype=dtype, device=device)
         source = [gradient.clone() for gradient in gradients]
         target = source if in_place else [torch.full_like(gradient, torch.nan) for gradient in gradients]
         finite, step = filled.flags(1, 1, 0).window, torch.tensor([7], device=device)
         following = torch.full_like(q, torch.nan)
-        of_matrices.keys[:] = [1, 2, 3]
+        layout.keys[:] = [1, 2, 3]
         if is_fused:
-            sent_with = of_matrices.p if with_p else of_matrices.q
+            sent_with = layout.p if with_p else layout.q
             uncompressed = Uncompressed(table, source, target, wire, sent_with)
-            renewal = Renewal(of_matrices.q, following, step, advance_to)
+            renewal = Renewal(layout.q, following, step, advance_to)
             operands = replace(filled.operands, uncompressed=uncompressed, renewal=renewal)
             project(operands, q, sent[0], scale=0.5)
             assert wire.isnan().all() != with_p
@@ -178,7 +178,7 @@ def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, dev
             wires = [wire.clone()]
             backproject(filled.operands, p, sent[1], scale=0.5)
             step += 1
-            renew(q, of_matrices.q, [1, 2, 3], step, following, finite)
+            renew(q, layout.q, [1, 2, 3], step, following, finite)
             reconstruct(filled.operands, p, q, finite)
             unflatten(wire, target, table=table)
         operands = filled.operands
@@ -247,7 +247,7 @@ def run(bucket, dtype, device, *, at=None, poison=None):
     q = filled.factor(table.q, bucket.wire)
     reconstruct(filled.operands, p.window, q.window, filled.flags().window)
     parts += [filled.operands.target, filled.operands.error]
-    return [dict(zip(("P", "Q", "result", "error"), of_one, strict=True)) for of_one in zip(*parts, strict=True)]
+    return [dict(zip(("P", "Q", "result", "error"), results, strict=True)) for results in zip(*parts, strict=True)]
 
 
 NEIGHBORS = (Place(33, 40, 4), Place(1, 7, 1), Place(40, 1, 1), Place(17, 16, 16), Place(5, 31, 5, 3))

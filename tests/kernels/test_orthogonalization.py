@@ -167,9 +167,9 @@ def factors(draw):
 @PROPERTY
 @given(drawn=factors(), offset=st.sampled_from((0, 1, 3)))
 def test_finite_factors_become_orthonormal_bases_of_their_rows(wire, out, device, drawn, offset):
-    rows = [make(*of_one) for of_one in drawn]
-    for of_one, result in zip(drawn, orthogonalized(rows, wire, out, device, offset), strict=True):
-        check_basis(*result, str(of_one))
+    rows = [make(*size_and_seed) for size_and_seed in drawn]
+    for size_and_seed, result in zip(drawn, orthogonalized(rows, wire, out, device, offset), strict=True):
+        check_basis(*result, str(size_and_seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,9 +254,9 @@ def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
         patch.setattr(orthogonalize_triton, "TILE_LENGTH", 128)
         patch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
         tiles = orthogonalize_triton.tile_programs(layout, large, block)
-    of_each = {member: [tile for tile in tiles if tile[3] == member] for member in range(len(large))}
+    by_member = {member: [tile for tile in tiles if tile[3] == member] for member in range(len(large))}
     members = []
-    for member, mine in of_each.items():
+    for member, mine in by_member.items():
         members.append((large[member], sum(n_tiles for _, _, n_tiles in members), len(mine)))
         assert [tile[0] for tile in mine] == [large[member]] * len(mine)
         assert len(mine) <= max_tiles

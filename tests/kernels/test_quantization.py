@@ -88,7 +88,7 @@ def test_complex_gradients_are_pairs(wire, device):
     numbers = [[torch.randn(280)] for _ in range(2)]
     expected = exchange(real, PUBLIC, device, gradients=numbers)
     case = Exchange(wire, layouts=(Layout((20, 7), (7, 1)),), dtype=torch.complex64)
-    pairs = [[torch.view_as_complex(g.view(-1, 2)) for g in of_rank] for of_rank in numbers]
+    pairs = [[torch.view_as_complex(g.view(-1, 2)) for g in gradients] for gradients in numbers]
     found = exchange(case, PUBLIC, device, gradients=pairs)
     assert_same_bits(torch.view_as_real(found.gradients[0]).flatten(), expected.gradients[0], "the gradient")
     assert_same_bits(found.pending[0], expected.pending[0], "the errors")
@@ -111,6 +111,15 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
         monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
         for dtype in (FP32, BF16):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
+def test_buckets_of_all_sizes_and_formats_share_their_scratch(monkeypatch):
+    monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
+    for wire in FORMATS:
+        for numel in (100, 1000, 7000):
+            check(Exchange(wire, layouts=(Layout((numel,), (1,)),)), torch.device("cpu"))
+    assert len(quantize_cpu.SCRATCH._buffers) == 1
 
 
 @pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])
@@ -233,7 +242,7 @@ def test_non_finite_element_flags_the_step_on_all_ranks(wire, bad, device):
     outcome = exchange(case, PUBLIC, device, gradients=gradients)
     table = case.table()
     cell = 517 // 64 // MessageLayout([(WIRE_FORMATS[wire], table)], 3, 2).sections[0].blocks_per_cell
-    flagged = [(rank, piece) for rank, of in enumerate(outcome.flags) for piece, flag in enumerate(of) if flag]
+    flagged = [(rank, piece) for rank, flags in enumerate(outcome.flags) for piece, flag in enumerate(flags) if flag]
     assert flagged == [(cell % 3, cell // 3)], "the piece and the rank that reduced the block"
     assert not outcome.errors[0].any(), "the error memory keeps its values"
     (result,) = (g.cpu() for g in outcome.gradients)
@@ -247,7 +256,7 @@ def test_non_finite_element_flags_the_step_on_all_ranks(wire, bad, device):
 def test_finite_step_commits_errors(device):
     outcome = exchange(Exchange(pieces=2), PUBLIC, device)
     assert outcome.errors[0].all()
-    assert not any(flag for of_rank in outcome.flags for flag in of_rank)
+    assert not any(flag for flags in outcome.flags for flag in flags)
 
 
 @pytest.mark.parametrize("cell", range(4))

@@ -23,8 +23,8 @@ RESULT = torch.zeros(LAYOUT.result_shape, dtype=torch.uint8)
 STEP = torch.zeros(1, dtype=torch.int64)
 
 
-def errors(dtype=torch.float32, numel=TABLE.numel):
-    return {"errors": torch.zeros(numel, dtype=dtype), "pending": torch.zeros(numel, dtype=dtype)}
+def errors(dtype=torch.float32, numel=TABLE.numel, device="cpu"):
+    return {name: torch.zeros(numel, dtype=dtype, device=device) for name in ("errors", "pending")}
 
 
 def unaligned(tensor):
@@ -63,8 +63,9 @@ def test_other_tensors_raise():
 
 MEMORIES = {
     "one": ({"errors": torch.zeros(TABLE.numel)}, "come together"),
-    "size": (errors(numel=100), "expected a contiguous 1-D tensor of 192 elements"),
-    "dtype": (errors(torch.float16), "in torch.float32 or torch.bfloat16"),
+    "size": (errors(numel=100), r"expected a contiguous .* tensor of \(192,\)"),
+    "device": (errors(device="meta"), "on meta; expected .* on cpu"),
+    "dtype": (errors(torch.float16), "torch.float32 or torch.bfloat16 tensor"),
     "two dtypes": (
         {"errors": torch.zeros(TABLE.numel), "pending": torch.zeros(TABLE.numel, dtype=torch.bfloat16)},
         "expected one dtype",
@@ -90,7 +91,7 @@ def test_misfitting_arguments_of_the_reduction_raise():
         reduce_quantized(MESSAGE, SECTION, RESULT, rank=2)
     with pytest.raises(ValueError, match="result is"):
         reduce_quantized(MESSAGE, SECTION, RESULT[:, :-16], rank=0)
-    with pytest.raises(ValueError, match="1-D tensor of 128 elements"):
+    with pytest.raises(ValueError, match=r"errors is .* tensor of \(128,\)"):
         reduce_quantized(MESSAGE, SECTION, RESULT, rank=0, **errors())
 
 

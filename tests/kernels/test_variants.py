@@ -6,6 +6,7 @@ computes that key here for every launch that the hooks' algorithms make on the b
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class OneRank:
-    """A transport whose collectives do nothing."""
+    """A transport whose collectives do nothing, and suspend nothing."""
 
     world_size, rank = 1, 0
 
@@ -45,11 +46,10 @@ class OneRank:
     async def all_reduce(self, *tensors):
         pass
 
-    async def all_to_all(self, received, sent):
-        pass
+    all_to_all = all_gather = all_reduce
 
-    async def all_gather(self, gathered, own):
-        pass
+
+TRANSPORT = OneRank()
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +61,18 @@ def model():
 def cast(model, dtype):
     workspace = Workspace(CPU)
     each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
-    return lambda _: [cast_all_reduce(g, g, dtype, OneRank(), workspace) for g in each]
+    return lambda _: [cast_all_reduce(g, g, dtype, TRANSPORT, workspace) for g in each]
 
 
 def scaled_cast(model, dtype):
-    workspace, counters, transport = Workspace(CPU), torch.zeros(4, dtype=torch.int64), OneRank()
+    workspace, counters = Workspace(CPU), torch.zeros(4, dtype=torch.int64)
     each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
     scales = [BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each]
     for bucket in scales:
-        bucket.transport = transport
+        bucket.transport = TRANSPORT
     scaling = DelayedScaling(dtype=dtype)
     return lambda _: [
-        scaled_cast_all_reduce(g, g, scaling, s, counters, g is each[-1], transport, workspace)
+        scaled_cast_all_reduce(g, g, scaling, s, counters, g is each[-1], TRANSPORT, workspace)
         for g, s in zip(each, scales, strict=True)
     ]
 
@@ -87,7 +87,7 @@ def powersgd(model, rank, factor_dtype):
     def step(iteration):
         low_rank.extend(bucket(tensors) for tensors in model[len(low_rank) :])  # in the first step: it launches, too
         return [
-            powersgd_all_reduce(b, tensors, tensors, iteration, OneRank(), workspace)
+            powersgd_all_reduce(b, tensors, tensors, iteration, TRANSPORT, workspace)
             for b, tensors in zip(low_rank, model, strict=True)
         ]
 
@@ -99,9 +99,9 @@ def quantized(model, wire, options):
 
     def step(iteration):
         new = model[len(made) :]
-        made.extend(QuantizedBucket(tensors, policy.wire_formats(tensors), OneRank(), options) for tensors in new)
+        made.extend(QuantizedBucket(tensors, policy.wire_formats(tensors), TRANSPORT, options) for tensors in new)
         return [
-            quantized_all_reduce(b, tensors, tensors, iteration, OneRank(), workspace)
+            quantized_all_reduce(b, tensors, tensors, iteration, TRANSPORT, workspace)
             for b, tensors in zip(made, model, strict=True)
         ]
 
@@ -153,33 +153,28 @@ def test_gpt2_compiles_each_powersgd_kernel_once_and_in_the_first_step(model, ra
     assert first <= allowed
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_gpt2_compiles_each_cast_kernel_once_and_in_the_first_step(model, wire):
-    first, *later = compiled_in(cast(model, wire))
-    assert first == Counter(["flatten", "unflatten"])
+CAST = ["flatten", "unflatten"]
+QUANTIZED = 2 * ["quantize", "reduce", "dequantize"]  # vectors are sent in bf16, a format of their own
+COMPILED = {
+    "fp32": (partial(cast, dtype=torch.float32), CAST),
+    "fp16": (partial(cast, dtype=torch.float16), CAST),
+    "bf16": (partial(cast, dtype=torch.bfloat16), CAST),
+    # Two of `update_scale`: for the last bucket, and for others.
+    "scaled fp16": (partial(scaled_cast, dtype=torch.float16), [*CAST, "update_scale", "update_scale"]),
+    "int4": (partial(quantized, wire="int4", options=Quantization()), [*QUANTIZED, "commit_errors"]),
+    "int8, stochastic": (
+        partial(quantized, wire="int8", options=Quantization(error_dtype=torch.bfloat16, stochastic_rounding=True)),
+        [*QUANTIZED, "commit_errors"],
+    ),
+    "sign, no error feedback": (
+        partial(quantized, wire="sign", options=Quantization(error_dtype=None, block_size=128)),
+        QUANTIZED,
+    ),
+}
+
+
+@pytest.mark.parametrize("make, expected", COMPILED.values(), ids=COMPILED)
+def test_gpt2_compiles_each_kernel_once_and_in_the_first_step(model, make, expected):
+    first, *later = compiled_in(make(model))
+    assert first == Counter(expected)
     assert not any(later), f"compiled in mid-training: {later}"
-
-
-def test_gpt2_compiles_each_scaled_cast_kernel_once_and_in_the_first_step(model):
-    first, *later = compiled_in(scaled_cast(model, torch.float16))
-    assert first == Counter(["flatten", "unflatten", "update_scale", "update_scale"])  # of the last bucket, of others
-    assert not any(later), f"compiled in mid-training: {later}"
-
-
-@pytest.mark.parametrize(
-    ("wire", "options"),
-    [
-        ("int4", Quantization()),
-        ("int8", Quantization(error_dtype=torch.bfloat16, stochastic_rounding=True)),
-        ("sign", Quantization(error_dtype=None, block_size=128)),
-    ],
-    ids=["int4", "int8-stochastic", "sign-no-feedback"],
-)
-def test_gpt2_compiles_each_quantization_kernel_once_per_format_and_in_the_first_step(model, wire, options):
-    first, *later = compiled_in(quantized(model, wire, options))
-    assert not any(later), f"compiled in mid-training: {later}"
-    # Vectors are sent in bf16, a format of their own.
-    expected = Counter(["quantize", "reduce", "dequantize"] * 2)
-    if options.error_dtype is not None:
-        expected["commit_errors"] += 1
-    assert first == expected

@@ -177,7 +177,7 @@ def test_stochastic_rounding_to_bf16_is_unbiased_to_the_bit(x):
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp16", "bf16"])
-def test_stochastic_rounding_of_floating_point_formats_is_unbiased_and_keeps_grid(name):
+def test_stochastic_rounding_of_floats_is_unbiased_and_keeps_the_grid(name):
     wire = WIRE_FORMATS[name]
     largest = 448.0 if wire.is_scaled else 1.0
     for x in (largest, 0.3, -0.7, 2.0**-7 * 1.1, -(2.0**-9) * 0.4, 2.0**-24 * 0.3, 0.0):

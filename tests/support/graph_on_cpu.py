@@ -35,28 +35,21 @@ _ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten:
 
 
 class GraphOnCpu:
-    """Stands in for ``torch.cuda.CUDAGraph``.
+    """Stands in for ``torch.cuda.CUDAGraph``."""
 
-    Attributes:
-        under_way: the graph that is being captured; None outside captures.
-        captures, replays: numbers of captures and replays so far, of all graphs.
-    """
-
-    under_way: GraphOnCpu | None = None
-    captures = replays = 0
+    under_way: GraphOnCpu | None = None  # the graph that is being captured
+    captures = replays = 0  # numbers so far, of all graphs
 
     def __init__(self) -> None:
         self.kernels: list[Callable[[], object]] = []
         self._recorder = _Recorder(self)
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        """Begin to record what this thread enqueues."""
         assert GraphOnCpu.under_way is None, "two captures at once"
         GraphOnCpu.under_way = self
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
-        """End the recording."""
         if GraphOnCpu.under_way is not self:
             raise RuntimeError("no capture of this graph is under way")
         self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -64,7 +57,6 @@ class GraphOnCpu:
         GraphOnCpu.captures += 1
 
     def replay(self) -> None:
-        """Run what was recorded."""
         assert GraphOnCpu.under_way is None, "a replay in a capture"
         GraphOnCpu.replays += 1
         with torch.no_grad():
@@ -72,7 +64,6 @@ class GraphOnCpu:
                 kernel()
 
     def reset(self) -> None:
-        """Forget what was recorded."""
         self.kernels = []
 
 

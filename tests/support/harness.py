@@ -25,23 +25,14 @@ ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a case ended on one rank.
+    """The end of a case on one rank."""
 
-    Attributes:
-        how: "returned", "raised", "exited" (the process ended before the case did) or "killed" (at the limit).
-        value: what the case returned.
-        error: the name of the exception's type.
-        message: the exception's text.
-        exit_code: exit code of a process that exited; minus the number of the signal, if one ended it.
-        output: what the rank wrote; at its end the exception's traceback, or the stacks of all threads.
-    """
-
-    how: str
-    value: object = None
-    error: str | None = None
-    message: str | None = None
-    exit_code: int | None = None
-    output: str = ""
+    how: str  # "returned", "raised", "exited" (the process ended before the case did) or "killed" (at the limit)
+    value: object = None  # the result of the case
+    error: str | None = None  # name of the exception's type
+    message: str | None = None  # text of the exception
+    exit_code: int | None = None  # of a process that exited; minus the number of the signal, if one ended it
+    output: str = ""  # ends with the exception's traceback, or the stacks of all threads
 
 
 class World(_world.World):
@@ -51,15 +42,9 @@ class World(_world.World):
         """Call ``case(**arguments)`` on every rank, in a new process without a process group; returns `Outcome`s.
 
         The environment is a launcher's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so the case joins its group with
-        ``dist.init_process_group("gloo")`` or `worker.join_group`, and may do so again after `worker.leave_group`.
+        ``dist.init_process_group("gloo")``, and may do so again after `worker.leave_group`.
         A rank that has returned or raised stays alive, its sockets open, until all have: only an exit or a signal in
-        the case takes it away from its peers.
-
-        Args:
-            case: a function at the top level of a module.
-            limit: seconds, once all processes have started, after which the ranks that still run are killed; their
-                stacks are in their output.
-            arguments: passed on; anything that pickles.
+        the case takes it away from its peers. Ranks that still run ``limit`` seconds after the start are killed.
         """
         folder, message = self.next_folder(), _world.message_of_call(case, arguments)
         with reserved_port() as port:

@@ -8,12 +8,7 @@ from gradwire.comm.transport import AllGather, AllToAll
 
 
 def run_in_lockstep(algorithms, watch=None):
-    """Run one algorithm for each rank to its end; each collective combines what all of them await.
-
-    Args:
-        algorithms: the coroutines, by rank.
-        watch: called with the list of every rank's tensors before each all-reduce.
-    """
+    """Run one algorithm for each rank to its end; ``watch`` gets every rank's tensors before each all-reduce."""
     drivers = [Driver(algorithm) for algorithm in algorithms]
     while True:
         awaited = [collective for driver in drivers if (collective := driver.advance()) is not None]

@@ -55,7 +55,7 @@ class PowerSGD:
         return self._decompressed(corrected)
 
     def alternating_step(self, gradients, on_p):
-        """The same with one side sent: P in even steps, Q in odd ones (ACP-SGD, ICDCS 2023, algorithm 2)."""
+        """A step that sends one side: P in even steps, Q in odd ones (ACP-SGD, ICDCS 2023, algorithm 2)."""
         corrected = self._corrected(gradients)
         if on_p:
             self.q = gram_schmidt(self.q)

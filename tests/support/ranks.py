@@ -12,13 +12,9 @@ from tests.support.harness import CASE_LIMIT
 
 
 def on_ranks(*sizes, limit=CASE_LIMIT):
-    """Run a test's body on every rank of a world of each size.
+    """Run a test's body on every rank of worlds of these sizes; after ``limit`` seconds their stacks are reported.
 
     A failed assertion reports the local variables of its rank.
-
-    Args:
-        sizes: world sizes, or `pytest.param`s of them.
-        limit: seconds after which the ranks are killed and their stacks reported.
     """
 
     def decorate(body):

@@ -29,14 +29,10 @@ def make(kind, module, group=None):
 
 
 class Ledger:
-    """Law 1: the exact means that went into some steps, less the gradients that came out and the errors that are left.
-
-    Attributes:
-        lost: lost sums by parameter name.
-        size: sum of the magnitudes of all numbers that were added up, by parameter name.
-    """
+    """Law 1: the exact means that went into some steps, less the gradients that came out and the remaining errors."""
 
     def __init__(self, module, group=None):
+        # By parameter name: lost sums, and sums of the magnitudes of all numbers that were added up.
         self.lost = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in module.named_parameters()}
         self.size = {name: torch.zeros_like(each) for name, each in self.lost.items()}
         self._group, self._n_steps = group, 0
@@ -64,14 +60,9 @@ class Ledger:
 
 
 class Training:
-    """A model on this rank's own batches, with a state of that kind.
+    """A model on this rank's own batches with a state of that kind in `STATES`.
 
-    Args:
-        kind: a name in `STATES`.
-        model: a name of the zoo, or a module with batches.
-        load: a checkpoint that the state loads before it is registered.
-        wrap_hook: makes the registered hook from the state's.
-        options: arguments of the wrapper's constructor.
+    The state loads ``load`` before it is registered; ``wrap_hook`` makes the registered hook from the state's.
     """
 
     def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, wrap_hook=None, **options):

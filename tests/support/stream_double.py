@@ -52,19 +52,14 @@ class Event:
 
 
 class Device(TorchDispatchMode):
-    """The double of a GPU; within it, ``torch.cuda`` has these streams.
-
-    Attributes:
-        main: the stream that is current outside all ``torch.cuda.stream`` contexts.
-        edges: names of streams: every wait, in order.
-        collectives: every collective that a `StreamTransport` ran, in order.
-    """
+    """The double of a GPU; within it, ``torch.cuda`` has these streams."""
 
     def __init__(self):
         super().__init__()
         self.main = Stream(name="main")
         self.current = [self.main]
-        self.edges, self.collectives = [], []
+        self.edges = []  # names of streams: every wait, in order
+        self.collectives = []  # of a `StreamTransport`, in order
         self.written, self.read = {}, defaultdict(dict)  # by address of the memory: the last uses
         self.kept = []  # memory is not freed, so that an address has one meaning
 

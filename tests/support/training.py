@@ -106,10 +106,9 @@ def _gloo_of_one_thread(store, rank, size, timeout):
 
 @cache
 def one_thread_group():
-    """A gloo group of all ranks that works on one collective at a time; made by all ranks.
+    """A gloo group of all ranks that works on one collective at a time.
 
-    For those who have two sparse all-reduces under way on a group, as PyTorch's DDP has: that corrupts the heap when
-    gloo works on both (docs/log/communication.md).
+    Two sparse all-reduces at once, as in PyTorch's DDP, corrupt the heap of gloo (docs/log/communication.md).
     """
     dist.Backend.register_backend("gloo_of_one_thread", _gloo_of_one_thread, devices=["cpu"])
     return dist.new_group(backend="gloo_of_one_thread")
@@ -193,14 +192,7 @@ def gradients(model):
 
 
 def wrapped(wrapper="gradwire", model="mlp", *, hook=None, group=None, seed=0, bucket_cap_mb=SMALL, **options):
-    """A DDP around a model, with small buckets.
-
-    Args:
-        wrapper: "pytorch" or "gradwire".
-        model: a name of the zoo, or a module.
-        hook: a name of `HOOKS`, or a pair of state and hook.
-        options: arguments of the wrapper's constructor.
-    """
+    """A DDP around a model (a name of the zoo, or a module), with small buckets and a hook as for `register`."""
     module = build(model, seed) if isinstance(model, str) else model
     ddp = WRAPPERS[wrapper](module, process_group=group, bucket_cap_mb=bucket_cap_mb, **options)
     if hook is not None:
@@ -246,15 +238,10 @@ def train(
     seed=0,
     **options,
 ):
-    """Train a model of the zoo on this rank's own batches; returns a `Record`.
+    """Train a model (a name of the zoo, or a module) on this rank's own batches; returns a `Record`.
 
-    Args:
-        wrapper: "pytorch", "gradwire", or None for the bare module.
-        model: a name of the zoo, or a module.
-        hook: a name of `HOOKS`, or a pair of state and hook.
-        accumulate: micro-batches a step, all but the last under ``no_sync``.
-        prepare: called with the module before it is wrapped.
-        options: arguments of the wrapper's constructor.
+    Without a wrapper, train the bare module. All but the last of ``accumulate`` micro-batches are under ``no_sync``.
+    ``prepare`` is called with the module before it is wrapped.
     """
     module = build(model) if isinstance(model, str) else model
     if prepare is not None:

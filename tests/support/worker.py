@@ -1,10 +1,9 @@
-"""A rank of `World.run_fresh`: one case on its own, which makes its process groups with the functions here."""
+"""A rank of `World.run_fresh`: one case on its own, which makes its process groups."""
 
 import faulthandler
 import os
 import pickle
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,25 +24,11 @@ def main_fresh(connection, log, environment, message):
     os._exit(0)  # a group that is still open would wait for its peers
 
 
-def join_group(timeout=None):
-    """Make the default gloo group of a fresh case.
-
-    Args:
-        timeout: seconds, of the group's collectives only; ranks may take longer to join, on a busy machine.
-    """
-    dist.init_process_group("gloo")
-    if timeout is not None:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
-
-
 def leave_group(together, cycle):
     """Destroy the default group, and wait until every rank has done so.
 
     A rank that joins the next group while rank 0 still serves the store of the last one would connect to that store.
-
-    Args:
-        together: a store of all ranks that outlives the group.
-        cycle: a name for this group, one that was not used before.
+    So ranks wait through ``together``, a store that outlives the group, under ``cycle``, a new name.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
