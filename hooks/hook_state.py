@@ -128,7 +128,7 @@ class HookState(Checkpointed):
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook, process_group, options)
         self._iter = 0
-        self._start = self._first_compressed_step()
+        self._start = self.first_compressed_step
         self._latest_index: int | None = None  # index of the latest bucket
         self._is_counted = True  # whether ``iter`` includes the latest step
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
@@ -297,7 +297,9 @@ class HookState(Checkpointed):
 
     # Options.
 
-    def _first_compressed_step(self) -> int:
+    @property
+    def first_compressed_step(self) -> int:
+        """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
         start: int = getattr(self.options, "start_iter", 0)
         check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
         return start
@@ -321,7 +323,7 @@ class HookState(Checkpointed):
             return
         if self.options is not None:
             self.options = replace(self.options)  # validates: dictionaries may have been modified in place
-        self._start = self._first_compressed_step()
+        self._start = self.first_compressed_step
         self.drop_buckets()
         self.revoke_agreements()
         self._applied, self._patterns_match = settings, False

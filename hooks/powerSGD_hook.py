@@ -261,8 +261,10 @@ class PowerSGDState(HookState):
         """
         return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
 
-    def _first_compressed_step(self) -> int:
-        return self.options.start_powerSGD_iter  # as in PyTorch, it may be negative
+    @property
+    def first_compressed_step(self) -> int:
+        """The option ``start_powerSGD_iter``, which may be negative, as in PyTorch."""
+        return self.options.start_powerSGD_iter
 
     def count_step(self) -> None:
         """Count a step that has ended."""

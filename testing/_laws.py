@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.hooks.default_hooks import allreduce_hook
+from gradwire.hooks.hook_state import HookState
 from gradwire.testing._bits import differences
 from gradwire.testing._cases import GRADWIRE, PYTORCH, WRAPPERS, Case, Training
 
@@ -33,9 +34,8 @@ def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
     state = make_state()
     has_text = type(state).__repr__ is not object.__repr__  # type: ignore[comparison-overlap]
     text = repr(state) if has_text else type(state).__name__
-    name = getattr(state, "start_option", "start_iter")
-    start: Any = getattr(getattr(state, "options", None), name, None) or getattr(state, "start_iter", 0)
-    return text, int(start), hasattr(state, "state_dict")
+    start = state.first_compressed_step if isinstance(state, HookState) else getattr(state, "start_iter", 0)
+    return text, start, hasattr(state, "state_dict")
 
 
 def train(case: Case, wrapper: str, steps: int, start: int, make_state: Callable[[], Any], hook: Any) -> Trained:
