@@ -83,7 +83,7 @@ class Connections:
     def executor(self, device: torch.device) -> Executor:
         """The executor that runs the hooks' algorithms on a device."""
         executor = self._executors.get(device)
-        if executor is None:  # also after a failure
+        if executor is None:  # not created yet, or dropped by a failure
             self.check()
             if has_streams(device):
                 executor = StreamExecutor(GroupTransport(self.group), device)
@@ -106,7 +106,7 @@ class Connections:
 
     def transport(self, purpose: str, device: torch.device) -> GroupTransport:
         """The transport of collectives outside the executors, one per purpose; on gloo each has a group of its own."""
-        if purpose not in self._transports:  # also after a failure
+        if purpose not in self._transports:  # not created yet, or dropped by a failure
             self.check()
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
             group = self._duplicate_group(purpose) if is_own else self.group
@@ -227,7 +227,7 @@ class Connections:
         for executor in self._executors.values():
             executor.close(EXIT_TIMEOUT_SECONDS)
         if self._transports and not threading.main_thread().is_alive():
-            # Meanwhile gloo's threads call back their failed collectives; afterwards they would abort the process.
+            # Time for gloo's threads to run the callbacks of failed collectives: later they would abort the process.
             time.sleep(0.05)
         self._executors, self._transports = {}, {}
 

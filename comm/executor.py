@@ -36,7 +36,10 @@ from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.transport import Algorithm, Driver, GroupTransport, Transport
 
 ALIGN_BYTES = 64  # every allocator aligns the start of a buffer at least as much
-CLOSED = "The executor is closed: an exchange on its process group failed, or it was destroyed."
+CLOSED = (
+    "The executor is closed: an exchange failed on its process group, or the group was destroyed. Call resynchronize() "
+    "on every rank, or initialize a new group."
+)
 TWO_THREADS = (
     "Two threads exchange gradients on one process group at the same time. Their collectives could be in a different "
     "order on each rank. Train in one thread, or give each model a process group of its own: dist.new_group()."
@@ -369,7 +372,7 @@ class _Command(Enum):
     ABANDON = "unfinished tasks must fail"
 
 
-def _is_machinery(frame: FrameType) -> bool:
+def _is_gradwire_frame(frame: FrameType) -> bool:
     """Whether a frame only leads to the algorithm."""
     module: str = frame.f_globals.get("__name__", "")
     return module.startswith(("gradwire.comm.", "gradwire.hooks."))
@@ -385,7 +388,7 @@ def _with_traceback_as_text(error: Exception) -> Exception:
     Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
     """
     start = error.__traceback__
-    while start is not None and start.tb_next is not None and _is_machinery(start.tb_frame):
+    while start is not None and start.tb_next is not None and _is_gradwire_frame(start.tb_frame):
         start = start.tb_next
     lines = traceback.format_exception(error.with_traceback(start))
     error.add_note(f"In gradwire's worker thread:\n{''.join(lines)}")

@@ -102,8 +102,8 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
 def destroy(last: list[dist.ProcessGroup]) -> None:
     """Cut and destroy a group of gradwire's own, ``last``'s only element; let go of any other.
 
-    A collective whose message is partly sent when its connection ends, and so the group's destructor, wait for gloo's
-    timeout: in a thread of their own, and never at the interpreter's exit, where a late return from C++ would abort.
+    If a message is partly sent when its connection ends, the group's destructor waits for gloo's timeout. So it runs in
+    a thread. At the interpreter's exit it does not run: a late return from C++ would abort the process.
     """
     if last and isinstance(last[0], OwnGroup):
         last[0].cut()

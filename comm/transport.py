@@ -307,7 +307,8 @@ class GroupTransport(Transport):
         """The process group; raises RuntimeError if the transport is closed."""
         if self._group is None:
             raise RuntimeError(
-                "This transport is closed: an exchange failed on its process group, or it was destroyed."
+                "This transport is closed: an exchange failed on its process group, or the group was destroyed. Call "
+                "resynchronize() on every rank, or initialize a new group."
             )
         return self._group
 

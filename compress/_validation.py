@@ -51,7 +51,7 @@ def check_error_shape(name: str, error: Tensor, layout: Tensor) -> None:
     if error.shape != layout.shape:
         raise ValueError(
             f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(layout.shape)}. "
-            "Load the state of this model, or begin with a new one."
+            "Load the state that was saved with this model, or start with a new state."
         )
 
 
@@ -61,7 +61,7 @@ def check_entries(state: object, owner: str, names: Sequence[str]) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"The state is {_describe(state)}; expected {expected}.")
     if missing := [name for name in names if name not in state]:
-        raise ValueError(f"The state has the entries {list(state)} and no {missing[0]!r}; expected {expected}.")
+        raise ValueError(f"The state has no entry {missing[0]!r}, only {list(state)}; expected {expected}.")
 
 
 def check_tensor(

@@ -160,7 +160,7 @@ async def alternating_all_reduce(
 # errors: E, the residual of this rank, in the shape and strides of the gradient, in fp32, or fp64 for fp64 gradients.
 # q: unit columns of Q, [matrices, r, m]; equal on all ranks. p: unit columns of P, [matrices, r, n], likewise; only
 # `alternating_all_reduce` needs it. Nothing is lost: over all ranks and steps, gradients = results + remaining error.
-Memory = Mapping[str, Mapping[str, Tensor]]
+MemoryByName = Mapping[str, Mapping[str, Tensor]]
 
 
 def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -226,7 +226,7 @@ class LowRankBucket:
         shapes: Sequence[MatrixShape | None],
         *,
         names: Sequence[str] | None = None,
-        memory: Memory | None = None,
+        memory: MemoryByName | None = None,
         error_feedback: bool = True,
         factor_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -388,7 +388,7 @@ def flat_low_rank_bucket(
     rank: int,
     *,
     names: Sequence[str],
-    memory: Memory,
+    memory: MemoryByName,
     error_feedback: bool = True,
     **options: Any,
 ) -> LowRankBucket | None:

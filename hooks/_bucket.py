@@ -148,7 +148,7 @@ def reduce_bucket(
     result = bucket.buffer() if work is None else work.result
     is_on_pytorchs_ddp = not hasattr(bucket, "model_parameters")
 
-    # In this thread, which reports earlier steps.
+    # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = recorder.sample(index) if recorder is not None and not is_capturing(device) else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
@@ -228,9 +228,9 @@ def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None
 
 
 def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
-    """Decorate a hook to raise TypeError for a state of no such class, or a wrong bucket, before it does anything.
+    """Decorate a hook: raise TypeError for a state of another class than ``kinds``, or without a bucket.
 
-    No class means any state. Where a process group will do, so will None.
+    Without ``kinds``, any state is accepted. With ``ProcessGroup`` among them, None is accepted, too.
     """
 
     def decorate(hook: Hook) -> Hook:

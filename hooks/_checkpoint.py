@@ -416,8 +416,9 @@ class Checkpointed(DeclaredMemory):
         if unknown := [name for name in errors if name not in parameters]:
             raise ValueError(
                 f"{len(unknown)} of {len(errors)} entries of the error memory belong to parameters that this model "
-                f"does not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. It "
-                "belongs to another model. Load the state of this model, or start with a new one."
+                f"does not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. "
+                "The checkpoint belongs to another model. Load the state that was saved with this model, or start with "
+                "a new state."
             )
         for name, error in errors.items():
             if parameters[name].dtype.to_real() != torch.float64:

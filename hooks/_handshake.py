@@ -69,7 +69,7 @@ class HookSettings(Observed):
     """
 
     serves_one_model = False  # whether the state takes the process group of the model that it is registered for
-    follows_model = False  # whether it has taken it
+    follows_model = False  # whether ``process_group`` was taken from the model
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
         self.hook_name = hook

@@ -229,7 +229,9 @@ class AutoState(HookState):
         methods = {name: self._make(name) for name in state_dict["states"]}
         for name, method in methods.items():
             if not isinstance(method.state, HookState):
-                raise ValueError(f"states has an entry {name!r}, but {name} keeps nothing. Leave it out.")
+                raise ValueError(
+                    f"states has an entry {name!r}, but the candidate {name} has no memory. Remove the entry."
+                )
             method.state.load_state_dict(state_dict["states"][name])
         self._restart(state_dict["iter"], state_dict["plan"], methods)
 
@@ -361,9 +363,10 @@ def _check_plan(plan: Mapping[str, str], module: torch.nn.Module) -> None:
     known = parameter_names(module).values()
     if unknown := sorted(plan.keys() - known):
         raise ValueError(
-            f"The plan chooses {plan[unknown[0]]} for {unknown[0]!r}, which is no parameter of this "
+            f"The plan chooses {plan[unknown[0]]} for {unknown[0]!r}, which is not a parameter of this "
             f"{type(module).__name__}; {len(unknown)} of {len(plan)} names are unknown. The names are those of "
-            f"model.named_parameters(), such as {min(known)!r}. Pass the plan of this model, or none to measure."
+            f"model.named_parameters(), such as {min(known)!r}. Pass the plan of this model, or "
+            "pass no plan: auto_hook then measures."
         )
 
 
@@ -391,8 +394,8 @@ def _check_state_dict(state: Mapping[str, Any]) -> None:
     if len(state["plan"]) != state["chosen"]:
         raise ValueError(
             f"The plan has {len(state['plan'])} parameters, but {state['chosen']} were saved. "
-            "torch.distributed.checkpoint loads only entries that the state has before: create it with the plan of the "
-            "saved run, AutoState(plan=...)."
+            "torch.distributed.checkpoint loads only entries that the state already has: create the state with the "
+            "plan of the saved run, AutoState(plan=...)."
         )
 
 

@@ -26,7 +26,7 @@ from gradwire.hooks._parameter_names import is_number, plain_name
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-Options = TypeVar("Options", bound=type)
+State = TypeVar("State", bound=type)
 
 
 class Step(NamedTuple):
@@ -62,14 +62,14 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     The hook reads and writes gradients in place on gradwire's DDP. It raises TypeError for another state.
 
     Raises:
-        TypeError: ``kind`` is no subclass of `HookState`.
+        TypeError: ``kind`` is not a subclass of `HookState`.
     """
     if not (isinstance(kind, type) and issubclass(kind, HookState)):
         raise TypeError(f"hook_for was given {kind!r}; expected the class of the state: @hook_for(MyState).")
     return lambda hook: zero_copy(ddp_hook(kind)(hook))
 
 
-def with_option_attributes(options: type) -> Callable[[Options], Options]:
+def with_option_attributes(options: type) -> Callable[[State], State]:
     """Decorate a state: every option is also an attribute, whose assignment validates all options together."""
 
     def option(name: str) -> property:
@@ -82,7 +82,7 @@ def with_option_attributes(options: type) -> Callable[[Options], Options]:
 
         return property(operator.attrgetter(f"options.{name}"), assign)
 
-    def decorate(kind: Options) -> Options:
+    def decorate(kind: State) -> State:
         for each in fields(options):
             setattr(kind, each.name, option(each.name))
         return kind
@@ -116,10 +116,10 @@ class HookState(Checkpointed):
         local_options: names of the options that may differ between ranks.
         options: the options. May be replaced between two steps, equally on all ranks.
         process_group: the ranks to average over; None for the model's.
-        iter: number of steps so far, equal on all ranks, which compare it after an assignment.
+        iter: number of steps so far. Must be equal on all ranks, which compare it in the step after an assignment.
 
     Raises:
-        TypeError: ``options`` is no frozen dataclass, or ``process_group`` no process group.
+        TypeError: ``options`` is not a frozen dataclass, or ``process_group`` is not a process group.
         ValueError: ``start_iter`` is not a whole number, or is negative.
     """
 
@@ -328,7 +328,7 @@ class HookState(Checkpointed):
         self.revoke_agreements()
         self._applied, self._patterns_match = settings, False
         if not self._has_announced_start and self.iter < self._start and dist.get_rank(self._group) == 0:
-            # Two plain steps are no surprise: DDP rebuilds its buckets after the first.
+            # Two plain steps are the usual default, because DDP rebuilds its buckets after the first: no warning.
             level = logging.INFO if self._start <= 2 else logging.WARNING
             text = "%s compresses from step %d on, and sends gradients in full until then."
             logging.getLogger(type(self).__module__).log(level, text, self.hook_name, self._start)

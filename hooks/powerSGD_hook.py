@@ -90,7 +90,9 @@ class PowerSGDOptions:
         if self.precision not in ("tf32", "fp32"):
             raise ValueError(f"precision is {self.precision!r}; expected 'tf32' or 'fp32'.")
         if self.alternating and not self.warm_start:
-            raise ValueError("alternating needs warm_start: each step sends one side and keeps the other.")
+            raise ValueError(
+                "alternating needs warm_start: each step sends one factor and reuses the other. Set warm_start=True."
+            )
         every = max(1, self.compression_stats_logging_frequency)  # as PyTorch does
         for name, value in (
             ("compression_stats_logging_frequency", every),
@@ -398,7 +400,7 @@ class PowerSGDState(HookState):
 
 @hook_for(PowerSGDState)
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients, approximating each matrix at rank r, with error feedback.
+    """All-reduce the mean of the gradients, each matrix M = G + E as P Q^T of rank r, with error feedback.
 
     For an n x m matrix, a rank sends r (n + m) elements. Gradients that are not worth compressing are sent as they are.
     Each bucket takes two all-reduces, or one with ``alternating``. Steps before ``start_powerSGD_iter`` are bitwise

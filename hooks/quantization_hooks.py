@@ -99,7 +99,7 @@ class QuantizationState(HookState):
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices
             for most models.
         exempt: `fnmatch` patterns of parameters to send in 16 bits. Parameters with fewer than two
-            dimensions always are: they are small and sensitive to rounding.
+            dimensions are, too, unless a pattern in ``wires`` matches: they are small and sensitive to rounding.
         wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
@@ -185,7 +185,9 @@ PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for th
 
 @hook_for(QuantizationState)
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 1.25 to 16 bits per element, with error feedback.
+    """All-reduce the mean of the gradients in 1.25 to 16 bits per element: Q(sum of Q(G / n + E) + E2).
+
+    Q quantizes, n is the number of ranks, and E and E2 are the error memories of the two shots.
 
     Blocks of ``block_size`` elements share a scale. Every rank quantizes its gradients and sends each
     rank one shard. It sums the shards that it receives in fp32, quantizes the sum, and sends it to all
@@ -220,7 +222,7 @@ def quantization_pertensor_hook(
     """All-reduce the mean of the gradients in 8 bits, with one scale per 1024 elements, without error feedback.
 
     A replacement for PyTorch's hook of this name, which has one scale and one zero point per bucket.
-    New code should use `quantization_hook`: it is more accurate, in as many bytes or fewer.
+    New code should use `quantization_hook`, which has error feedback.
 
     Args:
         process_group: the ranks to average over; None for the model's.

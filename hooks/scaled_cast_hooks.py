@@ -217,7 +217,7 @@ def _check_state_dict(state: Mapping[str, Any]) -> None:
 
 @hook_for(ScaledCastState)
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients in 16 bits, scaled by a power of two that follows the previous step.
+    """All-reduce the mean of the gradients as (sum of cast(s G / n)) / s in 16 bits, s from the previous step.
 
     The scale depends on the largest reduced magnitude, which is bitwise equal on all ranks. So after
     the first step of a bucket, the ranks need no message to agree on the scale. The hook never

@@ -40,7 +40,7 @@ from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
 from gradwire.kernels.matrix_table import FactorLayout, Operands
 from gradwire.kernels.program_table import check_step
 
-# Norms whose squares are far from the ends of fp64's range. Outside lie some rows in fp64, zeros, and non-finite rows.
+# Norms whose squares fit fp64. Zero rows, non-finite rows and extreme fp64 rows lie outside and take the careful path.
 SAFE_NORMS = (1e-140, 1e140)
 
 

@@ -33,7 +33,7 @@ from gradwire.kernels.matrix_table import (
 from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
-# Pipeline stages of products by `tl.dot`. For M^T P they depend on element size and precision: more would spill.
+# Pipeline stages of products by `tl.dot`. For M^T P, more stages than these would spill registers.
 STAGES = 3
 STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2, (4, "ieee"): 1, (2, "ieee"): 1}
 # Columns of a factor in one `tl.dot`. With 64, M^T P in TF32 has the shape of Hopper's and Blackwell's asynchronous

@@ -66,7 +66,7 @@ def orthogonalize_cpu(wire: Tensor, layout: FactorLayout, out: Tensor, finite: T
     """`orthogonalize` on a CPU: Cholesky QR in fp64. G = P P^T = L L^T, P <- L^-1 P, for factors stored transposed."""
     sources, targets, largest_loss = layout.cached_views(wire), layout.cached_views(out), tolerance(out.dtype)
     finite.fill_(1)
-    # The r x r work is batched over factors of one rank; products with r x n are not, for the bits.
+    # Only the r x r work is batched: the rounding of a batched r x n product depends on the number of factors.
     for rank in sorted(set(layout.ranks)):
         members = [i for i, each in enumerate(layout.ranks) if each == rank]
         gram, scale = _unit_gram([sources[i] for i in members])

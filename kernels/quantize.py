@@ -111,7 +111,7 @@ def _check_buffer(
         )
     if tensor.data_ptr() % ALIGN_BYTES != 0:
         raise ValueError(
-            f"{name} begins at an address that is no multiple of {ALIGN_BYTES}. Pass a tensor of its own, or a view "
+            f"{name} begins at an address that is not a multiple of {ALIGN_BYTES}. Pass a separate tensor, or a view "
             f"that begins at a multiple of {ALIGN_BYTES} bytes."
         )
 

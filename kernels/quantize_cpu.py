@@ -237,7 +237,7 @@ def quantize_cpu(
             elif error is None or frexp(scale)[0] != 0.5:
                 torch.mul(source, scale, out=present)
             else:
-                # One pass, rounded twice as in two: the quotient is the product, and does not fuse with the addition.
+                # One pass, rounded as two: a division by 1 / scale, unlike a product, is not fused with the addition.
                 divisor = torch.tensor(1 / scale, device="cpu")
                 torch.addcdiv(error[: source.numel()].to(torch.float32), source, divisor, out=present)
                 error = None

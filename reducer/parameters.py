@@ -31,7 +31,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 # For each wrapper, the wrappers around it that have been checked.
 _checked: WeakKeyDictionary[TorchDDP, WeakSet[TorchDDP]] = WeakKeyDictionary()
 # gradwire's wrappers that have begun a forward.
-_used: WeakSet[Any] = WeakSet()
+_have_run_forward: WeakSet[Any] = WeakSet()
 
 
 def find_unused(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list[int]:
@@ -154,8 +154,8 @@ def find_sharing_wrappers(wrapper: Any) -> None:
     """Before its first forward, find the live wrappers that share parameters with ``wrapper``; see
     `DDPReducer.share`.
     """
-    if wrapper not in _used:
-        _used.add(wrapper)
+    if wrapper not in _have_run_forward:
+        _have_run_forward.add(wrapper)
         _share(wrapper)
 
 
@@ -163,7 +163,7 @@ def find_sharing_wrappers(wrapper: Any) -> None:
 def _share(wrapper: Any) -> None:
     mine = {id(parameter) for parameter in wrapper.reducer.parameters}
     other: Any
-    for other in {*_used, *live_wrappers()}:
+    for other in {*_have_run_forward, *live_wrappers()}:
         shared = {id(parameter) for parameter in other.module.parameters()} & mine if other is not wrapper else None
         if shared:
             wrapper.reducer.share(other, shared)

@@ -16,7 +16,7 @@ from gradwire.hooks._bucket import CommHook
 from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState
-from gradwire.sharded.exchange import Exchange
+from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.replicas import ReplicaGroup
 from gradwire.sharded.shards import WIRES, CastReduceScatter
 from gradwire.sharded.torch_internals import (
@@ -52,7 +52,7 @@ class Attachment:
         return f"Attachment({self.report})"
 
     def detach(self) -> None:
-        """Average plainly again, from the next backward on. Call it on every rank, between two steps.
+        """Average without compression from the next backward on. Call it on every rank, between two steps.
 
         The error memory stays in the state, for a later `attach`.
 
@@ -82,8 +82,8 @@ class Attachment:
         memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
         if not memory and counts:
             raise NotImplementedError(
-                f"{', '.join(counts)} of a {type(self.state).__name__} do not fit other numbers of shards. "
-                "Save state.state_dict() of every rank in a file of its own, and resume with the same mesh."
+                f"{', '.join(counts)} in {type(self.state).__name__} cannot be loaded with another number of shards. "
+                "Save state.state_dict() of every rank in a separate file, and resume with the same mesh."
             )
         for entry in counts:
             if entry not in memory or memory[entry].shape is None:
@@ -150,9 +150,9 @@ def attach(
         A handle; its ``report`` says what is compressed.
 
     Raises:
-        TypeError: ``hook`` is missing for a state that several hooks share, or ``model`` is no such model.
+        TypeError: ``hook`` is missing for a state that several hooks share, or ``model`` is none of these.
         NotImplementedError: a hook on FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
-        ValueError: ``within`` is no wire format, or has no effect on this model; the model has replicas of different
+        ValueError: ``within`` is not a wire format, or has no effect on this model; the model has replicas of different
             ranks; or the state belongs to another model.
 
     Examples:
@@ -198,7 +198,7 @@ def attach(
             "its own to each submodule."
         )
     before = [(group, group.mesh_info, group._reduce_scatter_comm) for _, group in groups]
-    exchange, parameters, report = Exchange(), {}, []
+    exchange, parameters, report = ShardedExchange(), {}, []
     if averages:
         assert hook is not None
         state = in_group(state, hook, replicated[0][1])
@@ -225,7 +225,7 @@ def _attach_to_replicas(
     replicated: Sequence[tuple[Any, dist.ProcessGroup]],
     state: Any,
     hook: CommHook,
-    exchange: Exchange,
+    exchange: ShardedExchange,
 ) -> dict[str, Any]:
     """Let a hook average all parameter groups; returns FSDP2's parameters by name."""
     module_names = {module: plain_name(found) for found, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""`Exchange`: the steps of a model sharded by FSDP2, and its errors."""
+"""`ShardedExchange`: the steps of a model sharded by FSDP2, and its errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.comm import connections_of
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 
 
-class Exchange:
+class ShardedExchange:
     """Which backward of a model runs, and whether a compressed exchange has failed in it.
 
     A step ends with its backward. Errors are raised then, too: until the end of the backward, FSDP2 makes its own

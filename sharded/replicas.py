@@ -15,7 +15,7 @@ from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
 from gradwire.hooks._bucket import CommHook, is_zero_copy
 from gradwire.kernels import SegmentTable, unflatten
-from gradwire.sharded.exchange import Exchange
+from gradwire.sharded.exchange import ShardedExchange
 
 
 class ShardBucket:
@@ -129,7 +129,7 @@ class ReplicaGroup(dist.ProcessGroup):
         names: Sequence[str],
         state: Any,
         hook: CommHook,
-        exchange: Exchange,
+        exchange: ShardedExchange,
     ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.replicas = replicas

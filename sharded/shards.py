@@ -12,7 +12,7 @@ from gradwire.comm import Workspace, connections_of
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
 from gradwire.kernels import SegmentTable, flatten
-from gradwire.sharded.exchange import Exchange
+from gradwire.sharded.exchange import ShardedExchange
 
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,7 +29,7 @@ class CastReduceScatter:
         exchange: shared by all parameter groups of a model.
     """
 
-    def __init__(self, native: Any, wire: str, exchange: Exchange) -> None:
+    def __init__(self, native: Any, wire: str, exchange: ShardedExchange) -> None:
         self.native = native
         self._wire = WIRES[wire]
         self._exchange = exchange

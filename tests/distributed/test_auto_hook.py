@@ -345,7 +345,7 @@ def test_plan_of_another_model_raises(wrapper):
     ddp = wrapped(wrapper, hook=(state, auto_hook))
     kind, message = error_of(train_steps, ddp)
     assert kind == "ValueError"
-    assert "chooses int4 for 'layer.2.weight', which is no parameter of this Mlp; 1 of 2 names" in message
+    assert "chooses int4 for 'layer.2.weight', which is not a parameter of this Mlp; 1 of 2 names" in message
 
 
 @on_ranks(2, 3)
@@ -384,7 +384,7 @@ def test_bad_options_raise(options, message):
         ({"chosen": 3}, "The plan has 0 parameters, but 3 were saved"),
         ({"plan": [1]}, "plan is"),
         ({"plan": {"weight": "zip"}, "chosen": 1}, "no candidate 'zip'"),
-        ({"states": {"bf16": {}}}, "bf16 keeps nothing"),
+        ({"states": {"bf16": {}}}, "the candidate bf16 has no memory"),
         ({"states": {"int8": {}}}, "no 'iter'"),
     ],
 )

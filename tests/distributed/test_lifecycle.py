@@ -53,7 +53,7 @@ def arguments(ddp):
 
 
 @on_ranks(2, 3)
-def test_surface_matches_pytorch():
+def test_arguments_state_dict_and_logging_data_match_pytorch():
     theirs, ours = models = [wrapped(wrapper, "conv") for wrapper in WRAPPERS]
     for ddp in models:
         train_steps(ddp, 4)
@@ -111,7 +111,7 @@ def model_and_copy(wrapper, how, trained):
 @pytest.mark.parametrize("trained", [0, 3])
 @pytest.mark.parametrize("how", COPIES)
 @on_ranks(2, 3)
-def test_copies_work_as_pytorchs(how, trained):
+def test_copies_train_like_pytorchs(how, trained):
     theirs, ours = (model_and_copy(wrapper, how, trained) for wrapper in WRAPPERS)
     assert_same_bits(ours, theirs)
     for model, twin in ours[2:]:  # the copy starts with one bucket again, whose sums may have another order
@@ -121,7 +121,7 @@ def test_copies_work_as_pytorchs(how, trained):
 
 # A group that only some ranks belong to must not put the others out of step.
 @on_ranks(3)
-def test_executors_of_a_subgroup_and_of_the_default_group(tmp_path):
+def test_subgroup_and_default_group_train_in_turns(tmp_path):
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=size)
@@ -138,7 +138,7 @@ def test_executors_of_a_subgroup_and_of_the_default_group(tmp_path):
 
 
 @on_ranks(2, 3)
-def test_one_executor_for_each_group():
+def test_each_group_has_one_executor():
     group = dist.new_group(list(range(dist.get_world_size())))
     cpu = torch.device("cpu")
     first, second, third = executor_for(None, cpu), executor_for(None, cpu), executor_for(group, cpu)

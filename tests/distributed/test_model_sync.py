@@ -1,4 +1,4 @@
-"""Construction: what ranks compare and broadcast, and which arguments are refused."""
+"""Construction: comparison and broadcast of models, and refused arguments."""
 
 import math
 from unittest import mock

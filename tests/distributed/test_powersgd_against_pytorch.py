@@ -1,6 +1,6 @@
 """gradwire's `powerSGD_hook` where PyTorch's goes wrong: what ours does is asserted, what PyTorch's does is recorded.
 
-A PyTorch that has mended a defect fails nothing here. The record is the property ``pytorch`` of each test in the
+If a release of PyTorch fixes a defect, no test fails. The record is the property ``pytorch`` of each test in the
 report, and a summary at the end of the run: one line, or all of it with ``-v``, the source of the tables in
 docs/migrating.md.
 """
@@ -233,7 +233,7 @@ def test_p6_loaded_state_averages_over_its_own_group(both, pytorch):
 
 
 @pytest.mark.slow
-def test_p7_many_buckets_on_gloo(worlds, pytorch):
+def test_p7_many_buckets_on_gloo_equal_one_bucket(worlds, pytorch):
     # PyTorch's hook may hang or abort the process here, so each run has processes of its own.
     assert end_of(worlds(2).run_fresh(train_many_buckets, library="ours")) == "right"
     runs = [worlds(2).run_fresh(train_many_buckets, library="pytorchs", limit=PROBE_LIMIT) for _ in range(3)]

@@ -267,7 +267,7 @@ def open_sockets():
 
 @pytest.mark.parametrize("during", ["forward", "backward"])
 @on_ranks(2, 3)
-def test_kept_traceback_keeps_no_connection(during):
+def test_stored_exception_holds_no_connection_open(during):
     group = dist.new_group()
     dist.barrier(group)
     before = open_sockets()
@@ -398,7 +398,7 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
 
 @pytest.mark.parametrize("outcome", ["met", "failed"])
 @on_ranks(2)
-def test_meeting_ends_with_the_decision_of_the_first_rank_on_all_ranks(outcome):
+def test_store_gather_has_the_outcome_of_the_first_rank_on_all_ranks(outcome):
     expected = ["of rank 0", "of rank 1"] if outcome == "met" else "RanksMissing"
     store, group, rank = signals(outcome), dist.new_group(), dist.get_rank()
     decided = [f"meet/{outcome}/1/outcome"]

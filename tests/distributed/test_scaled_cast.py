@@ -1,4 +1,4 @@
-"""`scaled_cast_hook`: what its scales do over the steps, and what a checkpoint keeps."""
+"""`scaled_cast_hook`: the scales over the steps, and the content of a checkpoint."""
 
 import io
 from dataclasses import dataclass

@@ -279,7 +279,7 @@ def test_other_ranks_assigned_to_a_registered_state_raise(hook):
 
 
 @on_ranks(3, limit=60)
-def test_older_wrapper_of_a_model_hides_no_wrong_group():
+def test_wrong_group_raises_although_an_older_wrapper_is_alive():
     half, module, models = half_of_three(), build("mlp"), []
     for _ in range(2):  # the older one is still alive
         models.append(WRAPPERS["pytorch"](module, process_group=half))

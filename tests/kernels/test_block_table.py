@@ -31,7 +31,7 @@ def test_every_tensor_starts_a_block():
     assert blocks.block_segments.dtype == torch.int32
 
 
-def test_blocks_know_counts_keys_and_places():
+def test_blocks_have_counts_keys_and_starts():
     counts, keys, starts = table((100,), (), (200,)).blocks(1, 5)
     assert counts.tolist() == [36, 1, 64, 64]
     assert keys.tolist() == [0, 1, 2, 2]

@@ -38,7 +38,7 @@ LANES = np.arange(32)
         (np.where(LANES < 16, 128 * LANES, -1), 4, (1, 16)),  # half of the threads
     ],
 )
-def test_passes_over_banks(addresses, width, expected):
+def test_number_of_bank_passes_is_that_counted_by_hand(addresses, width, expected):
     assert passes(addresses, width) == expected
 
 

@@ -236,7 +236,7 @@ def test_span_of_large_factors_is_kept(wire, device, large):
 
 
 @pytest.mark.parametrize("max_tiles", [1, 2, 100])
-def test_large_factors_have_at_most_so_many_tiles(max_tiles, device, large, monkeypatch):
+def test_large_factors_become_orthonormal_with_any_tile_limit(max_tiles, device, large, monkeypatch):
     monkeypatch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
     well_conditioned(torch.float32, torch.float32, device, large, (100.0,))
 

@@ -36,7 +36,7 @@ MESSAGES = {
     "dimensions": (MESSAGE[0], r"expected \[pieces, n, cell_bytes\]"),
     "stride": (torch.zeros(1, 2, 2 * LAYOUT.cell_bytes, dtype=torch.uint8)[..., ::2], "expected a contiguous"),
     "device": (MESSAGE.to("meta"), "on cpu"),
-    "alignment": (unaligned(MESSAGE), "no multiple of 16"),
+    "alignment": (unaligned(MESSAGE), "not a multiple of 16"),
     "size": (torch.zeros(1, 1, LAYOUT.cell_bytes, dtype=torch.uint8), "the section needs room for 3 blocks"),
     "cell": (torch.zeros(1, 2, 32, dtype=torch.uint8), "2 in each cell, which end at byte 96"),
 }
@@ -52,7 +52,7 @@ def test_misfitting_message_raises(message, match):
         dequantize(message, SECTION, TENSORS)
 
 
-def test_other_tensors_raise():
+def test_wrong_number_of_tensors_raises():
     for call in (
         lambda: quantize(TENSORS[:1], SECTION, MESSAGE, scale=1.0),
         lambda: dequantize(MESSAGE, SECTION, TENSORS[:1]),
@@ -72,7 +72,7 @@ MEMORIES = {
     ),
     "alignment": (
         {"errors": torch.zeros(TABLE.numel), "pending": torch.zeros(TABLE.numel + 1)[1:]},
-        "no multiple of 16",
+        "not a multiple of 16",
     ),
     "bf16 without random numbers": (errors(torch.bfloat16), r"pass rounding=Rounding\(step\)"),
     "step of another dtype": ({"rounding": Rounding(torch.zeros(1))}, "expected one element of torch.int64"),

@@ -127,7 +127,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("tensors, message", REFUSED.values(), ids=REFUSED)
-def test_indescribable_list_raises(tensors, message):
+def test_unsupported_tensors_raise(tensors, message):
     with pytest.raises(ValueError, match=message):
         SegmentTable(tensors)
 
