@@ -385,7 +385,7 @@ def test_bad_options_raise(options, message):
         ({"plan": [1]}, "plan is"),
         ({"plan": {"weight": "zip"}, "chosen": 1}, "no candidate 'zip'"),
         ({"states": {"bf16": {}}}, "the candidate bf16 has no memory"),
-        ({"states": {"int8": {}}}, "no 'iter'"),
+        ({"states": {"int8": {}}}, "no entry 'iter'"),
     ],
 )
 def test_bad_checkpoint_raises_and_changes_nothing(changes, message):
