@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
-from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES, let_go_of_locals
+from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES, clear_frames
 from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_failed_shot_keeps_no_work():
     sent = message(0, 5, 2, 16)
     with pytest.raises(RuntimeError, match="Connection closed by peer") as failure:
         transport.run(transport.all_to_all(torch.empty_like(sent), sent))
-    let_go_of_locals(failure.value)
+    clear_frames(failure.value)
     assert [work() for work in made] == [None] * 5
 
 
