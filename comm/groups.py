@@ -87,16 +87,27 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
             'for CPU tensors. Use init_process_group("gloo"), or "cpu:gloo,cuda:nccl".'
         )
     timeout = device_timeouts(group, DEFAULT_TIMEOUT)["cpu"]
-    # Creating a gloo group blocks and cannot be interrupted, so the ranks meet in the store first.
-    keys = [f"{key}/{rank} is here" for rank in range(group.size())]
+    # Creating a gloo group blocks and cannot be interrupted, so the ranks meet in the store first. And they meet again
+    # afterwards: a rank that closed its group at once would leave another one connecting until gloo's timeout.
+    _meet(group, store, f"{key}/begins", timeout, check)
+    own: list[dist.ProcessGroup] = [OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)]
+    try:
+        _meet(group, store, f"{key}/connected", timeout, check)
+    except BaseException:
+        destroy(own)
+        raise
+    return own[0]
+
+
+def _meet(group: dist.ProcessGroup, store: Store, key: str, timeout: timedelta, check: Callable[[], None]) -> None:
+    """Wait until every rank has made the same call."""
+    keys = [f"{key}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], "")
     if missing := wait_for_ranks(group, store, keys, timeout, check):
         raise RuntimeError(
             f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
             "the same model, wrapper and hook on every rank."
         )
-    own: dist.ProcessGroup = OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)
-    return own
 
 
 def destroy(last: list[dist.ProcessGroup]) -> None:

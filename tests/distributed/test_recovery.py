@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import gradwire
-from gradwire.comm import connections_of, executor, store_collectives, transport
+from gradwire.comm import connections_of, executor, groups, store_collectives, transport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import reduce_bucket
@@ -363,6 +363,30 @@ def test_new_wrapper_on_the_group_of_a_failed_task_trains():
     seen = train_steps(wrapped(group=group, hook="fp16"), 2)
     assert_same_on_all_ranks(from_all_ranks(seen))
     assert all(gradient.isfinite().all() for gradient in seen[1].values())
+
+
+@on_ranks(2)
+def test_rank_uses_a_new_group_only_after_all_ranks_have_connected():
+    store, make = signals("connected"), groups.OwnGroup
+    returned = []
+
+    def slow_group(*arguments):
+        """Rank 1 begins to use the group a moment after rank 0 has connected."""
+        made = make(*arguments)
+        with suppress(RuntimeError):
+            store.wait(["rank 0 uses it"], timedelta(seconds=1))
+            returned.append("too early")
+        return made
+
+    found = Connections(dist.new_group())
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(groups, "OwnGroup", slow_group))
+        found.transport("backward", CPU)
+        store.set(f"rank {dist.get_rank()} uses it", "")
+    dist.barrier()
+    found.end()
+    assert returned == []
 
 
 @on_ranks(2, limit=90)
