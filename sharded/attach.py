@@ -177,18 +177,18 @@ def attach(
             "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) has no place for a compressor: "
             "use fully_shard."
         )
-    replicated = [(group, replicas) for _, group in groups if (replicas := replica_group(group)) is not None]
+    replicated = [(group, replicas) for group in groups if (replicas := replica_group(group)) is not None]
     if averages and not replicated:
         raise NotImplementedError(
             "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. Pass "
             "attach(model, within='bf16') for the reduce-scatter, or shard over a 2-D mesh (replicate, shard) whose "
             "shards share fast links."
         )
-    scattered = [group for _, group in groups if has_shards(group)] if within is not None else []
+    scattered = [group for group in groups if has_shards(group)] if within is not None else []
     if within is not None and not scattered:
         raise ValueError("within has no effect on this model, which has no shards. Leave it out.")
     if any(isinstance(replicas, ReplicaGroup) for _, replicas in replicated) or any(
-        isinstance(group._reduce_scatter_comm, CastReduceScatter) for _, group in groups
+        isinstance(group._reduce_scatter_comm, CastReduceScatter) for group in groups
     ):
         raise ValueError("gradwire is attached to this model already. Call detach() of its Attachment first.")
     ranks = {tuple(dist.get_process_group_ranks(replicas)) for _, replicas in replicated}
@@ -197,7 +197,7 @@ def attach(
             f"The parameter groups of this model have replicas on different ranks: {sorted(ranks)}. Attach a state of "
             "its own to each submodule."
         )
-    before = [(group, group.mesh_info, group._reduce_scatter_comm) for _, group in groups]
+    before = [(group, group.mesh_info, group._reduce_scatter_comm) for group in groups]
     exchange, parameters, report = ShardedExchange(), {}, []
     if averages:
         assert hook is not None
@@ -212,7 +212,7 @@ def attach(
     if scattered:
         report.append(f"{len(scattered)} parameter groups are reduced within a replica in {within}, with sums in fp32")
     plain = [] if averages or not replicated else ["the all-reduce between replicas"]
-    plain += [] if scattered or not any(has_shards(group) for _, group in groups) else ["the reduce-scatter"]
+    plain += [] if scattered or not any(has_shards(group) for group in groups) else ["the reduce-scatter"]
     if averages and exchange.n_groups < len(replicated):
         plain.append(f"{len(replicated) - exchange.n_groups} parameter groups of several dtypes or without gradients")
     if plain:

@@ -68,7 +68,9 @@ class CastReduceScatter:
             self._agreed.add((group, connections.generation))
         executor = connections.executor(gradients.device)
         key = (gradients.numel(), gradients.dtype)
-        table = self._tables.setdefault(key, SegmentTable([gradients]))
+        if key not in self._tables:
+            self._tables[key] = SegmentTable([gradients])
+        table = self._tables[key]
         n = group.size()
 
         async def reduce_scatter(workspace: Workspace) -> None:

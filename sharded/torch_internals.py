@@ -17,13 +17,13 @@ _GROUP_NAMES = ("fsdp_params", "mesh_info", "device", "mp_policy", "_reduce_scat
 _PARAMETER_NAMES = ("_module_info", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
 
 
-def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every parameter group of FSDP2 in ``model``, with the name of its module. A group reduces its gradients together.
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """Every parameter group of FSDP2 in ``model``. A group reduces its gradients together.
 
     Raises:
         NotImplementedError: this release of PyTorch lacks a private name.
     """
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             try:
                 groups = module._get_fsdp_state()._fsdp_param_groups
@@ -37,8 +37,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
                     f"gradwire.attach uses private names of FSDP2, and torch {torch.__version__} lacks one: {error}. "
                     f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
                 ) from error
-            for group in groups:
-                yield name, group
+            yield from groups
 
 
 def _require(owner: object, names: tuple[str, ...]) -> None:
