@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
-from gradwire.comm.store_collectives import POLL_SECONDS, gradwire_store
+from gradwire.comm.nodes import local_size, node_name
+from gradwire.comm.store_collectives import POLL_SECONDS, get_all, gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
@@ -58,6 +59,8 @@ class Connections:
         self.group = group
         self.failure: str | None = None
         self._store = gradwire_store(group)
+        self._node_keys = [f"node/{rank}" for rank in range(group.size())]
+        self._store.set(self._node_keys[group.rank()], node_name())
         self.generation = self._store.add(self._counter, 1)
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
@@ -85,11 +88,13 @@ class Connections:
         executor = self._executors.get(device)
         if executor is None:  # not created yet, or dropped by a failure
             self.check()
-            if has_streams(device):
-                executor = StreamExecutor(GroupTransport(self.group), device)
+            is_on_streams = has_streams(device)
+            transport = GroupTransport(self.group if is_on_streams else self._duplicate_group("first"))
+            later = None if is_on_streams else self._duplicate_group("later")
+            transport.local_size = local_size(get_all(self._store, self._node_keys))
+            if later is None:
+                executor = StreamExecutor(transport, device)
             else:
-                transport = GroupTransport(self._duplicate_group("first"))
-                later = self._duplicate_group("later")
                 executor = WorkerExecutor(transport, later, device, self.check_peers, self._post_failure_of_task)
             self._executors[device] = executor
             if self.failure is not None:  # another thread has failed meanwhile

@@ -78,6 +78,11 @@ def store_all_gather(
         raise
     if _decide(store, attempt, "failed" if missing else "met") == "failed":
         raise RanksMissing(purpose, missing, timeout)
+    return get_all(store, keys)
+
+
+def get_all(store: Store, keys: list[str]) -> list[str]:
+    """The values of the keys. Waits for those that are not set yet, until the store's timeout."""
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
     return [each.decode() for each in values]
 

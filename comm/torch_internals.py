@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -120,14 +120,18 @@ def gloo_options(timeout: timedelta) -> Any:
 # unregistered groups, and PyTorch 2.13 warns of `all_gather_into_tensor`.
 
 
-def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
+def all_to_all(
+    received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool, ranks: Sequence[int] | None = None
+) -> dist.Work | None:
     """Launch the exchange of the first dimension's parts: part i of ``sent`` goes to rank i and is received from it.
 
-    Both tensors are contiguous. If not ``is_async``, NCCL uses the current stream, and the result may be None.
+    Both tensors are contiguous. With ``ranks``, ascending, part i is that of ``ranks[i]``, and other ranks exchange
+    nothing with this one. If not ``is_async``, NCCL uses the current stream, and the result may be None.
     """
     options: Any = bindings.AllToAllOptions()
     options.asyncOp = is_async
-    return group.alltoall_base(received, sent, [], [], options)
+    sizes = [] if ranks is None else [len(sent) // len(ranks) * (rank in ranks) for rank in range(group.size())]
+    return group.alltoall_base(received, sent, sizes, sizes, options)
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:

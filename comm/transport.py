@@ -166,6 +166,7 @@ class Shot(Collective):
 
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
         self.target, self.source, self.payload_bytes = target, source, payload_bytes
+        self.ranks: Sequence[int] | None = None  # the n ranks, ascending; None: all of the group
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Launch every piece, then wait for each."""
@@ -180,9 +181,10 @@ class Shot(Collective):
         works = [self._start_piece(target, source, group, is_async) for target, source in pieces]
         return [work for work in works if work is not None]
 
-    @staticmethod
     @abstractmethod
-    def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None: ...
+    def _start_piece(
+        self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
+    ) -> dist.Work | None: ...
 
     def run_alone(self) -> None:
         """Copy the message of the only rank to itself."""
@@ -192,17 +194,22 @@ class Shot(Collective):
 class AllToAll(Shot):
     """The first shot, of a source [pieces, n, bytes]."""
 
-    @staticmethod
-    def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
-        return all_to_all(target, source, group, is_async=is_async)
+    def _start_piece(
+        self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
+    ) -> dist.Work | None:
+        return all_to_all(target, source, group, is_async=is_async, ranks=self.ranks)
 
 
 class AllGather(Shot):
     """The second shot, of a source [pieces, bytes]."""
 
-    @staticmethod
-    def _start_piece(target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
-        return all_gather(target.view(-1), source, group, is_async=is_async)
+    def _start_piece(
+        self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
+    ) -> dist.Work | None:
+        if self.ranks is None:
+            return all_gather(target.view(-1), source, group, is_async=is_async)
+        copies = source.expand_as(target).contiguous()
+        return all_to_all(target, copies, group, is_async=is_async, ranks=self.ranks)
 
 
 class Transport:
@@ -219,24 +226,24 @@ class Transport:
             ranks sends 2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot
             counts half of the message, of which it sends (n - 1) / n.
         n_created: number of collectives created so far, awaited or not.
+        local_size: number of ranks on each node, if nodes have equally many and consecutive ones; else 1.
     """
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
         self.rank = rank
+        self.local_size = 1
         self.payload_bytes = 0
         self.n_created = 0
         self._latest_sparse: list[Future[Any]] = []  # empty or one: see `AllReduce`
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Return the collective that replaces each tensor by its sum over all ranks; await it."""
-        self.n_created += 1
-        return AllReduce(tensors, dist.ReduceOp.SUM, self._latest_sparse)
+        return self._created(AllReduce(tensors, dist.ReduceOp.SUM, self._latest_sparse))
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:
         """Return the collective that replaces ``tensor`` by its elementwise maximum over all ranks; await it."""
-        self.n_created += 1
-        return AllReduce((tensor,), dist.ReduceOp.MAX, self._latest_sparse)
+        return self._created(AllReduce((tensor,), dist.ReduceOp.MAX, self._latest_sparse))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
         """Return the collective that sets ``received[p, i]`` to ``sent[p, this rank]`` of rank i; await it.
@@ -250,8 +257,7 @@ class Transport:
         """
         _check_pieces("sent", sent, (None, self.world_size, None))
         _check_pieces("received", received, sent.shape)
-        self.n_created += 1
-        return AllToAll(received, sent, received.nbytes // 2)  # the other half is the second shot's
+        return self._created(AllToAll(received, sent, received.nbytes // 2))  # the other half is the second shot's
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
         """Return the collective that sets ``gathered[p, i]`` to ``own[p]`` of rank i; await it.
@@ -265,8 +271,20 @@ class Transport:
         """
         _check_pieces("own", own, (None, None))
         _check_pieces("gathered", gathered, (own.shape[0], self.world_size, own.shape[1]))
+        return self._created(AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2))
+
+    def _created(self, collective: Collective) -> Collective:
         self.n_created += 1
-        return AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2)
+        return collective
+
+    def within_node(self, local_size: int) -> Transport:
+        """The two shots among the ``local_size`` ranks of this rank's node; the payload does not count them."""
+        first = self.rank // local_size * local_size
+        return PartialTransport(self, range(first, first + local_size), counts=False)
+
+    def between_nodes(self, local_size: int) -> Transport:
+        """The two shots among the ranks with the place of this rank on each node of ``local_size`` ranks."""
+        return PartialTransport(self, range(self.rank % local_size, self.world_size, local_size), counts=True)
 
     def pieces(self, nbytes: int) -> int:
         """Number of pieces into which to cut a message of ``nbytes``, all cells together; equal on all ranks."""
@@ -350,6 +368,39 @@ class GroupTransport(Transport):
         if self._group is not None:
             last, self._group = [self._group], None
             destroy(last)
+
+
+class PartialTransport(Transport):
+    """The two shots among some of the ranks of a transport, which runs them.
+
+    Args:
+        whole: the transport.
+        ranks: ranks of ``whole``, ascending, this one among them.
+        counts: whether the shots count in the payload of ``whole``.
+    """
+
+    def __init__(self, whole: Transport, ranks: range, counts: bool) -> None:
+        super().__init__(len(ranks), ranks.index(whole.rank))
+        self._whole, self._ranks, self._counts = whole, ranks, counts
+
+    def all_reduce(self, *tensors: Tensor) -> Collective:
+        """Raise NotImplementedError: an all-reduce is among all ranks."""
+        raise NotImplementedError("Only the two shots are possible among some of the ranks.")
+
+    def all_reduce_max(self, tensor: Tensor) -> Collective:
+        """Raise NotImplementedError; see `all_reduce`."""
+        return self.all_reduce(tensor)
+
+    def pieces(self, nbytes: int) -> int:  # noqa: D102
+        whole = self._whole
+        return 1 if self.world_size == 1 else whole.pieces(nbytes // self.world_size * whole.world_size)
+
+    def _created(self, collective: Collective) -> Collective:
+        assert isinstance(collective, Shot)
+        collective.ranks = self._ranks
+        if not self._counts:
+            collective.payload_bytes = 0
+        return self._whole._created(collective)
 
 
 def pieces_on_gloo(nbytes: int, world_size: int) -> int:

@@ -5,6 +5,7 @@ and runs in one process too: see `powersgd_all_reduce`.
 """
 
 from gradwire.compress.cast import Gradients, cast_all_reduce, sparse_all_reduce
+from gradwire.compress.nodes import NodeBucket, quantized_all_reduce_on_nodes
 from gradwire.compress.policy import LowRankPolicy, WirePolicy
 from gradwire.compress.powersgd import (
     LowRankBucket,
@@ -21,6 +22,7 @@ __all__ = [
     "Gradients",
     "LowRankBucket",
     "LowRankPolicy",
+    "NodeBucket",
     "Quantization",
     "QuantizedBucket",
     "WirePolicy",
@@ -29,6 +31,7 @@ __all__ = [
     "flat_low_rank_bucket",
     "powersgd_all_reduce",
     "quantized_all_reduce",
+    "quantized_all_reduce_on_nodes",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",
 ]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -88,7 +89,19 @@ async def quantized_all_reduce(
         >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm() / 5)
         True
     """
-    step = bucket.start_step(source, target, iteration, workspace)
+    step = bucket.start_step(source, target, iteration, workspace.wires(*bucket.wires))
+    await two_shots(step, 1 / transport.world_size, transport)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
+    for each in step.sections:
+        dequantize(step.message, each.section, each.target)
+    # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
+    if step.pending is not None:
+        assert bucket.errors is not None
+        commit_errors(step.message, step.pending, bucket.errors)
+
+
+async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> None:
+    """Leave the codes of ``scale`` times the sum of all gradients in ``step.message``; the next errors are pending."""
     # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
     # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
     for each in step.sections:
@@ -96,7 +109,7 @@ async def quantized_all_reduce(
             each.source,
             each.section,
             step.message,
-            scale=1 / transport.world_size,
+            scale=scale,
             errors=each.errors,
             pending=each.pending,
             rounding=step.first_rounding,
@@ -115,13 +128,6 @@ async def quantized_all_reduce(
             rounding=step.second_rounding,
         )
     await transport.all_gather(step.message, step.result)
-    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
-    for each in step.sections:
-        dequantize(step.message, each.section, each.target)
-    # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
-    if step.pending is not None:
-        assert bucket.errors is not None
-        commit_errors(step.message, step.pending, bucket.errors)
 
 
 class SectionTensors(NamedTuple):
@@ -157,12 +163,28 @@ class Quantization:
         error_dtype: dtype of the error memories, torch.float32 or torch.bfloat16; None: no error feedback.
         stochastic_rounding: whether to round to one of the two nearest codes at random.
         seed: seed of the random numbers, equal on all ranks.
+        local_size: number of consecutive ranks that share a node, a divisor of the world size; see
+            `gradwire.compress.nodes`. 1: the ranks are not on nodes, or their links inside a node do not matter.
     """
 
     block_size: int = 64
     error_dtype: torch.dtype | None = torch.float32
     stochastic_rounding: bool = False
     seed: int = 0
+    local_size: int = 1
+
+
+def sections_by_format(
+    layouts: Sequence[Tensor], formats: Sequence[WireFormat], names: Sequence[str], options: Quantization
+) -> tuple[list[list[int]], list[tuple[WireFormat, BlockTable]]]:
+    """The gradients of each wire format: their positions, and their blocks with the format."""
+    members = {wire: [i for i, each in enumerate(formats) if each == wire] for wire in dict.fromkeys(formats)}
+    keys = [random_key(options.seed, name) for name in names]
+    groups = [
+        (wire, BlockTable([layouts[i] for i in at], options.block_size, [keys[i] for i in at]))
+        for wire, at in members.items()
+    ]
+    return list(members.values()), groups
 
 
 class QuantizedBucket:
@@ -205,13 +227,7 @@ class QuantizedBucket:
         self._rank, self._stochastic = transport.rank, options.stochastic_rounding
         self.layout = SegmentTable(layouts)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
-        # The gradients of each section, in the order of the bucket.
-        self._members = {wire: [i for i, each in enumerate(formats) if each == wire] for wire in dict.fromkeys(formats)}
-        keys = [random_key(options.seed, name) for name in names]
-        groups = [
-            (wire, BlockTable([layouts[i] for i in members], options.block_size, [keys[i] for i in members]))
-            for wire, members in self._members.items()
-        ]
+        self._members, groups = sections_by_format(layouts, formats, names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
         whole = MessageLayout(groups, transport.world_size)
         pieces = transport.pieces(transport.world_size * whole.cell_bytes)
@@ -249,8 +265,18 @@ class QuantizedBucket:
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
         return self._by_name(torch.cat(parts[: len(sections)]), self._names)
 
+    @cached_property
+    def wires(self) -> list[tuple[int, torch.dtype]]:
+        """Number of elements and dtype of the buffers of a step."""
+        layout = self.message_layout
+        numel = layout.n_cells * layout.cell_bytes
+        sizes = [(numel, torch.uint8), (numel, torch.uint8), (layout.pieces * layout.cell_bytes, torch.uint8)]
+        if self.errors is not None:
+            sizes.append((self.errors.numel(), self.errors.dtype))
+        return sizes
+
     def start_step(
-        self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, workspace: Workspace
+        self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, buffers: Sequence[Tensor]
     ) -> QuantizedStep:
         """Set ``counter``, and lay out the tensors of a step.
 
@@ -259,18 +285,14 @@ class QuantizedBucket:
             target: the tensors that receive the mean; may be ``source``.
             iteration: the number of the step. Ignored while a CUDA graph is captured: every replay would set the same
                 number.
-            workspace: provides the buffers.
+            buffers: memory for the step, as ``wires`` describes it. Overwritten.
         """
         if not is_capturing(self.counter.device):
             self.counter.fill_(iteration)
         layout = self.message_layout
-        numel = layout.n_cells * layout.cell_bytes
-        sizes = [(numel, torch.uint8), (numel, torch.uint8), (layout.pieces * layout.cell_bytes, torch.uint8)]
-        if self.errors is not None:
-            sizes.append((self.errors.numel(), self.errors.dtype))
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
-        message, received, result, *buffers = workspace.wires(*sizes)
-        pending = buffers[0] if buffers else None
+        message, received, result = buffers[:3]
+        pending = buffers[3] if self.errors is not None else None
         result = result.view(layout.result_shape)
         result[:, :HEADER_BYTES].zero_()  # no non-finite sum so far
         n = len(layout.sections)
@@ -286,7 +308,7 @@ class QuantizedBucket:
                 errors[n + k],
                 after[n + k],
             )
-            for k, (section, members) in enumerate(zip(layout.sections, self._members.values(), strict=True))
+            for k, (section, members) in enumerate(zip(layout.sections, self._members, strict=True))
         ]
         return QuantizedStep(
             sections_in_step,
@@ -303,6 +325,6 @@ class QuantizedBucket:
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
         section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
-        for section, members, flat in zip(sections, self._members.values(), section_errors, strict=True):
+        for section, members, flat in zip(sections, self._members, section_errors, strict=True):
             views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return views

@@ -23,7 +23,7 @@ from gradwire.hooks._bucket import (
     zero_copy,
 )
 from gradwire.hooks._handshake import HookSettings, settings_of
-from gradwire.hooks.quantization_hooks import quantized_reduction
+from gradwire.hooks.quantization_hooks import check_local_size, quantized_reduction
 
 __all__ = [
     "CastState",
@@ -47,36 +47,45 @@ class CastState(HookSettings):
         accumulate: dtype of the sum over the ranks. "wire" sums in the dtype that the hook sends, with one all-reduce,
             as with a process group as the state. "fp32" sums in fp32 and rounds the sum once, so fp16 sums do not
             overflow and the rounding error does not grow with the world size. It sends as many bytes per rank, in two
-            messages. Use it if sums overflow. With G GPUs per node, a node sends (G + 1) / 2 times as many bytes as
-            with "wire", because NCCL's all-reduce adds up the gradients of a node before it sends them.
+            messages. Use it if sums overflow.
+        local_size: number of ranks on each node, whose gradients "fp32" adds up before it sends them to other nodes;
+            see `gradwire.hooks.quantization_hooks.QuantizationState`. With 1, a node of G ranks sends (G + 1) / 2 times
+            as many bytes as with "wire", because NCCL's all-reduce adds up inside a node, too.
 
     Raises:
         TypeError: ``process_group`` is not a process group.
-        ValueError: ``accumulate`` is neither "wire" nor "fp32".
+        ValueError: ``accumulate`` is neither "wire" nor "fp32", or ``local_size`` is neither "auto" nor a number.
 
     Examples:
         >>> model.register_comm_hook(CastState(process_group, accumulate="fp32"), bf16_compress_hook)
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, accumulate: str = "wire") -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        accumulate: str = "wire",
+        local_size: int | str = "auto",
+    ) -> None:
         if accumulate not in ("wire", "fp32"):
             raise ValueError(f"accumulate is {accumulate!r}; expected 'wire' or 'fp32'.")
         super().__init__("", process_group)  # the name is that of the hook which is called
-        self.accumulate = accumulate
+        check_local_size(local_size)
+        self.accumulate, self.local_size = accumulate, local_size
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(accumulate={self.accumulate!r})"
+        return f"{type(self).__name__}(accumulate={self.accumulate!r}, local_size={self.local_size!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the options, without the process group."""
-        return {"accumulate": self.accumulate}
+        return {"accumulate": self.accumulate, "local_size": self.local_size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
     def settings(self) -> dict[str, object]:
         """The hook's name, and how it sums."""
-        return {"hook": self.hook_name, "accumulate": self.accumulate}
+        return {"hook": self.hook_name, "accumulate": self.accumulate, "local_size": self.local_size}
 
 
 def _cast_hook(
@@ -95,7 +104,7 @@ def _cast_hook(
                 "fp16_compress_hook or bf16_compress_hook, or accumulate='wire'."
             )
         wire = "fp16" if dtype == torch.float16 else "bf16"
-        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, settings)
+        return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, state.local_size, settings)
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)

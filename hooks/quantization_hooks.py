@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm import Algorithm, Executor, Transport, Workspace, executor_for
-from gradwire.compress import Gradients, Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
+from gradwire.compress import (
+    Gradients,
+    NodeBucket,
+    Quantization,
+    QuantizedBucket,
+    WirePolicy,
+    quantized_all_reduce,
+    quantized_all_reduce_on_nodes,
+)
 from gradwire.compress._validation import check_flag, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
@@ -31,6 +39,7 @@ from gradwire.hooks._bucket import (
 )
 from gradwire.hooks._checkpoint import ERRORS
 from gradwire.hooks._handshake import HookSettings, settings_of
+from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
@@ -51,6 +60,7 @@ class QuantizationOptions(WirePolicy):
     stochastic_rounding: bool = False
     error_dtype: torch.dtype = torch.float32
     seed: int = 0
+    local_size: int | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,16 +71,42 @@ class QuantizationOptions(WirePolicy):
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
         check_whole_number("seed", self.seed, "a whole number")
+        check_local_size(self.local_size)
 
-    @property
-    def quantization(self) -> Quantization:
-        """The arithmetic of blocks."""
+    def quantization(self, transport: Transport) -> Quantization:
+        """The arithmetic of blocks, and the ranks on each node.
+
+        Raises:
+            ValueError: ``local_size`` does not divide the world size.
+        """
         return Quantization(
             block_size=self.block_size,
             error_dtype=self.error_dtype if self.use_error_feedback else None,
             stochastic_rounding=self.stochastic_rounding,
             seed=self.seed,
+            local_size=ranks_on_node(self.local_size, transport),
         )
+
+
+def check_local_size(value: object) -> None:
+    """Raise ValueError unless ``value`` is "auto" or a number of ranks."""
+    if value != "auto":
+        check_whole_number("local_size", value, "'auto', or the number of ranks on each node, at least 1", 1)
+
+
+def ranks_on_node(local_size: int | str, transport: Transport) -> int:
+    """The number of consecutive ranks on each node: ``local_size``, or what the ranks have found for "auto".
+
+    Raises:
+        ValueError: ``local_size`` does not divide the world size.
+    """
+    size = transport.local_size if isinstance(local_size, str) else local_size
+    if transport.world_size % size != 0:
+        raise ValueError(
+            f"local_size is {size}, but {transport.world_size} ranks exchange gradients; expected a divisor of that "
+            "number: every node has equally many ranks. Pass 'auto', or 1 to exchange among all ranks directly."
+        )
+    return size
 
 
 def check_block_size(name: str, value: object) -> None:
@@ -79,6 +115,28 @@ def check_block_size(name: str, value: object) -> None:
     check_whole_number(name, value, expected, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
     if value & (value - 1):  # type: ignore[operator]
         raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+AnyBucket = QuantizedBucket | NodeBucket
+
+
+def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucket]:
+    """The class of buckets that are averaged among all ranks directly, or on nodes of several ranks."""
+    return NodeBucket if options.local_size > 1 else QuantizedBucket
+
+
+def all_reduce(
+    bucket: AnyBucket,
+    source: Sequence[Tensor],
+    target: Sequence[Tensor],
+    iteration: int,
+    transport: Transport,
+    workspace: Workspace,
+) -> Algorithm[None]:
+    """`quantized_all_reduce`, or `quantized_all_reduce_on_nodes`."""
+    if isinstance(bucket, NodeBucket):
+        return quantized_all_reduce_on_nodes(bucket, source, target, iteration, transport, workspace)
+    return quantized_all_reduce(bucket, source, target, iteration, transport, workspace)
 
 
 class QuantizationState(HookState):
@@ -110,6 +168,10 @@ class QuantizationState(HookState):
         error_dtype: torch.float32, or torch.bfloat16, which halves the error memory and is rounded
             stochastically, without bias.
         seed: seed of the random numbers, equal on all ranks.
+        local_size: number of ranks on each node. Ranks of a node add up their gradients in fp32, and only the sums are
+            quantized and sent to other nodes; the error memory is 1 / ``local_size`` as large. "auto" finds nodes by
+            their host names; if nodes differ in size, or ranks of a node are not consecutive, it is 1. 1 quantizes
+            every rank's gradients: with one rank per node, or one node, that is the same.
 
     Attributes:
         iter: number of steps so far.
@@ -140,6 +202,7 @@ class QuantizationState(HookState):
         stochastic_rounding: bool = False,
         error_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        local_size: int | str = "auto",
     ) -> None:
         if isinstance(exempt, list):
             exempt = tuple(exempt)
@@ -159,21 +222,33 @@ class QuantizationState(HookState):
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
-    ) -> QuantizedBucket:
-        """A new `QuantizedBucket`; see `HookState.make_bucket`."""
-        return QuantizedBucket(
+    ) -> AnyBucket:
+        """A new `QuantizedBucket` or `NodeBucket`; see `HookState.make_bucket`."""
+        quantization = self.options.quantization(transport)
+        made = bucket_kind(quantization)(
             [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters],
             self.options.wire_formats(parameters, names),
             transport,
-            self.options.quantization,
+            quantization,
             names=names,
             memory=self._tensors,
             iteration=self.iter,
         )
+        if isinstance(made, NodeBucket):  # it has taken the errors, and has no views of them
+            for name in names:
+                self._tensors[ERRORS].pop(name, None)
+        return made
 
-    def folded(self, bucket: QuantizedBucket) -> Mapping[str, Mapping[str, Tensor]]:
+    def folded(self, bucket: AnyBucket) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's errors of both shots, by parameter name."""
         return {ERRORS: bucket.folded_errors()}
+
+    def take_back(self, name: str, gradient: Tensor) -> None:
+        """Keep a reduced gradient that was not applied, for the next step; see `HookState.take_back`."""
+        super().take_back(name, gradient)
+        for names, (_, bucket) in self._buckets.items():
+            if isinstance(bucket, NodeBucket) and plain_name(name) in names:
+                bucket.take_back(plain_name(name), self._share(ERRORS, as_real(gradient), self._group))
 
     def keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""
@@ -209,9 +284,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 
 
 def _quantized(step: Step) -> Algorithm[None]:
-    return quantized_all_reduce(
-        step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace
-    )
+    return all_reduce(step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace)
 
 
 @zero_copy
@@ -232,7 +305,7 @@ def quantization_pertensor_hook(
         >>> model.register_comm_hook(process_group, quantization_pertensor_hook)
     """
     settings = settings_of("quantization_pertensor_hook")
-    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, settings)
+    return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, "auto", settings)
 
 
 @zero_copy
@@ -258,15 +331,20 @@ def quantization_perchannel_hook(
     """
     check_block_size("bucket_size", bucket_size)
     settings = settings_of(f"quantization_perchannel_hook, {bucket_size}")
-    return quantized_reduction(process_group, bucket, "int8", bucket_size, settings)
+    return quantized_reduction(process_group, bucket, "int8", bucket_size, "auto", settings)
 
 
 # Layouts of buckets, kept from step to step.
-_buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, QuantizedBucket]] = weakref.WeakKeyDictionary()
+_buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, AnyBucket]] = weakref.WeakKeyDictionary()
 
 
 def quantized_reduction(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, wire: str, block_size: int, settings: HookSettings
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    wire: str,
+    block_size: int,
+    local_size: int | str,
+    settings: HookSettings,
 ) -> Future[torch.Tensor]:
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
 
@@ -275,28 +353,33 @@ def quantized_reduction(
         bucket: bucket of either DDP. A sparse gradient is averaged uncompressed.
         wire: name of the format.
         block_size: elements that share a scale.
+        local_size: number of ranks on each node, or "auto"; see `QuantizationState`.
         settings: settings of the hook, which must be equal on all ranks.
     """
     group = settings.agree(bucket, process_group)
     quantized = None
     if not is_sparse(bucket):
         executor = executor_for(group, bucket_device(bucket))
-        quantized = _quantized_bucket(executor, bucket, wire, block_size)
+        quantized = _quantized_bucket(executor, bucket, wire, block_size, local_size)
 
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
-        return quantized_all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
+        return all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
 
     layout = quantized.layout if quantized is not None else None
     return reduce_bucket(group, bucket, algorithm, settings.hook_name, layout=layout, recorder=settings._recorder)
 
 
-def _quantized_bucket(executor: Executor, bucket: GradBucket, wire: str, block_size: int) -> QuantizedBucket:
-    buckets = _buckets_of.setdefault(executor, {})
+def _quantized_bucket(
+    executor: Executor, bucket: GradBucket, wire: str, block_size: int, local_size: int | str
+) -> AnyBucket:
+    buckets, transport = _buckets_of.setdefault(executor, {}), executor.transport
     dtype, parameters = bucket_dtype(bucket), bucket.parameters()
-    key = (wire, block_size, dtype, *((parameter.shape, parameter.stride()) for parameter in parameters))
+    n_local = ranks_on_node(local_size, transport)
+    layouts = ((parameter.shape, parameter.stride()) for parameter in parameters)
+    key = (wire, block_size, n_local, dtype, *layouts)
     if key not in buckets:
         formats = [WIRE_FORMATS[wire]] * len(parameters)
-        options = Quantization(block_size=block_size, error_dtype=None)
-        buckets[key] = QuantizedBucket(real_layouts(bucket), formats, executor.transport, options)
+        options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
+        buckets[key] = bucket_kind(options)(real_layouts(bucket), formats, transport, options)
     return buckets[key]

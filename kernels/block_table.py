@@ -209,6 +209,7 @@ class MessageLayout:
         groups: the tensors of each wire format. A table whose tensors are all empty is a section without blocks.
         world_size: the number of ranks.
         pieces: the number of messages that a shot is cut into.
+        multiple: the number of blocks of each section in a cell is rounded up to a multiple of it.
 
     Attributes:
         sections: one for each group.
@@ -221,7 +222,9 @@ class MessageLayout:
         ValueError: there are no groups, the world size or the number of pieces is not positive, or devices differ.
     """
 
-    def __init__(self, groups: Sequence[tuple[WireFormat, BlockTable]], world_size: int, pieces: int = 1) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[WireFormat, BlockTable]], world_size: int, pieces: int = 1, multiple: int = 1
+    ) -> None:
         if not groups:
             raise ValueError("groups is empty; a message needs at least one wire format and its block table.")
         if world_size < 1 or pieces < 1:
@@ -234,7 +237,7 @@ class MessageLayout:
         self.sections: list[Section] = []
         at = HEADER_BYTES
         for wire, table in groups:
-            blocks = -(-table.n_blocks // self.n_cells)
+            blocks = -(-table.n_blocks // (self.n_cells * multiple)) * multiple
             payload_at = _aligned(at + blocks * wire.scale_bytes)
             self.sections.append(Section(table, wire, blocks, at, payload_at))
             at = _aligned(payload_at + blocks * wire.payload_bytes(table.block_size))

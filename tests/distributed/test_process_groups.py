@@ -169,7 +169,7 @@ MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "ot
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "int4_on_nodes"])  # of a fixed size
 def test_state_follows_its_process_group_to_other_ranks(worlds, kind, move, wrapper):
     first, then = MOVES[move]
     results = worlds(3).run(train_in_another_group, kind=kind, wrapper=wrapper, first=first, then=then)

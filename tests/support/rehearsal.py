@@ -97,10 +97,15 @@ class NcclRules(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], *options: Any
     ) -> Any:
-        """Check, then exchange equal parts of the first dimension; other splits are not checked."""
-        if input.dim() == 0 or input.size(0) % self.size() != 0:
-            raise ValueError("Tensor's dim 0 does not divide equally across group size")
-        if output.numel() != input.numel():
+        """Check, then exchange parts of the first dimension: equal ones, or of these sizes."""
+        for tensor, splits in ((input, input_splits), (output, output_splits)):
+            if not splits and (tensor.dim() == 0 or tensor.size(0) % self.size() != 0):
+                raise ValueError("Tensor's dim 0 does not divide equally across group size")
+            if splits and len(splits) != self.size():
+                raise ValueError("Number of tensor splits not equal to group size")
+            if splits and sum(splits) != tensor.size(0):
+                raise ValueError("Split sizes doesn't match total dim 0 size")
+        if not input_splits and output.numel() != input.numel():
             raise ValueError("output tensor size must be equal to input tensor size")
         self._check("alltoall_base", [output, input])
         return self._gloo.alltoall_base(output, input, output_splits, input_splits, *options)

@@ -60,7 +60,7 @@ class Ledger:
 
 
 class Training:
-    """A model on this rank's own batches with a state of that kind in `STATES`.
+    """A model on this rank's own batches with a state of that kind in `STATES`, or a pair of state and hook.
 
     The state loads ``load`` before it is registered; ``wrap_hook`` makes the registered hook from the state's.
     """
@@ -68,7 +68,7 @@ class Training:
     def __init__(self, kind, wrapper="gradwire", model="mlp", *, group=None, load=None, wrap_hook=None, **options):
         self.module = build(model) if isinstance(model, str) else model
         self.ddp = WRAPPERS[wrapper](self.module, process_group=group, **({"bucket_cap_mb": SMALL} | options))
-        self.state, hook = make(kind, self.module, group)
+        self.state, hook = make(kind, self.module, group) if isinstance(kind, str) else kind
         if load is not None:
             self.state.load_state_dict(load)
         register(self.ddp, (self.state, hook if wrap_hook is None else wrap_hook(hook)))

@@ -47,11 +47,13 @@ def _power_sgd(hook, **options):
     return lambda group: (powerSGD_hook.PowerSGDState(group, **options), hook())
 
 
-def _quantized(wire, **options):
-    """Quantizing from the third step on."""
+def _quantized(wire, on_nodes=False, **options):
+    """Quantizing from the third step on; ``on_nodes``: all ranks on one node."""
     options = {"block_size": 32} | options
 
     def make(group):
+        if on_nodes and dist.is_initialized():
+            options["local_size"] = dist.get_world_size(group)
         return quantization_hooks.QuantizationState(group, wire, **options), quantization_hooks.quantization_hook
 
     return make
@@ -72,6 +74,7 @@ HOOKS = {
     "scaled_fp16": _scaled(torch.float16),
     "scaled_bf16": _scaled(torch.bfloat16),
     "int4": _quantized("int4"),
+    "int4_on_nodes": _quantized("int4", on_nodes=True),
     "powersgd": _power_sgd(lambda: powerSGD_hook.powerSGD_hook),
     "powersgd_alternating": _power_sgd(lambda: powerSGD_hook.powerSGD_hook, alternating=True),
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),

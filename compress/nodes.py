@@ -1,0 +1,206 @@
+"""Quantized all-reduce on nodes of several ranks: few bytes between nodes, full precision inside them.
+
+With G ranks on each of K nodes, and E and E2 as in `gradwire.compress.quantization`, but 1 / G as large:
+
+    reduce-scatter inside the node: rank g gets its shard, 1 / G of the bucket, of the node's sum, in fp32
+    quantized all-reduce of the shard among the ranks g of all nodes, up to its codes
+    all-gather of the codes inside the node: every rank gets those of the whole bucket, and decodes them
+
+With b bytes per element of a message, a node sends 2 b (K - 1) / K bytes per element to other nodes. The two shots
+among all G K ranks send (G + 1) b (K - 1) / K, because every rank sends its own gradients; an all-reduce in 16 bits
+that adds up inside the nodes, as NCCL's does, sends 4 (K - 1) / K.
+
+Source: Wang et al., "ZeRO++", arXiv:2306.10209, section 3.3, which quantizes inside the nodes, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.executor import Workspace
+from gradwire.comm.transport import Transport
+from gradwire.compress._validation import check_error_shape
+from gradwire.compress.quantization import Quantization, QuantizedBucket, sections_by_format, two_shots
+from gradwire.kernels import (
+    WIRE_FORMATS,
+    MessageLayout,
+    Section,
+    SegmentTable,
+    WireFormat,
+    commit_errors,
+    dequantize,
+    quantize,
+    reduce_quantized,
+)
+
+
+async def quantized_all_reduce_on_nodes(
+    bucket: NodeBucket,
+    source: Sequence[Tensor],
+    target: Sequence[Tensor],
+    iteration: int,
+    transport: Transport,
+    workspace: Workspace,
+) -> None:
+    """Write the mean of ``source`` over all ranks into ``target``, quantized between nodes.
+
+    Args:
+        bucket: wire formats and error memory. Its errors are modified.
+        source: the gradients, real. Not modified, unless ``target`` is the same memory.
+        target: the result: ``source`` itself, or other tensors like it.
+        iteration: number of the step, equal on all ranks.
+        transport: the transport of all ranks, which the bucket was built for.
+        workspace: provides the messages.
+    """
+    shard = bucket.shard
+    message, received, result, gathered, *buffers = workspace.wires(*bucket.wires, *shard.wires)
+    message, received = message.view(bucket.inside.message_shape), received.view(bucket.inside.message_shape)
+    result, gathered = result.view(bucket.inside.result_shape), gathered.view(bucket.message_layout.message_shape)
+    if bucket.inherited is not None:
+        await bucket.hand_over(bucket.inherited)
+    # Reduce-scatter inside the node. fp32 loses nothing, so this needs no error memory.
+    for members, section in zip(bucket.members, bucket.inside.sections, strict=True):
+        quantize([source[i] for i in members], section, message, scale=1)
+    await bucket.within.all_to_all(received, message)
+    for section in bucket.inside.sections:
+        reduce_quantized(received, section, result, rank=bucket.within.rank)
+    # Between nodes.
+    sums = bucket.shards_in(result)
+    for section, sum_ in zip(bucket.inside.sections, sums, strict=True):
+        start, stop = bucket.used(section)
+        sum_[stop - start :].zero_()  # room for blocks that the bucket does not have
+    step = shard.start_step(sums, sums, iteration, buffers)
+    await two_shots(step, 1 / transport.world_size, bucket.between)
+    # All-gather inside the node.
+    await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), step.message.view(1, -1))
+    for members, section in zip(bucket.members, bucket.message_layout.sections, strict=True):
+        dequantize(gathered, section, [target[i] for i in members])
+    if step.pending is not None:
+        assert shard.errors is not None
+        commit_errors(gathered, step.pending, shard.errors)
+    bucket.inherited = None
+
+
+class NodeBucket:
+    """One bucket on nodes of several ranks: its shards, and the error memory of this rank's shard.
+
+    Every section of the bucket, the gradients of one wire format, is cut into G equal numbers of blocks. The arguments
+    are those of `QuantizedBucket`, with ``options.local_size`` for G.
+
+    Attributes:
+        within: the two shots inside this rank's node.
+        between: the two shots among the ranks with this rank's place on each node.
+        members: the positions of the gradients of each section.
+        layout: position of each gradient in a flat buffer of the bucket.
+        inside: position of each block of the gradients in the message inside the node: a cell for each shard.
+        message_layout: position of each block in the codes of all shards.
+        shard: this rank's shard, one tensor for each section.
+        memory: empty; as an attribute of every bucket.
+        inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie; then
+            None.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Tensor],
+        formats: Sequence[WireFormat],
+        transport: Transport,
+        options: Quantization,
+        *,
+        names: Sequence[str] | None = None,
+        memory: Mapping[str, Mapping[str, Tensor]] | None = None,
+        iteration: int = 0,
+    ) -> None:
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        n_local, device = options.local_size, layouts[0].device
+        self.within, self.between = transport.within_node(n_local), transport.between_nodes(n_local)
+        n_nodes = self.between.world_size
+        self.layout = SegmentTable(layouts)
+        self.members, groups = sections_by_format(layouts, formats, names, options)
+        pieces = self.between.pieces(n_nodes * MessageLayout(groups, n_nodes, n_local).cell_bytes)
+        self.message_layout = MessageLayout(groups, n_nodes, n_local * pieces)
+        in_full = [(WIRE_FORMATS["fp32"], table) for _, table in groups]
+        self.inside = MessageLayout(in_full, n_local, multiple=n_nodes * pieces)
+        shards = self.shards_in(torch.empty(self.inside.result_shape, dtype=torch.uint8, device=device))
+        shard_names = [f"shard {self.within.rank} of {wire.name}: {' '.join(names)}" for wire, _ in groups]
+        shard_formats = [wire for wire, _ in groups]
+        self.shard = QuantizedBucket(
+            shards, shard_formats, self.between, options, names=shard_names, iteration=iteration
+        )
+        assert self.shard.message_layout.cell_bytes == self.message_layout.cell_bytes
+        self.names = names
+        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
+        self.inherited: dict[str, Tensor] | None = None
+        if options.error_dtype is not None:
+            earlier = memory["errors"] if memory is not None else {}
+            self.inherited = {name: earlier[name] for name in names if name in earlier}
+            for name, layout in zip(names, layouts, strict=True):
+                if name in earlier:
+                    check_error_shape(name, earlier[name], layout)
+
+    @property
+    def errors(self) -> Tensor | None:
+        """The error memories of this rank's shard; see `QuantizedBucket`."""
+        return self.shard.errors
+
+    @cached_property
+    def wires(self) -> list[tuple[int, torch.dtype]]:
+        """Number of elements and dtype of the buffers of a step, in addition to those of the shard."""
+        sizes = [prod(self.inside.message_shape)] * 2
+        sizes += [prod(self.inside.result_shape), prod(self.message_layout.message_shape)]
+        return [(size, torch.uint8) for size in sizes]
+
+    def shards_in(self, result: Tensor) -> list[Tensor]:
+        """This rank's shard of each section in a cell of ``inside``, [1, cell bytes]: views, 1-D, in fp32."""
+        return [section.views(result)[1].view(-1).view(torch.float32) for section in self.inside.sections]
+
+    def used(self, section: Section) -> tuple[int, int]:
+        """Where this rank's shard of a section begins and ends, in elements of the section's blocks."""
+        first, last = section.cell_blocks(self.within.rank)
+        return first * section.table.block_size, last * section.table.block_size
+
+    async def hand_over(self, errors: Mapping[str, Tensor]) -> None:
+        """Give errors of earlier buckets to the ranks of the node in whose shards they lie. A collective call."""
+        n_local, parts = self.within.world_size, []
+        for members, section in zip(self.members, self.inside.sections, strict=True):
+            part = torch.zeros(n_local * section.blocks_per_cell * section.table.block_size, device=self.layout.device)
+            for i, view in zip(members, section.table.error_views(part), strict=True):
+                if self.names[i] in errors:
+                    view.copy_(errors[self.names[i]])
+            parts.append(part.view(n_local, -1))
+        sent = torch.cat(parts, 1)
+        received = torch.empty_like(sent)
+        await self.within.all_to_all(received.view(torch.uint8)[None], sent.view(torch.uint8)[None])
+        assert self.shard.errors is not None
+        self.shard.errors.zero_()[: received.shape[1]].copy_(received.sum(0))
+
+    def folded_errors(self) -> dict[str, Tensor]:
+        """This rank's errors by parameter name: copies, in the gradients' shapes and fp32, 0 outside of its shard.
+
+        Summed over the ranks, they are what earlier steps have not applied yet.
+        """
+        if self.inherited is not None:
+            return {name: error.to(torch.float32, copy=True) for name, error in self.inherited.items()}
+        if self.shard.errors is None:
+            return {}
+        found: dict[str, Tensor] = {}
+        for members, section, shard in zip(
+            self.members, self.inside.sections, self.shard.folded_errors().values(), strict=True
+        ):
+            start, stop = self.used(section)
+            flat = torch.zeros(section.table.numel, device=shard.device)
+            flat[start:stop] = shard[: stop - start]
+            found |= {self.names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
+        return found
+
+    def take_back(self, name: str, error: Tensor) -> None:
+        """Add to this rank's errors of a parameter; the next step hands over all errors of the bucket anew."""
+        if self.shard.errors is not None:
+            if self.inherited is None:
+                self.inherited = self.folded_errors()
+            self.inherited[name] = self.inherited[name] + error if name in self.inherited else error.clone()

@@ -1,0 +1,206 @@
+"""Quantized exchange on nodes of several ranks: where nodes are found, the laws, bytes, faults and other node sizes."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.comm.connections import executor_for
+from gradwire.comm.nodes import local_size
+from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.testing import check_laws
+from tests.support.bits import assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.states import Ledger, Training
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    build,
+    error_of,
+    failing_hook,
+    gradients,
+    own_batches,
+    register,
+)
+
+CPU = torch.device("cpu")
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def state_of(wire="int4", *, group=None, **options):
+    return QuantizationState(group, wire, **({"block_size": 32, "start_iter": 0, "local_size": 2} | options))
+
+
+# --- which ranks share a node
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("a", 1),
+        ("aa", 1),  # one node
+        ("ab", 1),
+        ("aabb", 2),
+        ("aaabbbccc", 3),
+        ("aab", 1),  # nodes differ in size
+        ("abb", 1),
+        ("aabbb", 1),
+        ("abab", 1),  # ranks of a node are not consecutive
+        ("aabbaa", 1),
+        ("abba", 1),
+    ],
+)
+def test_nodes_have_equally_many_consecutive_ranks(nodes, expected):
+    assert local_size(list(nodes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "node"), [("host {}", None), ("host", "{}")], ids=["host name", "torchrun's number of the node"]
+)
+@on_ranks(4)
+def test_ranks_find_their_nodes(host, node):
+    place = dist.get_rank() // 2
+    variables = {} if node is None else {"GROUP_RANK": node.format(place)}
+    with mock.patch.dict("os.environ", variables), mock.patch("socket.gethostname", lambda: host.format(place)):
+        found = executor_for(dist.new_group(backend="gloo"), CPU).transport.local_size
+    assert found == 2
+    assert executor_for(dist.new_group(backend="gloo"), CPU).transport.local_size == 1
+
+
+@wrappers
+@on_ranks(4)
+def test_nodes_must_have_equally_many_ranks(wrapper):
+    ddp = WRAPPERS[wrapper](build("mlp"))
+    register(ddp, (state_of(local_size=3), quantization_hook))
+    with pytest.raises(Exception, match=r"local_size is 3, but 4 ranks exchange gradients; expected a divisor"):
+        ddp(*ddp.module.batch(torch.Generator())).backward()
+
+
+# --- laws
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"wire": "int8", "stochastic_rounding": True}, {"use_error_feedback": False, "wire": "fp8_e4m3"}],
+    ids=str,
+)
+def test_laws_hold_on_nodes(options):
+    check_laws(partial(state_of, **options), quantization_hook, world_sizes=(4, 2), max_examples=4)
+
+
+def test_laws_hold_on_nodes_in_16_bits_with_sums_in_fp32():
+    check_laws(
+        partial(CastState, accumulate="fp32", local_size=2), bf16_compress_hook, world_sizes=(4,), max_examples=4
+    )
+
+
+@wrappers
+@on_ranks(4)
+def test_nothing_is_lost_when_the_number_of_ranks_on_a_node_changes(wrapper):
+    state, local, generator = state_of(), build("mlp"), own_batches()
+    ddp = WRAPPERS[wrapper](build("mlp"), bucket_cap_mb=SMALL)
+    register(ddp, (state, quantization_hook))
+    ledger = Ledger(local)
+    for size in (2, 1, 2, 4, 1):
+        state.options = replace(state.options, local_size=size)
+        for _ in range(2):
+            batch = local.batch(generator)
+            for each in (ddp, local):
+                each.zero_grad()
+                each(*batch).backward()
+            ledger.add(gradients(local), gradients(ddp))
+        assert copy.deepcopy(ledger).close(state) == []
+        assert all(error.any() for name, error in state.state_dict()["errors"].items() if name.endswith("weight"))
+
+
+@on_ranks(4)
+def test_checkpoint_of_nodes_resumes_without_nodes_and_on_others():
+    sizes = (2, 1, 4, 2)
+    before, saved = None, None
+    for size in sizes:
+        state = state_of(local_size=size)
+        training = Training((state, quantization_hook), bucket_cap_mb=SMALL, load=saved)
+        if before is not None:
+            after = state.state_dict()["errors"]
+            assert all(torch.allclose(after[name], error, rtol=1e-6, atol=1e-9) for name, error in before.items())
+        training.run(2)
+        saved = state.state_dict()
+        before = saved["errors"]
+        assert any(error.any() for error in before.values())
+        assert_same_on_all_ranks(from_all_ranks(saved))
+
+
+# --- numbers and bytes
+
+
+def exact_means(module, batch):
+    """Means over the ranks of the gradients and of their magnitudes, in fp64, computed without DDP."""
+    module(*batch).backward()
+    means = {name: torch.stack([p.grad.double(), p.grad.double().abs()]) for name, p in module.named_parameters()}
+    for each in means.values():
+        dist.all_reduce(each)
+        each /= dist.get_world_size()
+    return means
+
+
+@wrappers
+@pytest.mark.parametrize(("model", "precision"), [("mlp", 2**-24), ("conv", 2**-24), ("odd", 2**-24), ("half", 2**-11)])
+@on_ranks(4)
+def test_mean_on_nodes_is_the_exact_mean_up_to_rounding(wrapper, model, precision):
+    ddp, local = WRAPPERS[wrapper](build(model), bucket_cap_mb=SMALL), build(model)
+    register(ddp, (state_of(wires={"*": "fp32"}), quantization_hook))
+    batch = local.batch(own_batches())
+    ddp(*batch).backward()
+    found = gradients(ddp)
+    for name, (mean, magnitude) in exact_means(local, batch).items():
+        smallest = torch.finfo(found[name].dtype).smallest_normal * precision
+        # One rounding each in 3 additions, the factor 1 / n, and the dtype of the gradient.
+        assert ((found[name] - mean).abs() <= 5 * precision * magnitude + smallest).all()
+
+
+@on_ranks(4)
+def test_rank_on_a_node_sends_its_shard_to_other_nodes():
+    sent, errors = {}, {}
+    for size in (1, 2, 4):
+        state = state_of(local_size=size)
+        training = Training(
+            (state, quantization_hook), group=dist.new_group(backend="gloo"), model="transformer", bucket_cap_mb=25
+        )
+        training.run(2)
+        transport = executor_for(state.process_group, CPU).transport
+        before = transport.payload_bytes
+        training.run(1)
+        sent[size] = transport.payload_bytes - before
+        errors[size] = state.error_memory_bytes
+    # Up to the blocks that a last cell lacks.
+    assert sent[2] == pytest.approx(sent[1] / 2, rel=0.05)
+    assert sent[4] == pytest.approx(sent[1] / 4, rel=0.05)
+    assert errors[2] == pytest.approx(errors[1] * 0.75 / 1.25, rel=0.05)  # (1 + 1 / nodes) / ranks on a node
+    assert errors[4] == pytest.approx(errors[1] * 0.5 / 1.25, rel=0.05)
+
+
+# --- faults
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@on_ranks(4)
+def test_failed_step_on_nodes_loses_nothing(place):
+    training = Training((state_of(), quantization_hook), group=dist.new_group(backend="gloo"), bucket_cap_mb=SMALLEST)
+    training.run(3)
+    before = training.state.state_dict()["errors"]
+    failing = 0 if place == "before" else len(training.ddp.reducer.buckets) - 1
+    with failing_hook(training.ddp, failing if dist.get_rank() == 3 else -1):
+        assert error_of(training.run, 1) is not None
+    training.ddp.resynchronize()
+    after = training.state.state_dict()["errors"]
+    assert before.keys() == after.keys()
+    if place == "before":
+        assert all(torch.allclose(after[name], error, rtol=1e-6, atol=1e-9) for name, error in before.items())
+    assert error_of(training.run, 2) is None
+    assert_same_on_all_ranks(from_all_ranks(gradients(training.ddp)))
