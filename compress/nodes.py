@@ -2,7 +2,7 @@
 
 With G ranks on each of K nodes, and E and E2 as in `gradwire.compress.quantization`, but 1 / G as large:
 
-    reduce-scatter inside the node: rank g gets its shard, 1 / G of the bucket, of the node's sum, in fp32
+    reduce-scatter inside the node: rank g gets its shard, 1 / G of the bucket, of the node's sum in fp32
     quantized all-reduce of the shard among the ranks g of all nodes, up to its codes
     all-gather of the codes inside the node: every rank gets those of the whole bucket, and decodes them
 
@@ -35,8 +35,10 @@ from gradwire.kernels import (
     commit_errors,
     dequantize,
     quantize,
-    reduce_quantized,
+    sum_quantized,
 )
+
+_FULL = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # formats that hold gradients of these dtypes exactly
 
 
 async def quantized_all_reduce_on_nodes(
@@ -57,23 +59,21 @@ async def quantized_all_reduce_on_nodes(
         transport: the transport of all ranks, which the bucket was built for.
         workspace: provides the messages.
     """
-    shard = bucket.shard
-    message, received, result, gathered, *buffers = workspace.wires(*bucket.wires, *shard.wires)
-    message, received = message.view(bucket.inside.message_shape), received.view(bucket.inside.message_shape)
-    result, gathered = result.view(bucket.inside.result_shape), gathered.view(bucket.message_layout.message_shape)
+    shard, shape = bucket.shard, bucket.inside.message_shape
+    message, received, gathered, *buffers = workspace.wires(*bucket.wires, *shard.wires)
+    sums, buffers = buffers[: len(bucket.members)], buffers[len(bucket.members) :]
+    message, received = message.view(shape), received.view(shape)
+    gathered = gathered.view(bucket.message_layout.message_shape)
     if bucket.inherited is not None:
         await bucket.hand_over(bucket.inherited)
-    # Reduce-scatter inside the node. fp32 loses nothing, so this needs no error memory.
+    # Reduce-scatter inside the node, in the gradients' dtype with sums in fp32. It loses nothing, so it needs no error
+    # memory.
     for members, section in zip(bucket.members, bucket.inside.sections, strict=True):
         quantize([source[i] for i in members], section, message, scale=1)
     await bucket.within.all_to_all(received, message)
-    for section in bucket.inside.sections:
-        reduce_quantized(received, section, result, rank=bucket.within.rank)
+    for total, section in zip(sums, bucket.inside.sections, strict=True):
+        sum_quantized(received, section, total, rank=bucket.within.rank)
     # Between nodes.
-    sums = bucket.shards_in(result)
-    for section, sum_ in zip(bucket.inside.sections, sums, strict=True):
-        start, stop = bucket.used(section)
-        sum_[stop - start :].zero_()  # room for blocks that the bucket does not have
     step = shard.start_step(sums, sums, iteration, buffers)
     await two_shots(step, 1 / transport.world_size, bucket.between)
     # All-gather inside the node.
@@ -124,9 +124,10 @@ class NodeBucket:
         self.members, groups = sections_by_format(layouts, formats, names, options)
         pieces = self.between.pieces(n_nodes * MessageLayout(groups, n_nodes, n_local).cell_bytes)
         self.message_layout = MessageLayout(groups, n_nodes, n_local * pieces)
-        in_full = [(WIRE_FORMATS["fp32"], table) for _, table in groups]
+        in_full = [(WIRE_FORMATS[_FULL.get(table.dtype, "fp32")], table) for _, table in groups]
         self.inside = MessageLayout(in_full, n_local, multiple=n_nodes * pieces)
-        shards = self.shards_in(torch.empty(self.inside.result_shape, dtype=torch.uint8, device=device))
+        self._numels = [self.inside.shard_numel(section) for section in self.inside.sections]
+        shards = [torch.empty(numel, dtype=torch.float32, device=device) for numel in self._numels]
         shard_names = [f"shard {self.within.rank} of {wire.name}: {' '.join(names)}" for wire, _ in groups]
         shard_formats = [wire for wire, _ in groups]
         self.shard = QuantizedBucket(
@@ -150,14 +151,10 @@ class NodeBucket:
 
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
-        """Number of elements and dtype of the buffers of a step, in addition to those of the shard."""
-        sizes = [prod(self.inside.message_shape)] * 2
-        sizes += [prod(self.inside.result_shape), prod(self.message_layout.message_shape)]
-        return [(size, torch.uint8) for size in sizes]
-
-    def shards_in(self, result: Tensor) -> list[Tensor]:
-        """This rank's shard of each section in a cell of ``inside``, [1, cell bytes]: views, 1-D, in fp32."""
-        return [section.views(result)[1].view(-1).view(torch.float32) for section in self.inside.sections]
+        """Number of elements and dtype of the buffers of a step, without those of the shard."""
+        shapes = (self.inside.message_shape, self.inside.message_shape, self.message_layout.message_shape)
+        messages = [(prod(shape), torch.uint8) for shape in shapes]
+        return messages + [(numel, torch.float32) for numel in self._numels]
 
     def used(self, section: Section) -> tuple[int, int]:
         """Where this rank's shard of a section begins and ends, in elements of the section's blocks."""

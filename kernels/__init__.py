@@ -69,6 +69,9 @@ from gradwire.kernels.quantize import (
     reduce_quantized,
     reduce_quantized_bytes,
     reduce_quantized_reference,
+    sum_quantized,
+    sum_quantized_bytes,
+    sum_quantized_reference,
 )
 from gradwire.kernels.segment_table import (
     Fitting,
@@ -138,6 +141,9 @@ __all__ = [
     "renew",
     "renew_bytes",
     "renew_reference",
+    "sum_quantized",
+    "sum_quantized_bytes",
+    "sum_quantized_reference",
     "unflatten",
     "unflatten_bytes",
     "unflatten_reference",

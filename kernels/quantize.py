@@ -2,12 +2,13 @@
 
     quantize            M = g * scale + E;  message = encode(M);  pending = M - decode(message)
     reduce_quantized    S = sum_i decode(received_i) + E2;  result = encode(S);  pending = S - decode(result)
+    sum_quantized       S = sum_i decode(received_i)                    for a reduce-scatter, which sends no result
     dequantize          g = decode(gathered)
     commit_errors       (E, E2) = pending, unless a rank found a number that is not finite
 
 `wire_formats` defines encode and decode, `block_table` where the blocks lie. Rank r sends cell [p, j] of its message to
-rank j, reduces the cells [p, r] of all ranks in rank order, and sends the result to all. Each of the first three
-operations is one launch for one section of a message. Arithmetic is in fp32 for every dtype of the gradients; fp64 is
+rank j, reduces the cells [p, r] of all ranks in rank order, and sends the result to all. Each operation but the last is
+one launch for one section of a message. Arithmetic is in fp32 for every dtype of the gradients; fp64 is
 rounded to fp32 first. Missing elements of partial blocks count as 0, and their errors stay 0.
 
 A message needs no flag: a scale that is NaN, or an element that is not finite, makes the sum of its block not finite.
@@ -27,6 +28,7 @@ b = bits / 8 + 2 / block_size bytes per element of the message:
 
     quantize            (s + 2 e + b) N
     reduce_quantized    ((n + 1) b + 2 e) N / n        for n ranks
+    sum_quantized       (n b + 4) N / n
     dequantize          (s + b) N
     commit_errors       2 e (N + N / n)
 
@@ -45,12 +47,19 @@ from torch import Tensor
 from gradwire.kernels.block_table import ALIGN_BYTES, BlockTable, Section
 from gradwire.kernels.dispatch import choose
 from gradwire.kernels.program_table import check_step
-from gradwire.kernels.quantize_cpu import commit_errors_cpu, dequantize_cpu, quantize_cpu, reduce_quantized_cpu
+from gradwire.kernels.quantize_cpu import (
+    commit_errors_cpu,
+    dequantize_cpu,
+    quantize_cpu,
+    reduce_quantized_cpu,
+    sum_quantized_cpu,
+)
 from gradwire.kernels.quantize_triton import (
     commit_errors_triton,
     dequantize_triton,
     quantize_triton,
     reduce_quantized_triton,
+    sum_quantized_triton,
 )
 from gradwire.kernels.segment_table import memory_order
 from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode_with_errors
@@ -74,6 +83,11 @@ def reduce_quantized_bytes(
     """Bytes that reducing one rank's ``numel`` elements, in full blocks, reads and writes."""
     error_bytes = 0 if errors is None else 2 * errors.itemsize
     return numel * (error_bytes + (world_size + 1) * wire.block_bytes(block_size) / block_size)
+
+
+def sum_quantized_bytes(numel: int, world_size: int, wire: WireFormat, block_size: int) -> float:
+    """Bytes that summing one rank's ``numel`` elements, in full blocks, reads and writes."""
+    return numel * (4 + world_size * wire.block_bytes(block_size) / block_size)
 
 
 def dequantize_bytes(numel: int, wire: WireFormat, block_size: int, target: torch.dtype) -> float:
@@ -161,6 +175,18 @@ def _check_reduce(
     _check_buffer(result, "result", (pieces, cell_bytes), received.device, MESSAGE_DTYPES)
     numel = pieces * section.blocks_per_cell * section.table.block_size
     _check_errors(errors, pending, step, numel, received.device)
+    _check_rank(rank, world_size)
+
+
+def _check_sum(section: Section, received: Tensor, total: Tensor, rank: int) -> None:
+    _check_message(section, received, "received")
+    pieces, world_size, _ = received.shape
+    numel = pieces * section.blocks_per_cell * section.table.block_size
+    _check_buffer(total, "total", (numel,), received.device, (torch.float32,))
+    _check_rank(rank, world_size)
+
+
+def _check_rank(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; expected a number from 0 to {world_size - 1}, the shards in received.")
 
@@ -226,6 +252,8 @@ def reduce_quantized_reference(
     table = section.table
     pieces, world_size, _ = received.shape
     room = section.blocks_per_cell * table.block_size
+    totals = torch.empty(pieces * room, dtype=torch.float32, device=received.device)
+    sum_quantized_reference(received, section, totals, rank)
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)
         numel = (last - first) * table.block_size
@@ -233,19 +261,34 @@ def reduce_quantized_reference(
             pending[piece * room :][:room].zero_()
         if numel == 0:
             continue
-        total = torch.zeros(last - first, table.block_size, dtype=torch.float32, device=received.device)
-        for cell in received[piece]:
-            total += _decode_cells(cell.unsqueeze(0), section, last - first)
+        total = totals[piece * room :][:numel].view(-1, table.block_size)
         if errors is not None:
             total += errors[piece * room :][:numel].view_as(total).to(torch.float32)
         blocks = table.blocks(first, last)
-        is_valid = torch.arange(table.block_size, device=total.device) < blocks.counts.unsqueeze(1)
-        total = torch.where(is_valid, total, 0.0)
+        total = torch.where(_is_present(blocks.counts, table), total, 0.0)
         piece_pending = None if pending is None else pending[piece * room :][:numel]
         encoded = encode_with_errors(total, blocks, section.format, piece_pending, rounding)
         _store(result[piece : piece + 1], section, encoded)
         header = result[piece, :4].view(torch.int32)
         header |= (~total.isfinite()).any().to(torch.int32)
+
+
+def _is_present(counts: Tensor, table: BlockTable) -> Tensor:
+    """Which elements of blocks exist: bool [n, block_size], from their numbers of elements, [n]."""
+    return torch.arange(table.block_size, device=counts.device) < counts.unsqueeze(1)
+
+
+def sum_quantized_reference(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
+    """`sum_quantized` in plain PyTorch, piece by piece."""
+    table = section.table
+    pieces, world_size, _ = received.shape
+    sums = total.zero_().view(pieces, section.blocks_per_cell, table.block_size)
+    for piece in range(pieces):
+        first, last = section.cell_blocks(piece * world_size + rank)
+        for cell in received[piece]:
+            sums[piece, : last - first] += _decode_cells(cell.unsqueeze(0), section, last - first)
+        counts = table.blocks(first, last).counts
+        sums[piece, : last - first].masked_fill_(~_is_present(counts, table), 0)
 
 
 def dequantize_reference(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
@@ -333,6 +376,24 @@ def reduce_quantized(
     if section.blocks_per_cell > 0:
         run = choose(received.device, reduce_quantized_triton, reduce_quantized_cpu, reduce_quantized_reference)
         run(received, section, result, rank, errors, pending, rounding)
+
+
+def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: int) -> None:
+    """``total = sum(decode(received))``, the end of a reduce-scatter. Traffic: `sum_quantized_bytes`, in one launch.
+
+    Args:
+        received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
+        section: the layout and the format.
+        total: fp32, flat, `MessageLayout.shard_numel` elements. Overwritten, with 0 where cells have no blocks.
+        rank: this rank, from 0 to n - 1.
+
+    Raises:
+        ValueError: an argument does not fit the section.
+    """
+    _check_once(_check_sum, section, (received, total), rank)
+    if section.blocks_per_cell > 0:
+        run = choose(received.device, sum_quantized_triton, sum_quantized_cpu, sum_quantized_reference)
+        run(received, section, total, rank)
 
 
 def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:

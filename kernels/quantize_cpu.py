@@ -281,12 +281,8 @@ def reduce_quantized_cpu(
         for start in range(first, last, len(scratch.values)):
             stop = min(start + len(scratch.values), last)
             slots = slice(start - first, stop - first)
-            total, contribution = scratch.values[: stop - start], scratch.decoded[: stop - start]
-            total.zero_()
-            for peer in range(world_size):
-                scale = None if sent_scales is None else sent_scales[peer, slots]
-                _decode(section.format, scratch, scale, sent_payload[peer, slots], contribution)
-                total += contribution
+            total = scratch.values[: stop - start]
+            _sum_cells(section, scratch, sent_scales, sent_payload, slots, total)
             if errors is not None:
                 total += errors[piece, slots]
             for block, count in section.table.partial_between(start, stop):
@@ -303,6 +299,35 @@ def reduce_quantized_cpu(
             )
         if not is_finite:
             result[piece, :4].view(torch.int32).fill_(1)
+
+
+def _sum_cells(
+    section: Section, scratch: Buffers, scales: Tensor | None, payload: Tensor, slots: slice, total: Tensor
+) -> None:
+    """``total`` = the sum of the blocks in these slots of all cells of a piece, in rank order."""
+    total.zero_()
+    contribution = scratch.decoded[: len(total)]
+    for peer in range(len(payload)):
+        _decode(
+            section.format, scratch, None if scales is None else scales[peer, slots], payload[peer, slots], contribution
+        )
+        total += contribution
+
+
+def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
+    """`sum_quantized` on a CPU."""
+    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
+    pieces, world_size, _ = received.shape
+    sums = total.view(pieces, section.blocks_per_cell, table.block_size)
+    for piece in range(pieces):
+        first, last = section.cell_blocks(piece * world_size + rank)
+        scales, payload = section.views(received[piece])
+        for start in range(first, last, len(scratch.values)):
+            slots = slice(start - first, min(start + len(scratch.values), last) - first)
+            _sum_cells(section, scratch, scales, payload, slots, sums[piece, slots])
+        for block, count in table.partial_between(first, last):
+            sums[piece, block - first, count:] = 0
+        sums[piece, last - first :].zero_()
 
 
 def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Quantization in Triton: a program handles one chunk of 4096 elements, as a tile of blocks.
 
-A program of `reduce_quantized` decodes, sums and encodes 1024 elements of one cell. Addresses in a message are computed
-from counts of 16 bytes, *units*, which tells the compiler their alignment.
+A program of `reduce_quantized` or `sum_quantized` works on 1024 elements of one cell. Addresses in a message are
+computed from counts of 16 bytes, *units*, which tells the compiler their alignment.
 """
 
 from __future__ import annotations
@@ -205,6 +205,40 @@ def _dequantize_kernel(
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, False)
 
 
+@jit
+def _sum_cells(
+    received,  # address of the cells of a piece
+    slots,  # [N]
+    exists,  # [N]
+    world_size,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The sum of the same blocks of all cells, [N, BLOCK], in rank order: the same sum to the bit in every run."""
+    # Whole blocks are masked, never parts of them, so accesses stay wide.
+    total = tl.zeros((N, BLOCK), tl.float32)
+    peer = 0
+    while peer < world_size:
+        scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
+        total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
+        received += unit_bytes(cell_units)
+        peer += 1
+    return total
+
+
+@jit
+def _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK: tl.constexpr):
+    """For blocks, [N]: number of elements, segment, and first element in the segment."""
+    segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)
+    lengths = tl.load(layout_ptr + segments)
+    starts = (blocks - tl.load(layout_ptr + n_segments + segments)) * BLOCK  # int64
+    return tl.where(exists, tl.minimum(lengths - starts, BLOCK), 0).to(tl.int32), segments, starts
+
+
 @kernel
 def _reduce_kernel(
     received_ptr,  # [pieces, n, cell_bytes] uint8
@@ -239,23 +273,12 @@ def _reduce_kernel(
     slots = first_slot + tl.arange(0, N)
     blocks = (piece * world_size + rank) * blocks_per_cell + slots
     exists = (slots < blocks_per_cell) & (blocks < n_blocks)
-
-    # Whole blocks are masked, never parts of them, so accesses stay wide.
-    cell_bytes = unit_bytes(cell_units)
-    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * cell_bytes
-    total = tl.zeros((N, BLOCK), tl.float32)
-    peer = 0
-    while peer < world_size:  # in rank order: the same sum to the bit in every run
-        scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
-        total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
-        received += cell_bytes
-        peer += 1
+    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
+    place = (world_size, cell_units, scales_unit, payload_unit)
+    total = _sum_cells(received, slots, exists, *place, FORMAT, BLOCK, N)
 
     # Read after the loop, which needs the registers.
-    segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)
-    lengths = tl.load(layout_ptr + segments)
-    starts = (blocks - tl.load(layout_ptr + n_segments + segments)) * BLOCK  # [N] int64
-    counts = tl.where(exists, tl.minimum(lengths - starts, BLOCK), 0).to(tl.int32)
+    counts, segments, starts = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
     keys = tl.load(layout_ptr + 2 * n_segments + segments)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     index = starts[:, None] + columns  # [N, BLOCK]
@@ -270,7 +293,7 @@ def _reduce_kernel(
 
     random = random_bits_triton(keys + salt, step, index) if STOCHASTIC else index
     scale, encoded, decoded = encode_blocks(total, counts, random, FORMAT, STOCHASTIC, False)
-    result = result_ptr.to(tl.int64) + piece.to(tl.int64) * cell_bytes
+    result = result_ptr.to(tl.int64) + piece.to(tl.int64) * unit_bytes(cell_units)
     scales, payload = result + unit_bytes(scales_unit), result + unit_bytes(payload_unit)
     store_blocks(scales, payload, slots, exists, scale, encoded, FORMAT, BLOCK, False)
     if errors_ptr is not None:
@@ -280,6 +303,43 @@ def _reduce_kernel(
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(total) < float("inf"), 0, 1), axis=1), axis=0)
     if n_bad > 0:
         tl.atomic_max(result.to(tl.pointer_type(tl.int32)), 1, sem="relaxed")  # order does not matter: no fence
+
+
+@kernel
+def _sum_kernel(
+    received_ptr,  # [pieces, n, cell_bytes] uint8
+    layout_ptr,  # [3, S] int64: `BlockTable.layout`
+    segments_ptr,  # [n_blocks] int32: `BlockTable.block_segments`
+    total_ptr,  # [pieces * blocks_per_cell * BLOCK] fp32
+    n_segments,
+    n_blocks,
+    blocks_per_cell,
+    chunks_per_cell,
+    rank,
+    world_size,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of this rank's cell in one piece of the message; 0 where blocks or elements are missing."""
+    N: tl.constexpr = CHUNK // BLOCK
+    program = tl.program_id(0)
+    piece = program // chunks_per_cell
+    first_slot = (program - piece * chunks_per_cell) * N
+    slots = first_slot + tl.arange(0, N)
+    blocks = (piece * world_size + rank) * blocks_per_cell + slots
+    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
+    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
+    place = (world_size, cell_units, scales_unit, payload_unit)
+    total = _sum_cells(received, slots, exists, *place, FORMAT, BLOCK, N)
+    counts, _, _ = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
+    total = tl.where(columns < counts[:, None], total, 0.0)
+    at = (piece * blocks_per_cell + slots).to(tl.int64)[:, None] * BLOCK + columns
+    tl.store(total_ptr + at, total, mask=(slots < blocks_per_cell)[:, None])
 
 
 @kernel
@@ -406,6 +466,30 @@ def reduce_quantized_triton(
             BLOCK=table.block_size,
             **_place(section, received),
             **_randomness(rounding, pending),
+            **OPTIONS,
+            CHUNK=REDUCE_NUMEL,
+        )
+
+
+def sum_quantized_triton(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
+    """`sum_quantized` in one launch."""
+    table = section.table
+    pieces, world_size, _ = received.shape
+    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // REDUCE_NUMEL)
+    with torch.cuda.device_of(received):
+        _sum_kernel[(pieces * chunks_per_cell,)](
+            received_ptr=received,
+            layout_ptr=table.layout,
+            segments_ptr=table.block_segments,
+            total_ptr=total,
+            n_segments=len(table.lengths),
+            n_blocks=table.n_blocks,
+            chunks_per_cell=chunks_per_cell,
+            rank=rank,
+            world_size=world_size,
+            FORMAT=section.format,
+            BLOCK=table.block_size,
+            **_place(section, received),
             **OPTIONS,
             CHUNK=REDUCE_NUMEL,
         )

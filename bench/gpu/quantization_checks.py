@@ -13,10 +13,17 @@ from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
 SHAPES = ((4096,), (64, 128), (61, 67), (1,), (), (0, 5), (12289,))
-KERNELS = (kernels.quantize, kernels.reduce_quantized, kernels.dequantize, kernels.commit_errors)
+KERNELS = (
+    kernels.quantize,
+    kernels.reduce_quantized,
+    kernels.sum_quantized,
+    kernels.dequantize,
+    kernels.commit_errors,
+)
 REFERENCES = (
     kernels.quantize_reference,
     kernels.reduce_quantized_reference,
+    kernels.sum_quantized_reference,
     kernels.dequantize_reference,
     kernels.commit_errors_reference,
 )
@@ -62,7 +69,7 @@ def both_shots(
         cell[: end - begin] = present[begin:end]
 
     def run(functions: tuple) -> list[Tensor]:  # type: ignore[type-arg]
-        quantizer, reducer, dequantizer, commit = functions
+        quantizer, reducer, adder, dequantizer, commit = functions
         messages, memory = [], []
 
         def errors_of(where: Tensor, seed: int) -> tuple[Tensor | None, Tensor | None]:
@@ -91,13 +98,15 @@ def both_shots(
             pending=pending,
             rounding=kernels.Rounding(step, -1, stochastic),
         )
+        total = torch.full_like(shard_values, torch.nan)
+        adder(received, section, total, rank=RANK)
         gathered = result.unsqueeze(1).repeat(1, WORLD_SIZE, 1)  # as if all shards were this one
         if errors is not None and pending is not None:
             commit(gathered, pending, errors)
             memory += [errors, pending]
         targets = [torch.full_like(tensor, torch.nan) for tensor in ranks[0]]
         dequantizer(gathered, section, targets)
-        return [*messages, result, *targets, *memory]
+        return [*messages, result, total, *targets, *memory]
 
     what = f"{wire} of {name_of(dtype)}"
     for first, second, reference in zip(run(KERNELS), run(KERNELS), run(REFERENCES), strict=True):

@@ -20,6 +20,8 @@ from gradwire.kernels import (
     quantize_reference,
     reduce_quantized,
     reduce_quantized_reference,
+    sum_quantized,
+    sum_quantized_reference,
 )
 from tests.kernels.cases import Layout, layouts, name, values
 from tests.kernels.exact import Guarded, assert_same_bits
@@ -29,8 +31,14 @@ INTEGER_FORMATS = ("int8", "int4", "int2")
 SCALED_FORMATS = (*INTEGER_FORMATS, "sign", "fp8_e4m3")
 RAW_FORMATS = ("bf16", "fp16", "fp32")
 KINDS = ("normal", "spiked", "tiny", "huge", "bits", "zeros", "outliers")
-PUBLIC = (quantize, reduce_quantized, dequantize, commit_errors)
-REFERENCE = (quantize_reference, reduce_quantized_reference, dequantize_reference, commit_errors_reference)
+PUBLIC = (quantize, reduce_quantized, sum_quantized, dequantize, commit_errors)
+REFERENCE = (
+    quantize_reference,
+    reduce_quantized_reference,
+    sum_quantized_reference,
+    dequantize_reference,
+    commit_errors_reference,
+)
 
 
 def gradient(numel, dtype, kind, generator):
@@ -87,6 +95,7 @@ class Outcome:
     pending: list = field(default_factory=list)
     results: list = field(default_factory=list)
     shard_pending: list = field(default_factory=list)
+    sums: list = field(default_factory=list)
     gradients: list = field(default_factory=list)
     errors: list = field(default_factory=list)
 
@@ -111,7 +120,7 @@ def clear_missing(table, flat):
 
 def exchange(case, functions, device, *, gradients=None, errors=None):
     """Run one exchange of all ranks with the public functions or the references. Nothing else may be written."""
-    quantizer, reducer, dequantizer, committer = functions
+    quantizer, reducer, adder, dequantizer, committer = functions
     table = case.table(device)
     layout = MessageLayout([(WIRE_FORMATS[case.wire], table)], case.world_size, case.pieces)
     (section,) = layout.sections
@@ -178,6 +187,11 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
         if pending is not None:
             pending.assert_guards_untouched("the shard's pending")
             outcome.shard_pending.append(pending.window)
+        total = Guarded.poisoned(layout.shard_numel(section), FP32, device=device)
+        adder(received, section, total.window, rank=rank)
+        assert torch.equal(received, before)
+        total.assert_guards_untouched("the sum")
+        outcome.sums.append(total.window)
     gathered = torch.stack([torch.stack([r[p] for r in outcome.results]) for p in range(case.pieces)])
     check_only_section_written(gathered, section, 255)
     targets = [Guarded.poisoned(item.numel, case.dtype, offset=item.offset, device=device) for item in case.layouts]

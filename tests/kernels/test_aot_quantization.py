@@ -15,6 +15,7 @@ from gradwire.kernels import (
     dequantize,
     quantize,
     reduce_quantized,
+    sum_quantized,
 )
 from tests.kernels.ahead_of_time import (
     BF16,
@@ -35,6 +36,7 @@ from tools.ahead_of_time import TARGETS, recorded_launches, variant
 LIMITS = {
     "quantize": {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 96},  # 116  120  114  61
     "reduce": {"sm_80": 80, "sm_90": 80, "sm_100": 80, "gfx942": 64},  # 64  64  64  34
+    "sum": {"sm_80": 80, "sm_90": 80, "sm_100": 80, "gfx942": 64},
     "dequantize": {"sm_80": 96, "sm_90": 96, "sm_100": 96, "gfx942": 64},  # 66  79  64  46
     "commit_errors": {"sm_80": 64, "sm_90": 64, "sm_100": 64, "gfx942": 32},  # 56  56  56  18
 }
@@ -62,7 +64,7 @@ def memory(numel, dtype):
 
 
 def launch_all(launch, length=8192, world_size=2, pieces=1):
-    """Call all four functions."""
+    """Call all five functions."""
     tensors = [torch.zeros(length, dtype=launch.gradient) for _ in range(launch.n_tensors)]
     table = BlockTable(tensors, launch.block_size, list(range(launch.n_tensors)))
     layout = MessageLayout([(WIRE_FORMATS[launch.wire], table)], world_size, pieces)
@@ -78,6 +80,7 @@ def launch_all(launch, length=8192, world_size=2, pieces=1):
     quantize(tensors, section, message, scale=1 / world_size, **memories(table.numel))
     shard = memories(layout.shard_numel(section))
     reduce_quantized(message, section, result, rank=world_size - 1, **shard)
+    sum_quantized(message, section, torch.zeros(layout.shard_numel(section)), rank=0)
     dequantize(message, section, tensors)
     if launch.errors is not None:
         commit_errors(message, memory(table.numel, launch.errors), memory(table.numel, launch.errors))
@@ -105,6 +108,8 @@ def check(launch, target):
         elif kernel == "reduce":
             assert binary.loaded >= wide(launch.errors), (kernel, binary)
             assert binary.stored >= wide(launch.errors), (kernel, binary)
+        elif kernel == "sum":
+            assert binary.stored >= wide(FP32), (kernel, binary)
         elif kernel == "dequantize":
             assert binary.stored >= wide(launch.gradient), (kernel, binary)
         else:

@@ -33,6 +33,7 @@ from gradwire.kernels import (
     reconstruct,
     reduce_quantized,
     renew,
+    sum_quantized,
     unflatten,
     update_scale,
 )
@@ -193,6 +194,12 @@ class Exchange:
         reduce_quantized(self.message, self.section, self.result, rank=1, **memory)
         return [self.result, self.shard_pending]
 
+    def sum(self):
+        self.quantize()
+        total = torch.full_like(self.shard_errors, torch.nan, dtype=FP32)
+        sum_quantized(self.message, self.section, total, rank=1)
+        return [total]
+
     def dequantize(self):
         self.quantize()
         targets = [nan(length) for length in LENGTHS]
@@ -222,7 +229,7 @@ IDEMPOTENT = {
     "renew": renewed,
     **{
         f"{step}, {wire}": lambda step=step, wire=wire, errors=errors: getattr(Exchange(wire, errors), step)()
-        for step in ("quantize", "reduce", "dequantize", "commit")
+        for step in ("quantize", "reduce", "sum", "dequantize", "commit")
         for wire, errors in QUANTIZED
     },
 }

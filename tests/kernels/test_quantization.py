@@ -20,6 +20,7 @@ from gradwire.kernels import (
     quantize_cpu,
     reduce_quantized,
     reduce_quantized_bytes,
+    sum_quantized_bytes,
 )
 from gradwire.kernels import block_table as block_table_module
 from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, name
@@ -350,6 +351,7 @@ def test_bytes_count_reads_and_writes():
     assert quantize_bytes(64, FP32, int4, 64, FP32) == 64 * (4 + 8) + 32 + 2
     assert quantize_bytes(64, BF16, int4, 64, None) == 64 * 2 + 34
     assert reduce_quantized_bytes(64, 4, int4, 64, BF16) == 64 * 4 + 5 * 34
+    assert sum_quantized_bytes(64, 4, int4, 64) == 64 * 4 + 4 * 34
     assert dequantize_bytes(64, int4, 64, FP16) == 64 * 2 + 34
     assert commit_errors_bytes(64, FP32) == 64 * 8
     assert len(RAW_FORMATS) + len(SCALED_FORMATS) == len(FORMATS)

@@ -12,6 +12,7 @@ from gradwire.kernels import (
     dequantize,
     quantize,
     reduce_quantized,
+    sum_quantized,
 )
 
 TENSORS = [torch.ones(100), torch.ones(64)]
@@ -93,6 +94,10 @@ def test_misfitting_arguments_of_the_reduction_raise():
         reduce_quantized(MESSAGE, SECTION, RESULT[:, :-16], rank=0)
     with pytest.raises(ValueError, match=r"errors is .* tensor of \(128,\)"):
         reduce_quantized(MESSAGE, SECTION, RESULT, rank=0, **errors())
+    with pytest.raises(ValueError, match="rank is 2; expected a number from 0 to 1"):
+        sum_quantized(MESSAGE, SECTION, torch.zeros(128), rank=2)
+    with pytest.raises(ValueError, match=r"total is .* tensor of \(128,\)"):
+        sum_quantized(MESSAGE, SECTION, torch.zeros(64), rank=0)
 
 
 def test_misfitting_arguments_of_commit_raise():
