@@ -14,6 +14,7 @@ from gradwire.compress.powersgd import (
     powersgd_all_reduce,
 )
 from gradwire.compress.quantization import Quantization, QuantizedBucket, quantized_all_reduce
+from gradwire.compress.reduce_scatter import ScatterBucket, quantized_reduce_scatter
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NodeBucket",
     "Quantization",
     "QuantizedBucket",
+    "ScatterBucket",
     "WirePolicy",
     "alternating_all_reduce",
     "cast_all_reduce",
@@ -32,6 +34,7 @@ __all__ = [
     "powersgd_all_reduce",
     "quantized_all_reduce",
     "quantized_all_reduce_on_nodes",
+    "quantized_reduce_scatter",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",
 ]

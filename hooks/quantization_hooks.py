@@ -47,8 +47,8 @@ __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_ho
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationOptions(WirePolicy):
-    """The options of `QuantizationState`, documented there.
+class BlockOptions(WirePolicy):
+    """The options of every quantized exchange, documented at `QuantizationState`.
 
     Raises:
         ValueError: an option is of another type or out of range.
@@ -56,36 +56,45 @@ class QuantizationOptions(WirePolicy):
 
     block_size: int = 64
     use_error_feedback: bool = True
-    start_iter: int = 2
     stochastic_rounding: bool = False
     error_dtype: torch.dtype = torch.float32
     seed: int = 0
-    local_size: int | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
         check_block_size("block_size", self.block_size)
         for name in ("use_error_feedback", "stochastic_rounding"):
             check_flag(name, getattr(self, name))
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
         check_whole_number("seed", self.seed, "a whole number")
-        check_local_size(self.local_size)
 
-    def quantization(self, transport: Transport) -> Quantization:
-        """The arithmetic of blocks, and the ranks on each node.
-
-        Raises:
-            ValueError: ``local_size`` does not divide the world size.
-        """
+    def quantization(self, local_size: int = 1) -> Quantization:
+        """The arithmetic of blocks, with ``local_size`` ranks on each node."""
         return Quantization(
             block_size=self.block_size,
             error_dtype=self.error_dtype if self.use_error_feedback else None,
             stochastic_rounding=self.stochastic_rounding,
             seed=self.seed,
-            local_size=ranks_on_node(self.local_size, transport),
+            local_size=local_size,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions(BlockOptions):
+    """The options of `QuantizationState`, documented there.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
+    """
+
+    start_iter: int = 2
+    local_size: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
+        check_local_size(self.local_size)
 
 
 def check_local_size(value: object) -> None:
@@ -224,7 +233,7 @@ class QuantizationState(HookState):
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
     ) -> AnyBucket:
         """A new `QuantizedBucket` or `NodeBucket`; see `HookState.make_bucket`."""
-        quantization = self.options.quantization(transport)
+        quantization = self.options.quantization(ranks_on_node(self.options.local_size, transport))
         made = bucket_kind(quantization)(
             [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters],
             self.options.wire_formats(parameters, names),

@@ -12,20 +12,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.compress._validation import check_elements, check_entries, check_tensor
 from gradwire.hooks._bucket import CommHook
 from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState
+from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.replicas import ReplicaGroup
-from gradwire.sharded.shards import WIRES, CastReduceScatter
+from gradwire.sharded.shards import QuantizedReduceScatter, ReduceScatterOptions
 from gradwire.sharded.torch_internals import (
     has_shards,
     parameter_groups,
+    parameter_names,
+    reduce_scatter_of,
     reduced_dtype,
+    replace_reduce_scatter,
     replace_replica_group,
     replica_group,
+    restore,
 )
+
+WITHIN = "within"  # the entry of a checkpoint with the errors of the reduce-scatter
 
 
 class Attachment:
@@ -42,11 +50,15 @@ class Attachment:
         report: str,
         groups: Sequence[tuple[Any, Any, Any]] = (),
         parameters: Mapping[str, Any] | None = None,
+        exchange: ShardedExchange | None = None,
     ) -> None:
         self.state = state
         self.report = report
         self._groups = groups  # parameter groups, with the mesh and the reduce-scatter that they had
         self._parameters = parameters or {}  # FSDP2's parameters by name
+        self._exchange = exchange
+        attached = [reduce_scatter_of(group) for group, _, _ in groups]
+        self._scattered = [each for each in attached if isinstance(each, QuantizedReduceScatter) and each.has_errors]
 
     def __repr__(self) -> str:
         return f"Attachment({self.report})"
@@ -64,49 +76,68 @@ class Attachment:
                 "A DistributedDataParallel keeps its communication hook. To average plainly, wrap the model again."
             )
         for group, mesh_info, reduce_scatter in self._groups:
-            group.mesh_info, group._reduce_scatter_comm = mesh_info, reduce_scatter
+            restore(group, mesh_info, reduce_scatter)
+
+    @property
+    def within_error_bytes(self) -> int:
+        """Bytes of the error memory of the reduce-scatter on this rank, which is allocated in the first backward."""
+        return sum(each.error_bytes for each in self._scattered)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook, for ``torch.distributed.checkpoint``. A collective call: every rank must make it.
 
         Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
-        other numbers of shards and replicas. The factors of `PowerSGDState` are left out: they depend on the shards,
-        and start anew after a load, as do its statistics. See `HookState.state_dict`.
+        other numbers of shards and replicas. The entry ``within`` has the errors of the reduce-scatter. The factors of
+        `PowerSGDState` are left out: they depend on the shards, and start anew after a load, as do its statistics. See
+        `HookState.state_dict`.
 
         Raises:
-            TypeError: the hook has no state with memory.
+            TypeError: neither the hook nor the reduce-scatter has memory.
             NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
                 `AutoState`).
         """
-        saved: dict[str, Any] = self._memory_state().state_dict()
-        memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
-        if not memory and counts:
-            raise NotImplementedError(
-                f"{', '.join(counts)} in {type(self.state).__name__} cannot be loaded with another number of shards. "
-                "Save state.state_dict() of every rank in a separate file, and resume with the same mesh."
-            )
-        for entry in counts:
-            if entry not in memory or memory[entry].shape is None:
-                del saved[entry]
-            else:
-                saved[entry] = {name: self._as_shard(each, saved[entry].get(name)) for name, each in self._trainable()}
+        saved: dict[str, Any] = {}
+        if isinstance(self.state, HookState) or not self._scattered:
+            saved = self._memory_state().state_dict()
+            memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
+            if not memory and counts:
+                raise NotImplementedError(
+                    f"{', '.join(counts)} in {type(self.state).__name__} cannot be loaded with another number of "
+                    "shards. Save state.state_dict() of every rank in a separate file, and resume with the same mesh."
+                )
+            for entry in counts:
+                if entry not in memory or memory[entry].shape is None:
+                    del saved[entry]
+                else:
+                    errors = saved[entry]
+                    saved[entry] = {name: self._as_shard(each, errors.get(name)) for name, each in self._trainable()}
+        if self._scattered:
+            within = {name: error for each in self._scattered for name, error in each.saved_errors().items()}
+            saved[WITHIN] = {name: self._as_shard(each, within[name]) for name, each in self._trainable()}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`.
 
         Raises:
-            ValueError: the state does not fit the model; see `HookState.load_state_dict`.
+            ValueError: the state does not fit the model; see `HookState.load_state_dict`. Nothing is modified.
         """
-        state = self._memory_state()
-        loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
-        for entry, value in state_dict.items():
-            if entry in state.memory:
-                shards = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in value.items()}
-                loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
-            else:
-                loaded[entry] = value
-        state.load_state_dict(loaded)
+        within = _local_shards(state_dict, WITHIN) if self._scattered else {}
+        for name, parameter in self._trainable() if self._scattered else ():
+            check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
+            check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
+        if isinstance(self.state, HookState) or not self._scattered:
+            state = self._memory_state()
+            loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
+            for entry, value in state_dict.items():
+                if entry in state.memory:
+                    shards = _local_shards(state_dict, entry)
+                    loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
+                elif entry != WITHIN:
+                    loaded[entry] = value
+            state.load_state_dict(loaded)
+        for each in self._scattered:
+            each.load_errors(within)
 
     def _memory_state(self) -> HookState:
         if not isinstance(self.state, HookState):
@@ -120,23 +151,34 @@ class Attachment:
 
     @staticmethod
     def _as_shard(parameter: Any, tensor: Tensor | None) -> DTensor:
-        """A tensor in the layout of a parameter's shard as a DTensor; None: an empty shard."""
+        """A tensor in the layout of a parameter's shard as a DTensor; None: an empty shard. Padding is cut off."""
         whole = parameter.sharded_param
-        if tensor is None:
-            tensor = torch.zeros(parameter.sharded_size)
+        tensor = torch.zeros(parameter.sharded_size) if tensor is None else tensor
+        tensor = tensor[tuple(map(slice, parameter.sharded_size))].contiguous()
         return DTensor.from_local(
             tensor, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
 
+def _local_shards(state_dict: Mapping[str, Any], entry: str) -> dict[str, Any]:
+    """This rank's shards of an entry of a checkpoint, by parameter name."""
+    check_entries(state_dict, "Attachment", (entry,))
+    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state_dict[entry].items()}
+
+
 def attach(
-    model: nn.Module, state: Any = None, hook: Callable[..., Any] | None = None, *, within: str | None = None
+    model: nn.Module,
+    state: Any = None,
+    hook: Callable[..., Any] | None = None,
+    *,
+    within: str | ReduceScatterOptions | None = None,
 ) -> Attachment:
     """Compress the gradients of ``model``, wherever the model exchanges them.
 
     - `DistributedDataParallel`, gradwire's or PyTorch's: ``model.register_comm_hook(state, hook)``.
     - HSDP (``fully_shard`` with a 2-D mesh) and ``replicate``: the hook averages between replicas.
-    - FSDP2 and HSDP with ``within``: the reduce-scatter within a replica sends 16 bits per element, and sums in fp32.
+    - FSDP2 and HSDP with ``within``: the reduce-scatter within a replica sends 1 to 16 bits per element, and sums in
+      fp32.
 
     Call it on every rank, after ``fully_shard`` or ``replicate`` and before the first forward.
 
@@ -144,7 +186,8 @@ def attach(
         model: the wrapped model.
         state: state of the hook. A `HookState` serves one model.
         hook: the communication hook; by default the one that the state is made for.
-        within: "bf16" or "fp16", the wire format within a replica; None for PyTorch's reduce-scatter.
+        within: the exchange within a replica: a wire format, such as "bf16", "fp16", "int8" or "int4", without error
+            feedback, or `ReduceScatterOptions`; None for PyTorch's reduce-scatter.
 
     Returns:
         A handle; its ``report`` says what is compressed.
@@ -152,15 +195,14 @@ def attach(
     Raises:
         TypeError: ``hook`` is missing for a state that several hooks share, or ``model`` is none of these.
         NotImplementedError: a hook on FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
-        ValueError: ``within`` is not a wire format, or has no effect on this model; the model has replicas of different
-            ranks; or the state belongs to another model.
+        ValueError: ``within`` is not a wire format, has no effect on this model, or has a name pattern that matches no
+            parameter; the model has replicas of different ranks; or the state belongs to another model.
 
     Examples:
         >>> fully_shard(model, mesh=init_device_mesh("cuda", (n_nodes, 8), mesh_dim_names=("replicate", "shard")))
         >>> gradwire.attach(model, QuantizationState(wire="int4"), within="bf16")
     """
-    if within is not None and within not in WIRES:
-        raise ValueError(f"within is {within!r}; expected one of {', '.join(map(repr, WIRES))}, or None.")
+    options = _reduce_scatter_options(within)
     averages = state is not None or hook is not None or within is None
     if averages:
         hook = hook or _hook_of(state)
@@ -171,70 +213,111 @@ def attach(
         model.register_comm_hook(state, cast("CommHook", hook))
         return Attachment(state, f"{_name_of(hook)} compresses the all-reduce of {type(model).__name__}")
     groups = list(parameter_groups(model))
+    replicated = [(group, replicas) for group in groups if (replicas := replica_group(group)) is not None]
+    scattered = [group for group in groups if has_shards(group)]
+    _check_groups(model, groups, [replicas for _, replicas in replicated], scattered, averages, within)
+    module_names = {module: plain_name(found) for found, module in model.named_modules()}
+    names = {group: parameter_names(group, module_names) for group in groups}
+    _check_patterns(options, [name for each in names.values() for name in each])
+    before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
+    exchange, report, plain = ShardedExchange(), [], []
+    if options is not None:
+        for group in scattered:
+            replaced = reduce_scatter_of(group), group, names[group], replica_group(group), options, exchange
+            replace_reduce_scatter(group, QuantizedReduceScatter(*replaced))
+        feedback = f", and error feedback in {options.error_dtype}" if options.use_error_feedback else ""
+        report.append(
+            f"{len(scattered)} parameter groups are reduced within a replica in {options.wire}, with sums in fp32"
+            + feedback
+        )
+    elif scattered:
+        plain.append("the reduce-scatter")
+    if averages:
+        assert hook is not None
+        state = in_group(state, hook, replicated[0][1])
+        _attach_to_replicas(replicated, names, state, hook, exchange)
+        report.insert(
+            0,
+            f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
+            f"{replicated[0][1].size()} replicas",
+        )
+        if exchange.n_groups < len(replicated):
+            left = len(replicated) - exchange.n_groups
+            plain.append(f"{left} parameter groups of several dtypes or without gradients")
+    elif replicated:
+        plain.append("the all-reduce between replicas")
+    if plain:
+        report.append(f"plain: {', '.join(plain)}")
+    parameters = {name: each for group in groups for name, each in zip(names[group], group.fsdp_params, strict=True)}
+    return Attachment(state, "; ".join(report), before, parameters, exchange)
+
+
+def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
+    if within is None or isinstance(within, ReduceScatterOptions):
+        return within
+    if not isinstance(within, str) or within not in WIRE_FORMATS:
+        raise ValueError(
+            f"within is {within!r}; expected one of {', '.join(map(repr, WIRE_FORMATS))}, a "
+            "gradwire.sharded.ReduceScatterOptions, or None."
+        )
+    return ReduceScatterOptions(wire=within, use_error_feedback=False)
+
+
+def _check_groups(
+    model: nn.Module,
+    groups: Sequence[Any],
+    replicas: Sequence[dist.ProcessGroup],
+    scattered: Sequence[Any],
+    averages: bool,
+    within: object,
+) -> None:
+    """Raise an error with the remedy unless the model has the exchanges that are to be compressed."""
     if not groups:
         raise TypeError(
             f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "
             "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) has no place for a compressor: "
             "use fully_shard."
         )
-    replicated = [(group, replicas) for group in groups if (replicas := replica_group(group)) is not None]
-    if averages and not replicated:
+    if averages and not replicas:
         raise NotImplementedError(
             "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. Pass "
             "attach(model, within='bf16') for the reduce-scatter, or shard over a 2-D mesh (replicate, shard) whose "
             "shards share fast links."
         )
-    scattered = [group for group in groups if has_shards(group)] if within is not None else []
     if within is not None and not scattered:
         raise ValueError("within has no effect on this model, which has no shards. Leave it out.")
-    if any(isinstance(replicas, ReplicaGroup) for _, replicas in replicated) or any(
-        isinstance(group._reduce_scatter_comm, CastReduceScatter) for group in groups
+    if any(isinstance(each, ReplicaGroup) for each in replicas) or any(
+        isinstance(reduce_scatter_of(group), QuantizedReduceScatter) for group in groups
     ):
         raise ValueError("gradwire is attached to this model already. Call detach() of its Attachment first.")
-    ranks = {tuple(dist.get_process_group_ranks(replicas)) for _, replicas in replicated}
+    ranks = {tuple(dist.get_process_group_ranks(each)) for each in replicas}
     if averages and len(ranks) > 1:
         raise ValueError(
             f"The parameter groups of this model have replicas on different ranks: {sorted(ranks)}. Attach a state of "
             "its own to each submodule."
         )
-    before = [(group, group.mesh_info, group._reduce_scatter_comm) for group in groups]
-    exchange, parameters, report = ShardedExchange(), {}, []
-    if averages:
-        assert hook is not None
-        state = in_group(state, hook, replicated[0][1])
-        parameters = _attach_to_replicas(model, replicated, state, hook, exchange)
-        report.append(
-            f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
-            f"{replicated[0][1].size()} replicas"
+
+
+def _check_patterns(options: ReduceScatterOptions | None, names: Sequence[str]) -> None:
+    """Raise ValueError if a name pattern of the reduce-scatter matches no parameter."""
+    if options is not None and (unmatched := options.unmatched_pattern(names)) is not None:
+        raise ValueError(
+            f"{unmatched} in within matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
+            "Correct or remove it: patterns are of whole names as in `fnmatch`, such as '*.weight'."
         )
-    for group in scattered:
-        group._reduce_scatter_comm = CastReduceScatter(group._reduce_scatter_comm, str(within), exchange)
-    if scattered:
-        report.append(f"{len(scattered)} parameter groups are reduced within a replica in {within}, with sums in fp32")
-    plain = [] if averages or not replicated else ["the all-reduce between replicas"]
-    plain += [] if scattered or not any(has_shards(group) for group in groups) else ["the reduce-scatter"]
-    if averages and exchange.n_groups < len(replicated):
-        plain.append(f"{len(replicated) - exchange.n_groups} parameter groups of several dtypes or without gradients")
-    if plain:
-        report.append(f"plain: {', '.join(plain)}")
-    return Attachment(state, "; ".join(report), before, parameters)
 
 
 def _attach_to_replicas(
-    model: nn.Module,
     replicated: Sequence[tuple[Any, dist.ProcessGroup]],
+    names: Mapping[Any, Sequence[str]],
     state: Any,
     hook: CommHook,
     exchange: ShardedExchange,
-) -> dict[str, Any]:
-    """Let a hook average all parameter groups; returns FSDP2's parameters by name."""
-    module_names = {module: plain_name(found) for found, module in model.named_modules()}
-    parameters: dict[str, Any] = {}
+) -> None:
+    """Let a hook average all parameter groups."""
     buckets = []
     for group, own in replicated:
-        names = [_name(parameter, module_names) for parameter in group.fsdp_params]
-        parameters.update(zip(names, group.fsdp_params, strict=True))
-        stand_in = ReplicaGroup(own, group, names, state, hook, exchange)
+        stand_in = ReplicaGroup(own, group, names[group], state, hook, exchange)
         replace_replica_group(group, stand_in)
         buckets.append(stand_in.bucket(reduced_dtype(group)))
     found = [bucket for bucket in buckets if bucket is not None]
@@ -247,16 +330,10 @@ def _attach_to_replicas(
     if isinstance(state, HookState):
         state.bind_layouts(layouts)
         exchange.step_ends.append(state.begin_step)
-    return parameters
 
 
 def _name_of(hook: Any) -> str:
     return str(getattr(hook, "__name__", "hook"))
-
-
-def _name(parameter: Any, module_names: Mapping[nn.Module, str]) -> str:
-    prefix = module_names[parameter._module_info.module]
-    return f"{prefix}.{parameter._module_info.param_name}" if prefix else str(parameter._module_info.param_name)
 
 
 def _hook_of(state: Any) -> CommHook:

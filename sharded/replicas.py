@@ -16,6 +16,7 @@ from gradwire.compress import Gradients
 from gradwire.hooks._bucket import CommHook, is_zero_copy
 from gradwire.kernels import SegmentTable, unflatten
 from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.torch_internals import trainable
 
 
 class ShardBucket:
@@ -133,8 +134,7 @@ class ReplicaGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.replicas = replicas
-        self._parameters = dict(zip(names, group.fsdp_params, strict=True))
-        self._device = group.device
+        self._group, self._names = group, names
         self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
         self._exchange = exchange
         self._buckets: dict[object, ShardBucket | None] = {}
@@ -174,28 +174,25 @@ class ReplicaGroup(dist.ProcessGroup):
             bucket.release()
 
     def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
-        """The shards of the trainable parameters, reduced in ``dtype``; None if this rank has none or order is unknown.
-
-        PyTorch 2.15 orders parameters by the dtype of their gradients.
-        """
-        trainable = {name: each for name, each in self._parameters.items() if each.sharded_param.requires_grad}
-        key = (dtype, tuple(trainable))
+        """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""
+        found = trainable(self._group, self._names)
+        key = (dtype, None if found is None else tuple(found))
         if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(trainable, dtype)
+            self._buckets[key] = self._new_bucket(found or {}, dtype)
         return self._buckets[key]
 
-    def _new_bucket(self, trainable: Mapping[str, Any], dtype: torch.dtype) -> ShardBucket | None:
+    def _new_bucket(self, parameters: Mapping[str, Any], dtype: torch.dtype) -> ShardBucket | None:
         layouts, offsets, numel = {}, [], 0
-        for name, parameter in trainable.items():
+        for name, parameter in parameters.items():
             size = parameter.sharded_size
             if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
                 layout = torch.empty_strided(
-                    size, parameter.contiguous_sharded_stride, dtype=dtype, device=self._device
+                    size, parameter.contiguous_sharded_stride, dtype=dtype, device=self._group.device
                 )
                 layout.untyped_storage().resize_(0)
                 layouts[name] = layout
                 offsets.append(numel)
             numel += parameter.padded_sharded_param_size.numel()
-        if not layouts or len({parameter.sharded_param.dtype for parameter in trainable.values()}) > 1:
+        if not layouts:
             return None
         return ShardBucket(list(layouts), list(layouts.values()), offsets, numel, self.replicas)

@@ -1,40 +1,83 @@
-"""`CastReduceScatter`: FSDP2's reduce-scatter with a 16-bit wire and sums in fp32."""
+"""`QuantizedReduceScatter`: FSDP2's reduce-scatter in 1 to 16 bits per element, with sums in fp32."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Workspace, connections_of
+from gradwire.comm import Transport, connections_of
 from gradwire.comm.transport import wait_for
+from gradwire.compress import ScatterBucket, quantized_reduce_scatter
+from gradwire.hooks._checkpoint import option_values
 from gradwire.hooks._handshake import compare_settings
-from gradwire.kernels import SegmentTable, flatten
+from gradwire.hooks.quantization_hooks import BlockOptions
+from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.torch_internals import flat_order, mean_weight
 
-WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SIXTEEN_BITS = {torch.float16: "fp16"}  # wire format by dtype; bf16 for others
 
 
-class CastReduceScatter:
-    """A reduce-scatter that sends 16 bits per element, and sums them in fp32.
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterOptions(BlockOptions):
+    """How `attach` quantizes the reduce-scatter of FSDP2 with ``within``.
 
-    Every rank casts its gradients, and sends each rank the shard that this one keeps. Elements beyond the range of the
-    wire saturate; inf and NaN pass through. NCCL and gloo sum in the dtype of the tensor instead, and round each sum.
+    Args:
+        wire, block_size, exempt, wires, stochastic_rounding, seed: as in `QuantizationState`.
+        use_error_feedback: whether to add the rounding error to the next gradient. The errors take one value of
+            ``error_dtype`` per element of the *unsharded* model on every rank: with bf16 and n shards, n / 2 times the
+            memory of a shard of fp32 parameters.
+        error_dtype: torch.bfloat16, which is rounded stochastically, without bias, or torch.float32.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
+    """
+
+    error_dtype: torch.dtype = torch.bfloat16
+
+
+class QuantizedReduceScatter:
+    """A reduce-scatter that sends quantized gradients, and sums them in fp32.
+
+    Every rank quantizes its gradients, and sends each rank the shard that this one keeps. NCCL and gloo sum in the
+    dtype of the tensor instead, and round each sum.
+
+    If a trainable parameter has no gradient, or the order of parameters in the flat tensor is unknown, all elements are
+    sent in 16 bits, and the errors are kept.
 
     Args:
         native: the reduce-scatter that it replaces, which allocates the tensors.
-        wire: "bf16" or "fp16".
+        group: the parameter group.
+        names: parameter names, in the order of the parameter group.
+        replicas: the ranks that hold the same shards; None if there is one replica.
+        options: wire formats and error memory.
         exchange: shared by all parameter groups of a model.
     """
 
-    def __init__(self, native: Any, wire: str, exchange: ShardedExchange) -> None:
+    def __init__(
+        self,
+        native: Any,
+        group: Any,
+        names: Sequence[str],
+        replicas: dist.ProcessGroup | None,
+        options: ReduceScatterOptions,
+        exchange: ShardedExchange,
+    ) -> None:
         self.native = native
-        self._wire = WIRES[wire]
-        self._exchange = exchange
-        self._tables: dict[tuple[int, torch.dtype], SegmentTable] = {}
+        self._group, self._names, self._replicas = group, names, replicas
+        self._options, self._exchange = options, exchange
+        self._shards: dist.ProcessGroup | None = None  # the ranks of the latest call
+        # By size and dtype of the flat tensor, and parameter names; None: of any parameters.
+        self._buckets: dict[tuple[int, torch.dtype, tuple[str, ...] | None], ScatterBucket] = {}
+        self._errors: dict[str, Tensor] = {}  # by parameter name, [n, elements in a shard]: views of a bucket's
+        self._loaded: dict[str, Tensor] = {}  # errors of this rank's shard, which no step has used yet
         self._agreed: set[tuple[dist.ProcessGroup, int]] = set()
+        self._n_calls = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a tensor as the native reduce-scatter does."""
@@ -48,14 +91,14 @@ class CastReduceScatter:
 
         Args:
             output_tensor: 1-D, a shard. Overwritten.
-            input_tensor: 1-D, the gradients of this rank, one shard after the other.
+            input_tensor: 1-D, the gradients of this rank, one shard after the other. Overwritten.
             group: the ranks of a replica.
             op: AVG, SUM or PREMUL_SUM.
             async_op: ignored: the result is there, or follows on the current stream.
         """
         scale = _scale(op, group.size())
         self._exchange.begin()
-        if scale is None:
+        if scale is None or input_tensor.is_complex():
             done: dist.Work | None = self.native(output_tensor, input_tensor, group, op, async_op)
             return done
         self._exchange.attempt(group, lambda: self._reduce(output_tensor, input_tensor, group, scale))
@@ -64,28 +107,89 @@ class CastReduceScatter:
     def _reduce(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, scale: float) -> None:
         connections = connections_of(group)
         if (group, connections.generation) not in self._agreed:
-            compare_settings(group, {"hook": "attach", "within": str(self._wire)})
+            facts = {name: str(value) for name, value in option_values(self._options).items()}
+            compare_settings(group, {"hook": "attach(within=...)", **facts})
             self._agreed.add((group, connections.generation))
         executor = connections.executor(gradients.device)
-        key = (gradients.numel(), gradients.dtype)
-        if key not in self._tables:
-            self._tables[key] = SegmentTable([gradients])
-        table = self._tables[key]
-        n = group.size()
-
-        async def reduce_scatter(workspace: Workspace) -> None:
-            sent, received = workspace.wires((gradients.numel(), self._wire), (gradients.numel(), self._wire))
-            flatten([gradients], sent, table=table)
-            cells = (1, n, -1)
-            await executor.transport.all_to_all(
-                received.view(torch.uint8).view(cells), sent.view(torch.uint8).view(cells)
-            )
-            total = received.view(n, -1).sum(0, dtype=torch.float32)
-            output.copy_(total.mul_(scale))
-
-        future = executor.submit(reduce_scatter, "gradwire::reduce-scatter")
+        bucket = self._bucket(gradients, executor.transport)
+        self._shards, self._n_calls = group, self._n_calls + 1
+        future = executor.submit(
+            lambda workspace: quantized_reduce_scatter(
+                bucket, gradients, output, scale, self._n_calls, executor.transport, workspace
+            ),
+            "gradwire::reduce-scatter",
+        )
         connections.finish()
         wait_for(future, connections.check_peers)
+
+    def _bucket(self, gradients: Tensor, transport: Transport) -> ScatterBucket:
+        """The bucket of a flat tensor: one part per parameter, or a single one if they are not known or needed."""
+        options, n = self._options, transport.world_size
+        by_name = options.use_error_feedback or bool(options.wires) or WIRE_FORMATS[options.wire].is_scaled
+        sizes = flat_order(self._group, self._names) if by_name else None
+        if sizes is not None and n * sum(map(torch.Size.numel, sizes.values())) != gradients.numel():
+            sizes = None
+        key = (gradients.numel(), gradients.dtype, None if sizes is None else tuple(sizes))
+        if key not in self._buckets:
+            quantization, dtype, device = options.quantization(), gradients.dtype, gradients.device
+            if sizes is None:
+                wire = options.wire if options.wire in ("bf16", "fp16") else SIXTEEN_BITS.get(dtype, "bf16")
+                quantization = replace(quantization, error_dtype=None)
+                names, lengths, formats = self._names[:1], [gradients.numel() // n], [WIRE_FORMATS[wire]]
+            else:
+                self._buckets = {kept: bucket for kept, bucket in self._buckets.items() if kept[2] is None}
+                names, lengths = list(sizes), list(map(torch.Size.numel, sizes.values()))
+                layouts = [torch.empty(size, dtype=dtype, device="meta") for size in sizes.values()]
+                formats = options.wire_formats(layouts, names)
+            bucket = ScatterBucket(lengths, formats, names, dtype, device, transport, quantization)
+            self._take_over(bucket, transport.rank)
+            self._buckets[key] = bucket
+        return self._buckets[key]
+
+    def _take_over(self, bucket: ScatterBucket, rank: int) -> None:
+        """Start a bucket from the errors of earlier ones, or of a checkpoint."""
+        for name, errors in bucket.errors_by_name().items():
+            if name in self._loaded:
+                errors[rank].copy_(self._loaded.pop(name))
+            elif name in self._errors:
+                errors.copy_(self._errors[name])
+            self._errors[name] = errors
+
+    # Checkpoints. A checkpoint has what the mean gradients of earlier steps lack, in the shapes of the shards.
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether errors are kept from step to step."""
+        return self._options.use_error_feedback
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of the error memory on this rank, once every parameter had a gradient."""
+        return sum(errors.nbytes for errors in self._errors.values())
+
+    def saved_errors(self) -> dict[str, Tensor]:
+        """This rank's shard of the errors of all ranks, by name, in fp32. A collective call."""
+        saved, weight = {}, mean_weight(self._group)
+        for name, size in (flat_order(self._group, self._names) or {}).items():
+            own = torch.zeros(size.numel(), device=self._group.device)
+            if name in self._loaded:
+                own.copy_(self._loaded[name])
+            elif name in self._errors:
+                assert self._shards is not None
+                self.native(own, self._errors[name].to(torch.float32).reshape(-1), self._shards, dist.ReduceOp.SUM)
+            if self._replicas is not None:
+                dist.all_reduce(own, group=self._replicas)
+            saved[name] = own.mul_(weight).view(size)
+        return saved
+
+    def load_errors(self, saved: Mapping[str, Tensor]) -> None:
+        """Start from `saved_errors`, of the same parameters."""
+        replicas = 1 if self._replicas is None else self._replicas.size()
+        self._loaded, self._errors, self._buckets = {}, {}, {}
+        for name, size in (flat_order(self._group, self._names) or {}).items():
+            padded = torch.zeros(size, device=self._group.device)
+            padded[tuple(map(slice, saved[name].shape))] = saved[name]
+            self._loaded[name] = padded.view(-1) / (mean_weight(self._group) * replicas)
 
 
 def _scale(op: Any, size: int) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradwire.comm.torch_internals import TESTED_TORCH
 
-_GROUP_NAMES = ("fsdp_params", "mesh_info", "device", "mp_policy", "_reduce_scatter_comm")
-_PARAMETER_NAMES = ("_module_info", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
+_GROUP_NAMES = (
+    "fsdp_params",
+    "mesh_info",
+    "device",
+    "mp_policy",
+    "gradient_divide_factor",
+    "_reduce_scatter_comm",
+)
+_PARAMETER_NAMES = (
+    "_module_info",
+    "sharded_param",
+    "sharded_size",
+    "contiguous_sharded_stride",
+    "padded_sharded_param_size",
+)
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
@@ -29,8 +42,10 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
                 groups = module._get_fsdp_state()._fsdp_param_groups
                 for group in groups:
                     _require(group, _GROUP_NAMES)
+                    _require_mesh(group.mesh_info)
                     for parameter in group.fsdp_params:
                         _require(parameter, _PARAMETER_NAMES)
+                        _require(parameter._module_info, ("module", "param_name"))
             except AttributeError as error:
                 oldest, newest = TESTED_TORCH
                 raise NotImplementedError(
@@ -43,6 +58,13 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 def _require(owner: object, names: tuple[str, ...]) -> None:
     for name in names:
         getattr(owner, name)
+
+
+def _require_mesh(mesh_info: Any) -> None:
+    """Require the names of shards, of replicas, or in a mesh of two dimensions of both."""
+    found = [hasattr(mesh_info, name) for name in ("shard_mesh_size", "replicate_process_group")]
+    if sum(found) < min(mesh_info.mesh.ndim, 2):
+        raise AttributeError(f"{type(mesh_info).__name__}.shard_mesh_size or replicate_process_group")
 
 
 def has_shards(group: Any) -> bool:
@@ -60,6 +82,58 @@ def replace_replica_group(group: Any, replacement: dist.ProcessGroup) -> None:
     """Let a parameter group all-reduce through ``replacement``. Other parameter groups keep their own."""
     group.mesh_info = copy.copy(group.mesh_info)
     group.mesh_info.replicate_process_group = replacement
+
+
+def restore(group: Any, mesh_info: Any, reduce_scatter: Any) -> None:
+    """Give a parameter group the mesh and the reduce-scatter that it had."""
+    group.mesh_info, group._reduce_scatter_comm = mesh_info, reduce_scatter
+
+
+def reduce_scatter_of(group: Any) -> Any:
+    """The object that reduce-scatters the gradients of a parameter group."""
+    return group._reduce_scatter_comm
+
+
+def replace_reduce_scatter(group: Any, replacement: Any) -> None:
+    """Let a parameter group reduce-scatter its gradients through ``replacement``."""
+    group._reduce_scatter_comm = replacement
+
+
+def parameter_names(group: Any, module_names: Mapping[nn.Module, str]) -> list[str]:
+    """Fully qualified names of the parameters of a group, from the names of all modules."""
+    infos = [parameter._module_info for parameter in group.fsdp_params]
+    return [f"{module_names[info.module]}.{info.param_name}".removeprefix(".") for info in infos]
+
+
+def trainable(group: Any, names: Sequence[str]) -> dict[str, Any] | None:
+    """The trainable parameters of a group by name, in the order of its flat tensor; None if their order is unknown.
+
+    PyTorch 2.15 orders parameters by the dtype of their gradients.
+    """
+    found = {
+        name: each for name, each in zip(names, group.fsdp_params, strict=True) if each.sharded_param.requires_grad
+    }
+    return found if len({each.sharded_param.dtype for each in found.values()}) <= 1 else None
+
+
+def flat_order(group: Any, names: Sequence[str]) -> dict[str, torch.Size] | None:
+    """Sizes of the padded shards of the `trainable` parameters that have elements, by name; None if unknown or none."""
+    sizes = {name: each.padded_sharded_param_size for name, each in (trainable(group, names) or {}).items()}
+    return {name: size for name, size in sizes.items() if size.numel() > 0} or None
+
+
+def mean_weight(group: Any) -> float:
+    """The factor by which the mean gradient multiplies the sum of the tensors that all ranks reduce-scatter.
+
+    With fp16 gradients, FSDP2 divides these tensors by a power of two.
+    """
+    replicas = replica_group(group)
+    world_size = group.mesh_info.shard_mesh_size * (1 if replicas is None else replicas.size())
+    divisor, divided_before = group.gradient_divide_factor or world_size, 1
+    if reduced_dtype(group) == torch.float16:
+        while divisor % divided_before == 0 and divisor / divided_before > divided_before:
+            divided_before *= 2
+    return divided_before / float(divisor)
 
 
 def reduced_dtype(group: Any) -> torch.dtype:

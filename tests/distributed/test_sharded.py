@@ -20,6 +20,7 @@ from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compres
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import Fault, error_of, message_of, wrapped
@@ -135,6 +136,7 @@ def test_reduce_scatter_in_16_bits_is_the_fp32_sum_of_rounded_gradients(place, w
     native, ours = sharded(place, **FEATURES[feature]), sharded(place, **FEATURES[feature])
     attachment = gradwire.attach(ours, within=wire)
     assert f"in {wire}, with sums in fp32" in attachment.report
+    assert "feedback" not in attachment.report
     for model in (native, ours):
         if divide_factor is not None and feature == "fp16":  # gloo has no PREMUL_SUM
             for module in model.modules():
@@ -357,6 +359,174 @@ def test_parameter_frozen_after_attach_leaves_the_others_compressed():
     assert state.iter == 2
 
 
+# The quantized reduce-scatter.
+
+DIVISION = {  # FSDP2 then reduces with AVG, SUM, and, dividing before and after, SUM of fp16
+    "average": ({}, None),
+    "sum": ({}, lambda module: module.set_force_sum_reduction_for_comms(True)),
+    "fp16": (FEATURES["fp16"], None),
+    "fp16, divided by 6": (FEATURES["fp16"], lambda module: module.set_gradient_divide_factor(6.0)),
+    "columns": (FEATURES["columns"], None),
+}
+
+
+def divided(place, division):
+    """A sharded model that divides its gradients like this."""
+    options, setting = DIVISION[division]
+    model = sharded(place, **options)
+    for module in model.modules():
+        if setting is not None and isinstance(module, FSDPModule):
+            setting(module)
+    return model
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("int8", 2e-2), ("int4", 0.3)])
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_quantized_reduce_scatter_is_near_the_exact_sum(place, wire, bound):
+    native, ours = sharded(place), sharded(place)
+    gradwire.attach(ours, within=wire)
+    for model in (native, ours):
+        backward(model, 0)
+    missing = {name: gradients(ours)[name] - gradient for name, gradient in gradients(native).items()}
+    assert 0 < norm(missing.values()) <= bound * norm(gradients(native).values())
+    bias = missing["between.bias"]  # in 16 bits
+    assert norm([bias]) <= 2**-8 * norm([gradients(native)["between.bias"]]) + 1e-8
+
+
+@pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("division", DIVISION)
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_law1_of_the_reduce_scatter_over_steps(place, division, error_dtype):
+    native, ours = divided(place, division), divided(place, division)
+    options = ReduceScatterOptions(wire="int4", error_dtype=error_dtype, wires={"*.bias": "int4"})
+    attachment = gradwire.attach(ours, within=options)
+    total = {}
+    for step in range(4):
+        for model in (native, ours):
+            model.zero_grad()
+            backward(model, step)
+        for name, gradient in gradients(ours).items():
+            total[name] = total.get(name, 0) + gradients(native)[name] - gradient
+    saved = attachment.state_dict()["within"]
+    missing = torch.cat([total[name].float().flatten() for name in saved])
+    errors = torch.cat([each.to_local().flatten() for each in saved.values()])
+    exact = norm([gradient.float() for gradient in gradients(native).values()])
+    assert norm([missing]) > 1e-2 * exact
+    # The rest is rounding: of fp32 sums, of errors to bf16 in 8 bits, and of fp16 gradients in 11 bits.
+    rounding = 1e-5 if error_dtype == torch.float32 and not division.startswith("fp16") else 0.1
+    assert norm([errors - missing]) <= rounding * norm([missing])
+    bytes_of = sum(each.numel() for each in ours.parameters()) * error_dtype.itemsize
+    assert attachment.within_error_bytes >= bytes_of  # padding included
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@on_ranks(4)
+def test_nonfinite_gradient_of_one_rank_reaches_its_shard_and_no_rank_changes_its_errors(value):
+    model = sharded("fsdp")
+    attachment = gradwire.attach(model, within=ReduceScatterOptions(wire="int4"))
+    backward(model, 0)
+    before = copy.deepcopy(attachment.state_dict()["within"])
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(5, 9, generator=generator)
+        x[0, 0] = value
+        model(x).square().mean().backward()
+    else:
+        backward(model, 1)
+    assert not gradients(model)["first.weight"].isfinite().all()
+    after = attachment.state_dict()["within"]
+    assert_same_bits([each.to_local() for each in after.values()], [each.to_local() for each in before.values()])
+
+
+@on_ranks(4)
+def test_reduce_scatter_with_a_missing_gradient_is_in_16_bits_and_keeps_its_errors():
+    native, ours = sharded("fsdp"), sharded("fsdp")
+    attachment = gradwire.attach(ours, within=ReduceScatterOptions(wire="int4"))
+    backward(ours, 0)
+    before = copy.deepcopy(attachment.state_dict()["within"])
+    for model in (native, ours):
+        model.zero_grad()
+        model.second.register_forward_hook(lambda module, inputs, output: output.detach())
+        backward(model, 1)
+    got, exact = gradients(ours), gradients(native)
+    assert got["between.weight"] is None
+    for name in ("second.weight", "last.weight"):  # of the same parameter group
+        assert norm([got[name] - exact[name]]) <= 2**-7 * norm([exact[name]])
+    after = attachment.state_dict()["within"]
+    for name in ("between.weight", "second.weight", "last.weight"):
+        assert_same_bits(after[name].to_local(), before[name].to_local())
+    assert not torch.equal(after["spare.weight"].to_local(), before["spare.weight"].to_local())
+
+
+@pytest.mark.parametrize("feature", ["plain", "fp16"])
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("hsdp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "hsdp")])
+@on_ranks(4)
+def test_checkpoint_of_reduce_scatter_errors_loads_with_other_numbers_of_shards(saved_in, loaded_in, feature):
+    options = ReduceScatterOptions(wire="int4", error_dtype=torch.float32)
+    first = sharded(saved_in, **FEATURES[feature])
+    attachment = gradwire.attach(first, within=options)
+    train(first, 3)
+    saved = attachment.state_dict()
+    (path,) = {each for each in from_all_ranks(_folder()) if each}
+    checkpoint.save({"hook": saved}, checkpoint_id=path)
+    native, second = (sharded(loaded_in, **FEATURES[feature]) for _ in range(2))
+    again = gradwire.attach(second, within=options)
+    loaded = {"hook": again.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=path)
+    again.load_state_dict(loaded["hook"])
+    exact = {name: error.full_tensor() for name, error in saved["within"].items()}
+    for name, error in again.state_dict()["within"].items():  # before a step
+        torch.testing.assert_close(error.full_tensor(), exact[name], atol=1e-9, rtol=1e-6)
+    for model in (native, second):
+        backward(model, 9)
+    total, rest = {}, again.state_dict()["within"]
+    for name, each in second.named_parameters():
+        applied = each.grad.full_tensor() - dict(native.named_parameters())[name].grad.full_tensor()
+        total[name] = applied + rest[name].full_tensor() - exact[name]  # zero, if nothing is lost
+    # fp16 gradients of both models are rounded after each of three operations, to 11 bits.
+    bound = 6 * 2**-12 * norm([each.grad.full_tensor() for each in native.parameters()]) if feature == "fp16" else 0
+    assert norm(exact.values()) > 2 * bound
+    assert norm(total.values()) <= bound + 1e-5 * norm(exact.values())
+
+
+@on_ranks(4)
+def test_damaged_checkpoint_of_reduce_scatter_errors_raises_and_changes_nothing():
+    model = sharded("hsdp")
+    state = QuantizationState(wire="int4", start_iter=0)
+    attachment = gradwire.attach(model, state, within=ReduceScatterOptions(wire="int4"))
+    train(model, 2)
+    saved = attachment.state_dict()
+    assert set(saved) == {"iter", "errors", "within"}
+    assert "no entry 'within'" in message_of(attachment.load_state_dict, {"iter": 2, "errors": saved["errors"]})
+    name = "second.weight"
+    for damaged in (torch.full_like(saved["within"][name].to_local(), torch.nan), torch.zeros(3)):
+        within = {**saved["within"], name: damaged}
+        assert "within['second.weight']" in message_of(attachment.load_state_dict, {**saved, "within": within})
+    again = attachment.state_dict()
+    for entry in ("errors", "within"):
+        assert_same_bits(
+            [each.to_local() for each in again[entry].values()], [each.to_local() for each in saved[entry].values()]
+        )
+
+
+@on_ranks(4)
+def test_failure_of_a_reduce_scatter_raises_the_reason_on_all_ranks():
+    model = sharded("fsdp")
+    gradwire.attach(model, within="int4")
+    backward(model, 0)
+    fails = mock.patch.object(gradwire.sharded.shards, "quantized_reduce_scatter", side_effect=Fault("on one rank"))
+    if dist.get_rank() == 1:
+        with fails:
+            message = message_of(backward, model, 1)
+    else:
+        message = message_of(backward, model, 1)
+    assert "on one rank" in message
+    assert "on one rank" in message_of(backward, model, 2)
+
+
 # Errors.
 
 
@@ -390,7 +560,7 @@ def test_failed_exchange_raises_the_reason_on_its_replicas_and_every_later_backw
 def test_wires_within_a_replica_that_differ_raise_on_every_rank():
     model = sharded("fsdp")
     gradwire.attach(model, within="bf16" if dist.get_rank() < 2 else "fp16")
-    assert "within: torch.bfloat16 on ranks 0, 1; torch.float16 on ranks 2, 3" in message_of(backward, model, 0)
+    assert "wire: bf16 on ranks 0, 1; fp16 on ranks 2, 3" in message_of(backward, model, 0)
 
 
 @on_ranks(4)
@@ -409,7 +579,9 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert kind == "NotImplementedError"
     assert "attach(model, within='bf16')" in text
     assert "no shards" in message_of(gradwire.attach, sharded("replicate"), within="bf16")
-    assert "expected one of 'bf16', 'fp16'" in message_of(gradwire.attach, module, within="int4")
+    assert "expected one of 'int8', 'int4'" in message_of(gradwire.attach, module, within="int3")
+    unmatched = ReduceScatterOptions(wires={"nothing.*": "int8"})
+    assert "wires['nothing.*'] in within matches none" in message_of(gradwire.attach, module, within=unmatched)
     model = sharded("hsdp")
     gradwire.attach(model, QuantizationState())
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())

@@ -1,0 +1,184 @@
+"""Quantized reduce-scatter, with error feedback.
+
+On each of n ranks, with the error memory E from the step before:
+
+    M = G + E,   m = Q(M),   E <- M - m             quantize; one scale for each block
+    all-to-all: rank j gets the j-th shard of every m
+    S = scale * sum of the n shards                 in fp32
+
+The sum stays on its rank, so it is not quantized again. A rank sends (n - 1) / n of the message. E has the size of G, n
+times that of S. If a gradient is inf or NaN on any rank, its block of S becomes NaN, and E stays as it was on all n
+ranks: every rank receives a cell from each of the others, whose header tells it.
+
+Source: Wang et al., "ZeRO++", arXiv:2306.10209, section 3.3 (block-wise quantization, all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.executor import Workspace
+from gradwire.comm.transport import Transport
+from gradwire.compress.quantization import Quantization
+from gradwire.kernels import (
+    BlockTable,
+    MessageLayout,
+    Rounding,
+    WireFormat,
+    commit_errors,
+    dequantize,
+    quantize,
+    random_key,
+)
+
+
+async def quantized_reduce_scatter(
+    bucket: ScatterBucket,
+    gradients: Tensor,
+    output: Tensor,
+    scale: float,
+    iteration: int,
+    transport: Transport,
+    workspace: Workspace,
+) -> None:
+    """Write this rank's shard of ``scale`` times the sum of ``gradients`` over all ranks into ``output``.
+
+    Args:
+        bucket: wire formats and error memory. Its errors are modified.
+        gradients: 1-D, real, n shards one after the other. Overwritten.
+        output: 1-D, a shard.
+        scale: multiplies the sum.
+        iteration: number of the step, equal on all ranks.
+        transport: the transport of the ranks, which the bucket was built for.
+        workspace: provides the messages.
+    """
+    n, layout, errors = transport.world_size, bucket.message_layout, bucket.errors
+    message, received, *buffers = workspace.wires(*bucket.wires)
+    message, received = message.view(layout.message_shape), received.view(layout.message_shape)
+    pending = buffers.pop(0) if errors is not None else None
+    rounding = Rounding(bucket.counter.fill_(iteration), transport.rank, bucket.is_stochastic)
+    no_errors = [None] * len(layout.sections)
+    sections = zip(
+        bucket.segments(gradients),
+        layout.sections,
+        no_errors if errors is None else bucket.by_section(errors),
+        no_errors if pending is None else bucket.by_section(pending),
+        strict=True,
+    )
+    for tensors, section, kept, after in sections:
+        quantize(tensors, section, message, scale=1, errors=kept, pending=after, rounding=rounding)
+    if errors is not None:
+        bucket.raise_flag(message)
+    await transport.all_to_all(received, message)
+    # The gradients are sent, so their memory can hold the decoded shards, if it is fp32.
+    decoded = buffers[0] if buffers else gradients
+    for tensors, section in zip(bucket.segments(decoded), bucket.decoded_layout.sections, strict=True):
+        dequantize(received, section, tensors)
+    output.copy_(decoded.view(n, -1).sum(0).mul_(scale))
+    if errors is not None and pending is not None:
+        commit_errors(received, pending, errors)
+
+
+class ScatterBucket:
+    """The gradients of a reduce-scatter: where they lie in the flat tensor and in a message, and their error memory.
+
+    Neighbors of one wire format share blocks. Cell i of a message has the blocks of rank i's shard.
+
+    Args:
+        lengths: number of elements of each parameter in a shard, padding included.
+        formats: wire format of each parameter.
+        names: parameter names.
+        dtype: dtype of the flat tensor.
+        device: its device.
+        transport: the transport of the ranks.
+        options: block size, error memory and rounding.
+
+    Attributes:
+        errors: the error memory, flat; None without error feedback. Updated in place.
+        message_layout: position of each block in a message.
+        decoded_layout: the same blocks in fp32 tensors.
+        counter: int64 [1], on the device: number of the current step, for the random numbers.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        formats: Sequence[WireFormat],
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        transport: Transport,
+        options: Quantization,
+    ) -> None:
+        self.world_size, self.shard_numel = transport.world_size, sum(lengths)
+        self.is_stochastic = options.stochastic_rounding
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._runs: dict[WireFormat, list[tuple[int, int]]] = {}  # start and stop in a shard
+        self._places: dict[str, tuple[int, int, int]] = {}  # section, start in a shard's blocks of it, and length
+        at, block_size, latest = 0, options.block_size, None
+        for name, length, wire in zip(names, lengths, formats, strict=True):
+            runs = self._runs.setdefault(wire, [])
+            start = runs.pop()[0] if wire == latest else at
+            before = sum(-(-(stop - first) // block_size) for first, stop in runs) * block_size
+            self._places[name] = list(self._runs).index(wire), before + at - start, length
+            runs.append((start, at + length))
+            at, latest = at + length, wire
+        self._name = names[0]
+        self.message_layout = self._new_layout(dtype, device, options)
+        in_fp32 = dtype == torch.float32
+        self.decoded_layout = self.message_layout if in_fp32 else self._new_layout(torch.float32, device, options)
+        self._sizes = [section.table.numel for section in self.message_layout.sections]
+        self.errors: Tensor | None = None
+        if options.error_dtype is not None:
+            self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=device)
+
+    def _new_layout(self, dtype: torch.dtype, device: torch.device, options: Quantization) -> MessageLayout:
+        flat = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
+        groups = []
+        for (wire, runs), tensors in zip(self._runs.items(), self.segments(flat), strict=True):
+            places = [(rank, start) for rank in range(self.world_size) for start, _ in runs]
+            keys = [random_key(options.seed, f"{self._name}, {start} of shard {rank}") for rank, start in places]
+            groups.append((wire, BlockTable(tensors, options.block_size, keys)))
+        return MessageLayout(groups, self.world_size)
+
+    @cached_property
+    def wires(self) -> list[tuple[int, torch.dtype]]:
+        """Number of elements and dtype of the buffers of a step."""
+        sizes = [(prod(self.message_layout.message_shape), torch.uint8)] * 2
+        if self.errors is not None:
+            sizes.append((self.errors.numel(), self.errors.dtype))
+        if self.decoded_layout is not self.message_layout:
+            sizes.append((self.world_size * self.shard_numel, torch.float32))
+        return sizes
+
+    def segments(self, flat: Tensor) -> list[list[Tensor]]:
+        """For each section, views of a flat tensor: the section's runs of the first shard, then of the second, ..."""
+        shards = flat.view(self.world_size, -1)
+        return [[shard[start:stop] for shard in shards for start, stop in runs] for runs in self._runs.values()]
+
+    def by_section(self, errors: Tensor) -> list[Tensor]:
+        """Views of the errors of each section."""
+        return list(errors.split(self._sizes))
+
+    def errors_by_name(self) -> dict[str, Tensor]:
+        """Views of the errors of each parameter: [n, elements in a shard]."""
+        if self.errors is None:
+            return {}
+        rows = [part.view(self.world_size, -1) for part in self.by_section(self.errors)]
+        return {name: rows[i][:, start : start + length] for name, (i, start, length) in self._places.items()}
+
+    def raise_flag(self, message: Tensor) -> None:
+        """Tell all ranks, in the headers of their cells, whether this rank's contribution is finite."""
+        finite = []
+        for section in self.message_layout.sections:
+            scales, payload = section.views(message[0])
+            if scales is None:
+                assert section.format.dtype is not None
+                scales = payload.view(section.format.dtype)
+            finite.append(scales.isfinite().all())  # NaN is the scale of a block that is not finite
+        message[0, :, :4].view(torch.int32).copy_(~torch.stack(finite).all())
