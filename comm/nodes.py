@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 def node_name() -> str:
@@ -18,7 +21,9 @@ def local_size(nodes: Sequence[str]) -> int:
     Args:
         nodes: name of the node of each rank.
     """
-    size = nodes.count(nodes[0])
+    size, count = nodes.count(nodes[0]), len(set(nodes))
     runs = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    is_even = all(len(run) == 1 for run in runs) and len(set(nodes)) == len(runs) and len(nodes) % size == 0
-    return size if is_even and len(runs) > 1 else 1
+    if len(runs) == count and count * size == len(nodes) and all(len(run) == 1 for run in runs):
+        return size if count > 1 else 1
+    logger.info("Ranks are not on nodes of equally many, consecutive ranks, so all exchange gradients: %s.", nodes)
+    return 1

@@ -166,7 +166,7 @@ class Shot(Collective):
 
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
         self.target, self.source, self.payload_bytes = target, source, payload_bytes
-        self.ranks: Sequence[int] | None = None  # the n ranks, ascending; None: all of the group
+        self.part: PartialTransport | None = None  # of the n ranks; None: all ranks of the group
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Launch every piece, then wait for each."""
@@ -197,7 +197,8 @@ class AllToAll(Shot):
     def _start_piece(
         self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
     ) -> dist.Work | None:
-        return all_to_all(target, source, group, is_async=is_async, ranks=self.ranks)
+        ranks = None if self.part is None else self.part.ranks
+        return all_to_all(target, source, group, is_async=is_async, ranks=ranks)
 
 
 class AllGather(Shot):
@@ -206,10 +207,10 @@ class AllGather(Shot):
     def _start_piece(
         self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
     ) -> dist.Work | None:
-        if self.ranks is None:
+        if self.part is None:
             return all_gather(target.view(-1), source, group, is_async=is_async)
         copies = source.expand_as(target).contiguous()
-        return all_to_all(target, copies, group, is_async=is_async, ranks=self.ranks)
+        return all_to_all(target, copies, group, is_async=is_async, ranks=self.part.ranks)
 
 
 class Transport:
@@ -277,14 +278,14 @@ class Transport:
         self.n_created += 1
         return collective
 
-    def within_node(self, local_size: int) -> Transport:
+    def within_node(self, local_size: int) -> PartialTransport:
         """The two shots among the ``local_size`` ranks of this rank's node; the payload does not count them."""
         first = self.rank // local_size * local_size
-        return PartialTransport(self, range(first, first + local_size), counts=False)
+        return PartialTransport(self, range(first, first + local_size), is_in_node=True)
 
-    def between_nodes(self, local_size: int) -> Transport:
+    def between_nodes(self, local_size: int) -> PartialTransport:
         """The two shots among the ranks with the place of this rank on each node of ``local_size`` ranks."""
-        return PartialTransport(self, range(self.rank % local_size, self.world_size, local_size), counts=True)
+        return PartialTransport(self, range(self.rank % local_size, self.world_size, local_size), is_in_node=False)
 
     def pieces(self, nbytes: int) -> int:
         """Number of pieces into which to cut a message of ``nbytes``, all cells together; equal on all ranks."""
@@ -376,12 +377,12 @@ class PartialTransport(Transport):
     Args:
         whole: the transport.
         ranks: ranks of ``whole``, ascending, this one among them.
-        counts: whether the shots count in the payload of ``whole``.
+        is_in_node: whether they share a node. Shots inside a node do not count in the payload.
     """
 
-    def __init__(self, whole: Transport, ranks: range, counts: bool) -> None:
+    def __init__(self, whole: Transport, ranks: range, is_in_node: bool) -> None:
         super().__init__(len(ranks), ranks.index(whole.rank))
-        self._whole, self._ranks, self._counts = whole, ranks, counts
+        self.ranks, self.is_in_node, self._whole = ranks, is_in_node, whole
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Raise NotImplementedError: an all-reduce is among all ranks."""
@@ -391,14 +392,15 @@ class PartialTransport(Transport):
         """Raise NotImplementedError; see `all_reduce`."""
         return self.all_reduce(tensor)
 
-    def pieces(self, nbytes: int) -> int:  # noqa: D102
+    def pieces(self, nbytes: int) -> int:
+        """Number of pieces into which to cut a message; see `Transport.pieces`."""
         whole = self._whole
         return 1 if self.world_size == 1 else whole.pieces(nbytes // self.world_size * whole.world_size)
 
     def _created(self, collective: Collective) -> Collective:
         assert isinstance(collective, Shot)
-        collective.ranks = self._ranks
-        if not self._counts:
+        collective.part = self
+        if self.is_in_node:
             collective.payload_bytes = 0
         return self._whole._created(collective)
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Task
-from gradwire.comm.transport import AllReduce, AllToAll, Collective, pieces_on_gloo
+from gradwire.comm.transport import AllReduce, AllToAll, Collective, Shot, pieces_on_gloo
 from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import allreduce_hook
@@ -24,7 +24,7 @@ from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import Job
-from gradwire.planner.model import BucketCost, HookCost, Message, ModelCost, Overlap
+from gradwire.planner.model import BETWEEN_NODES, IN_NODE, BucketCost, HookCost, Message, ModelCost, Overlap
 from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
@@ -114,8 +114,9 @@ def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) ->
 class EqualRanks(Transport):
     """Collectives of ranks that all send the same values, simulated in one process, with gloo's pieces or without."""
 
-    def __init__(self, world_size: int, is_gloo: bool, device: torch.device) -> None:
+    def __init__(self, world_size: int, is_gloo: bool, device: torch.device, local_size: int = 1) -> None:
         super().__init__(world_size)
+        self.local_size = local_size
         self._is_gloo, self._device = is_gloo, device
         self.marks: list[Mark] = []  # before and after each collective
         self.messages: list[Message] = []
@@ -164,20 +165,30 @@ def message_of(collective: Collective) -> Message:
     """The message of a collective: its kind (the operation and, for sums, the dtype) and its payload."""
     if isinstance(collective, AllReduce):
         largest = max(collective.tensors, key=lambda tensor: tensor.nbytes)
-        kind = f"all-reduce {str(largest.dtype).removeprefix('torch.')}"
-    else:
-        kind = "all-to-all" if isinstance(collective, AllToAll) else "all-gather"
-    return Message(kind, collective.payload_bytes)
+        return Message(f"all-reduce {str(largest.dtype).removeprefix('torch.')}", collective.payload_bytes)
+    assert isinstance(collective, Shot)
+    kind = "all-to-all" if isinstance(collective, AllToAll) else "all-gather"
+    if collective.part is None:
+        return Message(kind, collective.payload_bytes)
+    if collective.part.is_in_node:
+        return Message(kind + IN_NODE, collective.target.nbytes // 2)
+    return Message(kind + BETWEEN_NODES, collective.payload_bytes)
 
 
 class HookProbe:
     """Runs one hook on the buckets of a model and times it; replaces the group's executor by a `TimingExecutor`."""
 
     def __init__(
-        self, name: str, buckets: Buckets, group: dist.ProcessGroup, world_size: int, device: torch.device
+        self,
+        name: str,
+        buckets: Buckets,
+        group: dist.ProcessGroup,
+        world_size: int,
+        device: torch.device,
+        local_size: int = 1,
     ) -> None:
         self._name, self._gradients, self._device = name, buckets.gradients, device
-        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device)
+        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device, local_size)
         self._executor = TimingExecutor(transport, device)
         connections_of(group).replace_executor(self._executor, device)
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]

@@ -32,9 +32,17 @@ class Overlap(Enum):
     NOTHING = "a CPU without a core to spare: computations and the threads that send and receive take turns"
 
 
+IN_NODE, BETWEEN_NODES = " in a node", " between nodes"  # ends of the names of collectives among some ranks
+
+
 class Message(NamedTuple):
     kind: str  # the collective: a key of `Link.costs`
-    nbytes: int  # payload, as `Transport.payload_bytes` counts it
+    nbytes: int  # payload, as `Transport.payload_bytes` counts it, in a node as between nodes
+
+    @property
+    def is_in_node(self) -> bool:
+        """Whether the message stays in a node, and uses no network."""
+        return self.kind.endswith(IN_NODE)
 
 
 class BucketCost(NamedTuple):
@@ -56,8 +64,13 @@ class HookCost:
 
     @property
     def payload_bytes(self) -> int:
-        """Payload of all messages: what `Transport.payload_bytes` counts in a step."""
-        return sum(message.nbytes for bucket in self.buckets for message in bucket.messages)
+        """Payload of all messages that leave a node: what `Transport.payload_bytes` counts in a step."""
+        return sum(each.nbytes for bucket in self.buckets for each in bucket.messages if not each.is_in_node)
+
+    def bytes_kept(self, ranks_per_node: int) -> int:
+        """Bytes in which the hook sends the gradients of the whole model: the fewer, the more it changes them."""
+        messages = [each for bucket in self.buckets for each in bucket.messages if not each.is_in_node]
+        return sum(each.nbytes * (ranks_per_node if each.kind.endswith(BETWEEN_NODES) else 1) for each in messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +109,18 @@ class Link:
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
         scale = self.bandwidth / bandwidth
-        costs = {kind: cost._replace(per_byte=scale * cost.per_byte) for kind, cost in self.costs.items()}
-        return replace(self, bandwidth=bandwidth, costs=costs)
+        between = {kind: cost for kind, cost in self.costs.items() if not kind.endswith(IN_NODE)}
+        costs = {kind: cost._replace(per_byte=scale * cost.per_byte) for kind, cost in between.items()}
+        return replace(self, bandwidth=bandwidth, costs={**self.costs, **costs})
 
     def latency(self, message: Message) -> float:
         """Seconds that a message takes in addition to the time for which it keeps the link busy."""
-        return self.costs[message.kind].latency
+        latency, per_byte = self.costs[message.kind]
+        return latency + message.nbytes * per_byte if message.is_in_node else latency
 
     def busy(self, message: Message) -> float:
-        """Seconds for which a message keeps the link busy."""
-        return message.nbytes * self.costs[message.kind].per_byte
+        """Seconds for which a message keeps the link between nodes busy."""
+        return 0.0 if message.is_in_node else message.nbytes * self.costs[message.kind].per_byte
 
 
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:

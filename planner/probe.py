@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradwire.comm import executor_for
 from gradwire.planner import jobs
 from gradwire.planner.compute_probe import HookProbe, measure_model
 from gradwire.planner.jobs import Build, JobError
@@ -76,12 +77,16 @@ def measure(
     model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
+    is_on_nodes = given is not None and 1 < ranks_per_node < world_size
+    local_size = (
+        executor_for(own, device).transport.local_size if given is None else ranks_per_node if is_on_nodes else 1
+    )
     costs = []
     with _frozen_heap():
         for name in names:
             progress(f"hook {name}")
             dist.barrier(group)
-            costs.append(HookProbe(name, buckets, own, world_size, device).measure(HOOK_BUDGET))
+            costs.append(HookProbe(name, buckets, own, world_size, device, local_size).measure(HOOK_BUDGET))
     dist.destroy_process_group(own)
     gathered = _gathered((model, tuple(costs)))
     model, slowest = _slowest(gathered)

@@ -22,6 +22,7 @@ class Prediction:
     # it always does
     break_even: float | None
     payload_bytes: int  # per step and rank
+    bytes_kept: int  # see `HookCost.bytes_kept`
     memory_bytes: int  # states and wire buffers
 
 
@@ -40,8 +41,8 @@ def advise(measured: Measurement) -> Advice:
     """Predict the step time with each hook, and recommend a hook or none.
 
     A hook is worthwhile if its steps are at least `WORTHWHILE` times as fast as those without a hook. Any hook but bf16
-    must also be `WORTHWHILE` times as fast as bf16. Of the hooks within this ratio of the fastest, the one that sends
-    the most bytes is recommended, because it changes the gradients least.
+    must also be `WORTHWHILE` times as fast as bf16. Of the hooks within this ratio of the fastest, the one that keeps
+    the most bytes of the gradients is recommended, because it changes them least.
     """
     by_name = {hook.name: hook for hook in measured.hooks}
     seconds = {name: step_seconds(measured.model, hook, measured.link) for name, hook in by_name.items()}
@@ -54,6 +55,7 @@ def advise(measured: Measurement) -> Advice:
             speed_up_over_bf16=seconds[CAST] / seconds[name],
             break_even=None if name == PLAIN else break_even(measured.model, hook, plain, measured.link),
             payload_bytes=hook.payload_bytes,
+            bytes_kept=hook.bytes_kept(measured.link.ranks_per_node),
             memory_bytes=hook.memory_bytes,
         )
         for name, hook in by_name.items()
@@ -77,7 +79,7 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
             f"a step is {bf16.speed_up:.2f}x as fast as without, and no other hook is {worthwhile} faster",
         )
     near = [each for each in predictions if each.speed_up * WORTHWHILE >= fastest.speed_up]
-    chosen = max(near, key=lambda each: each.payload_bytes)
+    chosen = max(near, key=lambda each: each.bytes_kept)
     return chosen.hook, (
         f"a step is {chosen.speed_up:.2f}x as fast as without a hook, {chosen.speed_up_over_bf16:.2f}x as with bf16"
     )

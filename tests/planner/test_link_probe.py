@@ -8,17 +8,18 @@ import torch
 from gradwire.planner import link_probe
 from gradwire.planner.compute_probe import EqualRanks, message_of
 from gradwire.planner.link_probe import bytes_out_of_node, ideal_link, measure_link, message_maker
-from gradwire.planner.model import Message
+from gradwire.planner.model import BETWEEN_NODES, IN_NODE, Message
 
 CPU = torch.device("cpu")
 KINDS = ("all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather")
+ON_NODES = tuple(shot + place for shot in ("all-to-all", "all-gather") for place in (IN_NODE, BETWEEN_NODES))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *ON_NODES))
 @pytest.mark.parametrize("is_gloo", [False, True], ids=["one-piece", "pieces"])
 @pytest.mark.parametrize("nbytes", [256, 1 << 23])
 def test_probe_message_has_requested_payload(kind, is_gloo, nbytes):
-    make = message_maker(kind, nbytes, EqualRanks(4, is_gloo, CPU), CPU)
+    make = message_maker(kind, nbytes, EqualRanks(4, is_gloo, CPU, local_size=2), CPU)
     assert message_of(make()) == Message(kind, nbytes)
 
 
@@ -33,6 +34,25 @@ def test_bytes_out_of_a_node_follow_the_formula(world_size, ranks_per_node, ring
     out = {kind: bytes_out_of_node(kind, world_size, ranks_per_node) for kind in KINDS}
     assert out["all-reduce float32"] == out["all-reduce bfloat16"] == ring
     assert (out["all-to-all"] + out["all-gather"]) / 2 == two_shot
+
+
+# A rank on a node of G exchanges 1 / G of the message of a bucket, so K nodes send it 2 (K - 1) / K times.
+@pytest.mark.parametrize(("world_size", "ranks_per_node", "expected"), [(4, 2, 1), (16, 8, 1), (64, 8, 1.75)])
+def test_shots_between_nodes_leave_a_node_once(world_size, ranks_per_node, expected):
+    out = {kind: bytes_out_of_node(kind, world_size, ranks_per_node) / ranks_per_node for kind in ON_NODES}
+    assert [out[kind] for kind in ON_NODES if kind.endswith(BETWEEN_NODES)] == [expected] * 2
+    assert [out[kind] for kind in ON_NODES if kind.endswith(IN_NODE)] == [0, 0]
+
+
+def test_messages_in_a_node_take_no_bandwidth_between_nodes():
+    link = ideal_link(16, 8e9, 1e-3, [Message(kind, 1) for kind in ON_NODES], overhead=1e-4, ranks_per_node=8)
+    measured = link.at(8e9)
+    measured.costs["all-to-all" + IN_NODE] = link.costs["all-to-all" + IN_NODE]._replace(per_byte=1e-10)
+    inside, between = (Message("all-to-all" + place, 1 << 20) for place in (IN_NODE, BETWEEN_NODES))
+    slower = measured.at(4e9)
+    assert measured.busy(inside) == slower.busy(inside) == 0
+    assert measured.latency(inside) == slower.latency(inside) == pytest.approx(1e-4 + 1e-10 * (1 << 20))
+    assert slower.busy(between) == 2 * measured.busy(between) == pytest.approx(16e-9 * (1 << 20))
 
 
 def test_given_link_sends_the_bytes_out_of_a_node_at_its_bandwidth():
