@@ -179,7 +179,7 @@ def test_shots_ranks_and_error_memories_draw_from_different_streams():
     for rank in range(world_size):
         transport = SimulatedTransport(world_size, rank, pieces=1)
         bucket = QuantizedBucket(gradients, [WIRE_FORMATS["int4"]], transport, Quantization(stochastic_rounding=True))
-        step = bucket.start_step(gradients, gradients, 0, Workspace(CPU))
+        step = bucket.start_step(gradients, gradients, 0, Workspace(CPU).wires(*bucket.wires))
         first += [step.first_rounding.salt, step.first_rounding.error_salt]
         second |= {step.second_rounding.salt, step.second_rounding.error_salt}
     assert len(second) == 2
