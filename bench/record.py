@@ -46,8 +46,6 @@ class Metric(StrEnum):
     SYNCHRONIZATIONS = "host waits"
     ACCURACY = "test accuracy (%)"
     TRAINING_LOSS = "training loss"
-    VALIDATION_LOSS = "validation loss"
-    STATE = "memory between steps (B)"
 
 
 class RecordError(Exception):

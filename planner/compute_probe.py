@@ -198,7 +198,7 @@ class HookProbe:
 
     def measure(self, budget: float) -> HookCost:
         """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""
-        before = tensor_bytes()
+        before = _tensor_bytes()
         started = time.monotonic()
         for step in range(FIRST_COMPRESSED + 1 + MAX_STEPS):
             if step == FIRST_COMPRESSED + 1:
@@ -207,7 +207,7 @@ class HookProbe:
             self._step()
             if step > FIRST_COMPRESSED + 1 and time.monotonic() - started > budget:
                 break
-        memory = tensor_bytes() - before
+        memory = _tensor_bytes() - before
         medians = [list(map(median, zip(*samples, strict=True))) for samples in self._samples]
         costs = [
             BucketCost(launch, tuple(compute), _mean(*messages[-2:]), finish)
@@ -264,7 +264,7 @@ def _registration(name: str, group: dist.ProcessGroup, device: torch.device) -> 
     return HOOKS[name].make(group, FIRST_COMPRESSED)
 
 
-def tensor_bytes() -> int:
+def _tensor_bytes() -> int:
     """Bytes of all dense tensors that Python knows, without those of subclasses, which may lack a storage."""
     gc.collect()
     storages = {}
