@@ -326,9 +326,9 @@ def _sum_kernel(
 ):
     """One chunk of this rank's cell in one piece of the message; 0 where blocks or elements are missing."""
     N: tl.constexpr = CHUNK // BLOCK
-    program = tl.program_id(0)
-    piece = program // chunks_per_cell
-    first_slot = (program - piece * chunks_per_cell) * N
+    program = tl.program_id(0).to(tl.int64)
+    piece = program.to(tl.int32) // chunks_per_cell
+    first_slot = (program.to(tl.int32) - piece * chunks_per_cell) * N
     slots = first_slot + tl.arange(0, N)
     blocks = (piece * world_size + rank) * blocks_per_cell + slots
     exists = (slots < blocks_per_cell) & (blocks < n_blocks)
