@@ -67,9 +67,9 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
         return None
 
     def shot(real: Callable[..., dist.Work | None]) -> Callable[..., None]:
-        def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> None:
+        def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool, **options: Any) -> None:
             assert not is_async  # on a GPU, executors enqueue shots on their own stream
-            work = real(target, source, group, is_async=False)
+            work = real(target, source, group, is_async=False, **options)
             if work is not None:  # in a rehearsal, over gloo
                 work.wait()
             spin(target.nbytes // 2)
