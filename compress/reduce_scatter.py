@@ -7,8 +7,8 @@ On each of n ranks, with the error memory E from the step before:
     S = scale * sum of the n shards                 in fp32
 
 The sum stays on its rank, so it is not quantized again. A rank sends (n - 1) / n of the message. E has the size of G, n
-times that of S. If a gradient is inf or NaN on any rank, its block of S becomes NaN, and E stays as it was on all n
-ranks: every rank receives a cell from each of the others, whose header tells it.
+times that of S. If a gradient is inf or NaN on any rank, its block of S becomes NaN, and no rank changes its E: each
+rank tells all others in the headers of its cells.
 
 Source: Wang et al., "ZeRO++", arXiv:2306.10209, section 3.3 (block-wise quantization, all-to-all).
 """
@@ -29,11 +29,12 @@ from gradwire.kernels import (
     BlockTable,
     MessageLayout,
     Rounding,
+    Section,
     WireFormat,
     commit_errors,
-    dequantize,
     quantize,
     random_key,
+    sum_quantized,
 )
 
 
@@ -50,17 +51,17 @@ async def quantized_reduce_scatter(
 
     Args:
         bucket: wire formats and error memory. Its errors are modified.
-        gradients: 1-D, real, n shards one after the other. Overwritten.
+        gradients: 1-D, real, n shards one after the other. Not modified.
         output: 1-D, a shard.
         scale: multiplies the sum.
         iteration: number of the step, equal on all ranks.
         transport: the transport of the ranks, which the bucket was built for.
         workspace: provides the messages.
     """
-    n, layout, errors = transport.world_size, bucket.message_layout, bucket.errors
-    message, received, *buffers = workspace.wires(*bucket.wires)
+    layout, errors = bucket.message_layout, bucket.errors
+    message, received, *sums = workspace.wires(*bucket.wires)
     message, received = message.view(layout.message_shape), received.view(layout.message_shape)
-    pending = buffers.pop(0) if errors is not None else None
+    pending = sums.pop() if errors is not None else None
     rounding = Rounding(bucket.counter.fill_(iteration), transport.rank, bucket.is_stochastic)
     no_errors = [None] * len(layout.sections)
     sections = zip(
@@ -75,11 +76,9 @@ async def quantized_reduce_scatter(
     if errors is not None:
         bucket.raise_flag(message)
     await transport.all_to_all(received, message)
-    # The gradients are sent, so their memory can hold the decoded shards, if it is fp32.
-    decoded = buffers[0] if buffers else gradients
-    for tensors, section in zip(bucket.segments(decoded), bucket.decoded_layout.sections, strict=True):
-        dequantize(received, section, tensors)
-    output.copy_(decoded.view(n, -1).sum(0).mul_(scale))
+    for total, section in zip(sums, layout.sections, strict=True):
+        sum_quantized(received, section, total, rank=transport.rank)
+        bucket.copy_shard(section, total.mul_(scale), output)
     if errors is not None and pending is not None:
         commit_errors(received, pending, errors)
 
@@ -101,7 +100,6 @@ class ScatterBucket:
     Attributes:
         errors: the error memory, flat; None without error feedback. Updated in place.
         message_layout: position of each block in a message.
-        decoded_layout: the same blocks in fp32 tensors.
         counter: int64 [1], on the device: number of the current step, for the random numbers.
     """
 
@@ -128,38 +126,39 @@ class ScatterBucket:
             self._places[name] = list(self._runs).index(wire), before + at - start, length
             runs.append((start, at + length))
             at, latest = at + length, wire
-        self._name = names[0]
-        self.message_layout = self._new_layout(dtype, device, options)
-        in_fp32 = dtype == torch.float32
-        self.decoded_layout = self.message_layout if in_fp32 else self._new_layout(torch.float32, device, options)
+        flat = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
+        groups = []
+        for (wire, runs), tensors in zip(self._runs.items(), self.segments(flat), strict=True):
+            places = [(rank, start) for rank in range(self.world_size) for start, _ in runs]
+            keys = [random_key(options.seed, f"{names[0]}, {start} of shard {rank}") for rank, start in places]
+            groups.append((wire, BlockTable(tensors, block_size, keys)))
+        self.message_layout = MessageLayout(groups, self.world_size)
         self._sizes = [section.table.numel for section in self.message_layout.sections]
         self.errors: Tensor | None = None
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=device)
 
-    def _new_layout(self, dtype: torch.dtype, device: torch.device, options: Quantization) -> MessageLayout:
-        flat = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
-        groups = []
-        for (wire, runs), tensors in zip(self._runs.items(), self.segments(flat), strict=True):
-            places = [(rank, start) for rank in range(self.world_size) for start, _ in runs]
-            keys = [random_key(options.seed, f"{self._name}, {start} of shard {rank}") for rank, start in places]
-            groups.append((wire, BlockTable(tensors, options.block_size, keys)))
-        return MessageLayout(groups, self.world_size)
-
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
         """Number of elements and dtype of the buffers of a step."""
-        sizes = [(prod(self.message_layout.message_shape), torch.uint8)] * 2
+        layout = self.message_layout
+        sizes = [(prod(layout.message_shape), torch.uint8)] * 2
+        sizes += [(layout.shard_numel(section), torch.float32) for section in layout.sections]
         if self.errors is not None:
             sizes.append((self.errors.numel(), self.errors.dtype))
-        if self.decoded_layout is not self.message_layout:
-            sizes.append((self.world_size * self.shard_numel, torch.float32))
         return sizes
 
     def segments(self, flat: Tensor) -> list[list[Tensor]]:
         """For each section, views of a flat tensor: the section's runs of the first shard, then of the second, ..."""
         shards = flat.view(self.world_size, -1)
         return [[shard[start:stop] for shard in shards for start, stop in runs] for runs in self._runs.values()]
+
+    def copy_shard(self, section: Section, blocks: Tensor, shard: Tensor) -> None:
+        """Copy one shard's blocks of a section to the places of their elements in the shard."""
+        runs = self._runs[section.format]
+        numels = [count * section.table.block_size for count in section.table.block_counts[: len(runs)]]
+        for (start, stop), values in zip(runs, blocks.split(numels), strict=True):
+            shard[start:stop] = values[: stop - start]
 
     def by_section(self, errors: Tensor) -> list[Tensor]:
         """Views of the errors of each section."""

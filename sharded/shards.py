@@ -91,7 +91,7 @@ class QuantizedReduceScatter:
 
         Args:
             output_tensor: 1-D, a shard. Overwritten.
-            input_tensor: 1-D, the gradients of this rank, one shard after the other. Overwritten.
+            input_tensor: 1-D, the gradients of this rank, one shard after the other.
             group: the ranks of a replica.
             op: AVG, SUM or PREMUL_SUM.
             async_op: ignored: the result is there, or follows on the current stream.
