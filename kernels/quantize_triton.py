@@ -206,10 +206,13 @@ def _dequantize_kernel(
 
 
 @jit
-def _sum_cells(
-    received,  # address of the cells of a piece
-    slots,  # [N]
-    exists,  # [N]
+def _sum_chunk(
+    received_ptr,
+    program,  # int64
+    n_blocks,
+    blocks_per_cell,
+    chunks_per_cell,
+    rank,
     world_size,
     cell_units,
     scales_unit,
@@ -218,7 +221,16 @@ def _sum_cells(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The sum of the same blocks of all cells, [N, BLOCK], in rank order: the same sum to the bit in every run."""
+    """The sum of N blocks of this rank's cells in a piece, [N, BLOCK], in rank order: the same to the bit in every run.
+
+    Also returns the piece, the slots of the blocks in their cell, their numbers, and whether they exist.
+    """
+    # Blocks are counted in int32, as in `_locate`.
+    piece = program.to(tl.int32) // chunks_per_cell
+    slots = (program.to(tl.int32) - piece * chunks_per_cell) * N + tl.arange(0, N)
+    blocks = (piece * world_size + rank) * blocks_per_cell + slots
+    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
+    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
     # Whole blocks are masked, never parts of them, so accesses stay wide.
     total = tl.zeros((N, BLOCK), tl.float32)
     peer = 0
@@ -227,7 +239,7 @@ def _sum_cells(
         total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
         received += unit_bytes(cell_units)
         peer += 1
-    return total
+    return total, piece, slots, blocks, exists
 
 
 @jit
@@ -267,15 +279,8 @@ def _reduce_kernel(
     """One chunk of this rank's cell in one piece of the message."""
     N: tl.constexpr = CHUNK // BLOCK
     program = tl.program_id(0).to(tl.int64)
-    # Blocks are counted in int32, as in `_locate`.
-    piece = program.to(tl.int32) // chunks_per_cell
-    first_slot = (program.to(tl.int32) - piece * chunks_per_cell) * N
-    slots = first_slot + tl.arange(0, N)
-    blocks = (piece * world_size + rank) * blocks_per_cell + slots
-    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
-    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
-    place = (world_size, cell_units, scales_unit, payload_unit)
-    total = _sum_cells(received, slots, exists, *place, FORMAT, BLOCK, N)
+    cells = (n_blocks, blocks_per_cell, chunks_per_cell, rank, world_size, cell_units, scales_unit, payload_unit)
+    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N)
 
     # Read after the loop, which needs the registers.
     counts, segments, starts = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
@@ -284,6 +289,7 @@ def _reduce_kernel(
     index = starts[:, None] + columns  # [N, BLOCK]
     step = program if step_ptr is None else tl.load(step_ptr)
     has_room = slots < blocks_per_cell
+    first_slot = (program.to(tl.int32) - piece * chunks_per_cell) * N
     errors_at = (piece * blocks_per_cell + first_slot).to(tl.int64) * BLOCK
     if errors_ptr is not None:
         # The errors have room for whole cells, so slots without a block are read and written, too: as zeros.
@@ -327,14 +333,8 @@ def _sum_kernel(
     """One chunk of this rank's cell in one piece of the message; 0 where blocks or elements are missing."""
     N: tl.constexpr = CHUNK // BLOCK
     program = tl.program_id(0).to(tl.int64)
-    piece = program.to(tl.int32) // chunks_per_cell
-    first_slot = (program.to(tl.int32) - piece * chunks_per_cell) * N
-    slots = first_slot + tl.arange(0, N)
-    blocks = (piece * world_size + rank) * blocks_per_cell + slots
-    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
-    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
-    place = (world_size, cell_units, scales_unit, payload_unit)
-    total = _sum_cells(received, slots, exists, *place, FORMAT, BLOCK, N)
+    cells = (n_blocks, blocks_per_cell, chunks_per_cell, rank, world_size, cell_units, scales_unit, payload_unit)
+    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N)
     counts, _, _ = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
     columns = tl.arange(0, BLOCK)[None, :]
     total = tl.where(columns < counts[:, None], total, 0.0)
@@ -436,6 +436,27 @@ def quantize_triton(
         )
 
 
+def _sum_arguments(received: Tensor, section: Section, rank: int) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the common arguments of the kernels that sum received cells."""
+    table, (pieces, world_size, _) = section.table, received.shape
+    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // REDUCE_NUMEL)
+    return (pieces * chunks_per_cell,), {
+        "received_ptr": received,
+        "layout_ptr": table.layout,
+        "segments_ptr": table.block_segments,
+        "n_segments": len(table.lengths),
+        "n_blocks": table.n_blocks,
+        "chunks_per_cell": chunks_per_cell,
+        "rank": rank,
+        "world_size": world_size,
+        "FORMAT": section.format,
+        "BLOCK": table.block_size,
+        "CHUNK": REDUCE_NUMEL,
+        **_place(section, received),
+        **OPTIONS,
+    }
+
+
 def reduce_quantized_triton(
     received: Tensor,
     section: Section,
@@ -446,53 +467,17 @@ def reduce_quantized_triton(
     rounding: Rounding | None,
 ) -> None:
     """`reduce_quantized` in one launch."""
-    table = section.table
-    pieces, world_size, _ = received.shape
-    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // REDUCE_NUMEL)
+    memory = {"errors_ptr": errors, "result_ptr": result, "pending_ptr": pending}
     with torch.cuda.device_of(received):
-        _reduce_kernel[(pieces * chunks_per_cell,)](
-            received_ptr=received,
-            layout_ptr=table.layout,
-            segments_ptr=table.block_segments,
-            errors_ptr=errors,
-            result_ptr=result,
-            pending_ptr=pending,
-            n_segments=len(table.lengths),
-            n_blocks=table.n_blocks,
-            chunks_per_cell=chunks_per_cell,
-            rank=rank,
-            world_size=world_size,
-            FORMAT=section.format,
-            BLOCK=table.block_size,
-            **_place(section, received),
-            **_randomness(rounding, pending),
-            **OPTIONS,
-            CHUNK=REDUCE_NUMEL,
-        )
+        grid, arguments = _sum_arguments(received, section, rank)
+        _reduce_kernel[grid](**arguments, **memory, **_randomness(rounding, pending))
 
 
 def sum_quantized_triton(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
     """`sum_quantized` in one launch."""
-    table = section.table
-    pieces, world_size, _ = received.shape
-    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // REDUCE_NUMEL)
     with torch.cuda.device_of(received):
-        _sum_kernel[(pieces * chunks_per_cell,)](
-            received_ptr=received,
-            layout_ptr=table.layout,
-            segments_ptr=table.block_segments,
-            total_ptr=total,
-            n_segments=len(table.lengths),
-            n_blocks=table.n_blocks,
-            chunks_per_cell=chunks_per_cell,
-            rank=rank,
-            world_size=world_size,
-            FORMAT=section.format,
-            BLOCK=table.block_size,
-            **_place(section, received),
-            **OPTIONS,
-            CHUNK=REDUCE_NUMEL,
-        )
+        grid, arguments = _sum_arguments(received, section, rank)
+        _sum_kernel[grid](total_ptr=total, **arguments)
 
 
 def dequantize_triton(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
