@@ -41,6 +41,7 @@ from gradwire.kernels import (
     quantize,
     reconstruct,
     reduce_quantized,
+    sum_quantized,
     unflatten,
     update_scale,
 )
@@ -135,6 +136,7 @@ def _quantization(wire: str) -> Calls:
         "reduce_quantized": lambda: reduce_quantized(
             message, section, result, rank=0, errors=shard_errors, pending=shard_pending
         ),
+        "sum_quantized": lambda: sum_quantized(message, section, shard_errors, rank=0),
         "dequantize": lambda: dequantize(message, section, gradients),
         "commit_errors": lambda: commit_errors(message, pending, errors),
     }
