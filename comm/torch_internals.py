@@ -121,17 +121,16 @@ def gloo_options(timeout: timedelta) -> Any:
 
 
 def all_to_all(
-    received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool, ranks: Sequence[int] | None = None
+    received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool, splits: Sequence[int] = ()
 ) -> dist.Work | None:
     """Launch the exchange of the first dimension's parts: part i of ``sent`` goes to rank i and is received from it.
 
-    Both tensors are contiguous. With ``ranks``, ascending, part i is that of ``ranks[i]``, and other ranks exchange
-    nothing with this one. If not ``is_async``, NCCL uses the current stream, and the result may be None.
+    Both tensors are contiguous. ``splits`` are the sizes of the parts, by rank; by default, they are equal. If not
+    ``is_async``, NCCL uses the current stream, and the result may be None.
     """
     options: Any = bindings.AllToAllOptions()
     options.asyncOp = is_async
-    sizes = [] if ranks is None else [len(sent) // len(ranks) * (rank in ranks) for rank in range(group.size())]
-    return group.alltoall_base(received, sent, sizes, sizes, options)
+    return group.alltoall_base(received, sent, list(splits), list(splits), options)
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:

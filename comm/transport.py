@@ -197,8 +197,8 @@ class AllToAll(Shot):
     def _start_piece(
         self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
     ) -> dist.Work | None:
-        ranks = None if self.part is None else self.part.ranks
-        return all_to_all(target, source, group, is_async=is_async, ranks=ranks)
+        splits = () if self.part is None else self.part.splits
+        return all_to_all(target, source, group, is_async=is_async, splits=splits)
 
 
 class AllGather(Shot):
@@ -210,7 +210,7 @@ class AllGather(Shot):
         if self.part is None:
             return all_gather(target.view(-1), source, group, is_async=is_async)
         copies = source.expand_as(target).contiguous()
-        return all_to_all(target, copies, group, is_async=is_async, ranks=self.part.ranks)
+        return all_to_all(target, copies, group, is_async=is_async, splits=self.part.splits)
 
 
 class Transport:
@@ -378,11 +378,15 @@ class PartialTransport(Transport):
         whole: the transport.
         ranks: ranks of ``whole``, ascending, this one among them.
         is_in_node: whether they share a node. Shots inside a node do not count in the payload.
+
+    Attributes:
+        splits: for each rank of ``whole``, the number of cells of a piece that it exchanges with this rank: 1 or 0.
     """
 
     def __init__(self, whole: Transport, ranks: range, is_in_node: bool) -> None:
         super().__init__(len(ranks), ranks.index(whole.rank))
-        self.ranks, self.is_in_node, self._whole = ranks, is_in_node, whole
+        self.splits = [int(rank in ranks) for rank in range(whole.world_size)]
+        self.is_in_node, self._whole = is_in_node, whole
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Raise NotImplementedError: an all-reduce is among all ranks."""

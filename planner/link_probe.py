@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.comm import Transport, Workspace, executor_for
 from gradwire.comm.transport import Collective
 from gradwire.planner.clock import synchronize
-from gradwire.planner.model import BETWEEN_NODES, IN_NODE, Link, Message, MessageCost
+from gradwire.planner.model import Link, Message, MessageCost, is_between_nodes, is_in_node
 
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
 _MIN_PER_BYTE = 1e-13  # seconds: 80 Tb/s
@@ -35,11 +35,11 @@ def bytes_out_of_node(kind: str, world_size: int, ranks_per_node: int) -> float:
     A ring all-reduce or all-gather enters and leaves a node once. In an all-to-all, and between nodes, each rank of a
     node sends its own cells: ``ranks_per_node`` times as many bytes.
     """
-    if kind.endswith(IN_NODE):
+    if is_in_node(kind):
         return 0.0
     sharing = _sharing(world_size, ranks_per_node)
     others = 2 * (1 - sharing / world_size)
-    return sharing * others if kind == "all-to-all" or kind.endswith(BETWEEN_NODES) else others
+    return sharing * others if kind == "all-to-all" or is_between_nodes(kind) else others
 
 
 def _sharing(world_size: int, ranks_per_node: int) -> int:
@@ -60,7 +60,7 @@ def measure_link(
     bandwidth = median(
         8 * bytes_out_of_node(kind, size, ranks_per_node) / cost.per_byte
         for kind, cost in costs.items()
-        if not kind.endswith(IN_NODE)
+        if not is_in_node(kind)
     )
     return Link(world_size=size, ranks_per_node=ranks_per_node, bandwidth=bandwidth, costs=costs), samples
 
@@ -108,9 +108,9 @@ def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.de
         dtype = getattr(torch, kind.removeprefix("all-reduce "))
         tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)
         return lambda: transport.all_reduce(tensor)
-    if kind.endswith(IN_NODE):
+    if is_in_node(kind):
         transport = transport.within_node(transport.local_size)
-    elif kind.endswith(BETWEEN_NODES):
+    elif is_between_nodes(kind):
         transport = transport.between_nodes(transport.local_size)
     in_cells = 2 * nbytes  # the payload of a shot is half of its cells
     pieces, n = transport.pieces(in_cells), transport.world_size
@@ -152,7 +152,7 @@ def ideal_link(
     hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # hops of a ring all-reduce
     costs = {}
     for kind in sorted({message.kind for message in messages}):
-        rounds = hops if kind.startswith("all-reduce") else 0 if kind.endswith(IN_NODE) else 1
+        rounds = hops if kind.startswith("all-reduce") else 0 if is_in_node(kind) else 1
         per_byte = 8 * bytes_out_of_node(kind, world_size, ranks_per_node) / bandwidth
         costs[kind] = MessageCost(overhead + rounds * latency, per_byte)
     return Link(world_size=world_size, ranks_per_node=ranks_per_node, bandwidth=bandwidth, costs=costs)

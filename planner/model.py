@@ -35,14 +35,19 @@ class Overlap(Enum):
 IN_NODE, BETWEEN_NODES = " in a node", " between nodes"  # ends of the names of collectives among some ranks
 
 
+def is_in_node(kind: str) -> bool:
+    """Whether messages of a kind stay in a node, and use no network."""
+    return kind.endswith(IN_NODE)
+
+
+def is_between_nodes(kind: str) -> bool:
+    """Whether messages of a kind are of a shard, 1 / ranks per node of the gradients."""
+    return kind.endswith(BETWEEN_NODES)
+
+
 class Message(NamedTuple):
     kind: str  # the collective: a key of `Link.costs`
     nbytes: int  # payload, as `Transport.payload_bytes` counts it, in a node as between nodes
-
-    @property
-    def is_in_node(self) -> bool:
-        """Whether the message stays in a node, and uses no network."""
-        return self.kind.endswith(IN_NODE)
 
 
 class BucketCost(NamedTuple):
@@ -65,12 +70,12 @@ class HookCost:
     @property
     def payload_bytes(self) -> int:
         """Payload of all messages that leave a node: what `Transport.payload_bytes` counts in a step."""
-        return sum(each.nbytes for bucket in self.buckets for each in bucket.messages if not each.is_in_node)
+        return self.bytes_kept(ranks_per_node=1)
 
     def bytes_kept(self, ranks_per_node: int) -> int:
         """Bytes in which the hook sends the gradients of the whole model: the fewer, the more it changes them."""
-        messages = [each for bucket in self.buckets for each in bucket.messages if not each.is_in_node]
-        return sum(each.nbytes * (ranks_per_node if each.kind.endswith(BETWEEN_NODES) else 1) for each in messages)
+        messages = [each for bucket in self.buckets for each in bucket.messages if not is_in_node(each.kind)]
+        return sum(each.nbytes * (ranks_per_node if is_between_nodes(each.kind) else 1) for each in messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +114,20 @@ class Link:
     def at(self, bandwidth: float) -> Link:
         """A link of the same latency and another bandwidth, in bits per second."""
         scale = self.bandwidth / bandwidth
-        between = {kind: cost for kind, cost in self.costs.items() if not kind.endswith(IN_NODE)}
-        costs = {kind: cost._replace(per_byte=scale * cost.per_byte) for kind, cost in between.items()}
-        return replace(self, bandwidth=bandwidth, costs={**self.costs, **costs})
+        costs = {
+            kind: cost if is_in_node(kind) else cost._replace(per_byte=scale * cost.per_byte)
+            for kind, cost in self.costs.items()
+        }
+        return replace(self, bandwidth=bandwidth, costs=costs)
 
     def latency(self, message: Message) -> float:
         """Seconds that a message takes in addition to the time for which it keeps the link busy."""
         latency, per_byte = self.costs[message.kind]
-        return latency + message.nbytes * per_byte if message.is_in_node else latency
+        return latency + message.nbytes * per_byte if is_in_node(message.kind) else latency
 
     def busy(self, message: Message) -> float:
         """Seconds for which a message keeps the link between nodes busy."""
-        return 0.0 if message.is_in_node else message.nbytes * self.costs[message.kind].per_byte
+        return 0.0 if is_in_node(message.kind) else message.nbytes * self.costs[message.kind].per_byte
 
 
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:

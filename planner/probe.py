@@ -77,10 +77,10 @@ def measure(
     model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
-    is_on_nodes = given is not None and 1 < ranks_per_node < world_size
-    local_size = (
-        executor_for(own, device).transport.local_size if given is None else ranks_per_node if is_on_nodes else 1
-    )
+    if given is None:
+        local_size = executor_for(own, device).transport.local_size
+    else:
+        local_size = ranks_per_node if ranks_per_node < world_size else 1
     costs = []
     with _frozen_heap():
         for name in names:
