@@ -24,8 +24,13 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress._validation import check_error_shape
-from gradwire.compress.quantization import Quantization, QuantizedBucket, sections_by_format, two_shots
+from gradwire.compress.quantization import (
+    Quantization,
+    QuantizedBucket,
+    earlier_errors,
+    sections_by_format,
+    two_shots,
+)
 from gradwire.kernels import (
     WIRE_FORMATS,
     MessageLayout,
@@ -138,11 +143,7 @@ class NodeBucket:
         self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
         self.inherited: dict[str, Tensor] | None = None
         if options.error_dtype is not None:
-            earlier = memory["errors"] if memory is not None else {}
-            self.inherited = {name: earlier[name] for name in names if name in earlier}
-            for name, layout in zip(names, layouts, strict=True):
-                if name in earlier:
-                    check_error_shape(name, earlier[name], layout)
+            self.inherited = earlier_errors(memory, names, layouts)
 
     @property
     def errors(self) -> Tensor | None:

@@ -187,6 +187,18 @@ def sections_by_format(
     return list(members.values()), groups
 
 
+def earlier_errors(
+    memory: Mapping[str, Mapping[str, Tensor]] | None, names: Sequence[str], layouts: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The errors in ``memory`` of these parameters; raises ValueError if one has another shape than its gradient."""
+    errors = memory["errors"] if memory is not None else {}
+    found = {name: errors[name] for name in names if name in errors}
+    for name, layout in zip(names, layouts, strict=True):
+        if name in found:
+            check_error_shape(name, found[name], layout)
+    return found
+
+
 class QuantizedBucket:
     """One bucket: where its gradients lie in a message, and the error memories.
 
@@ -241,11 +253,8 @@ class QuantizedBucket:
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=device)
             self.memory["errors"] = self._by_name(self.errors, names)
-            earlier = memory["errors"] if memory is not None else {}
-            for name, error in self.memory["errors"].items():
-                if name in earlier:
-                    check_error_shape(name, earlier[name], error)
-                    error.copy_(earlier[name])
+            for name, error in earlier_errors(memory, names, layouts).items():
+                self.memory["errors"][name].copy_(error)
         self._names = names
 
     def folded_errors(self) -> dict[str, Tensor]:

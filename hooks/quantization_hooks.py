@@ -255,9 +255,10 @@ class QuantizationState(HookState):
     def take_back(self, name: str, gradient: Tensor) -> None:
         """Keep a reduced gradient that was not applied, for the next step; see `HookState.take_back`."""
         super().take_back(name, gradient)
+        plain = plain_name(name)
         for names, (_, bucket) in self._buckets.items():
-            if isinstance(bucket, NodeBucket) and plain_name(name) in names:
-                bucket.take_back(plain_name(name), self._share(ERRORS, as_real(gradient), self._group))
+            if isinstance(bucket, NodeBucket) and plain in names:
+                bucket.take_back(plain, self._share(ERRORS, as_real(gradient), self._group))
 
     def keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""

@@ -220,32 +220,19 @@ def attach(
     names = {group: parameter_names(group, module_names) for group in groups}
     _check_patterns(options, [name for each in names.values() for name in each])
     before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
-    exchange, report, plain = ShardedExchange(), [], []
-    if options is not None:
-        for group in scattered:
-            replaced = reduce_scatter_of(group), group, names[group], replica_group(group), options, exchange
-            replace_reduce_scatter(group, QuantizedReduceScatter(*replaced))
-        feedback = f", and error feedback in {options.error_dtype}" if options.use_error_feedback else ""
-        report.append(
-            f"{len(scattered)} parameter groups are reduced within a replica in {options.wire}, with sums in fp32"
-            + feedback
-        )
-    elif scattered:
-        plain.append("the reduce-scatter")
+    exchange, report = ShardedExchange(), []
     if averages:
         assert hook is not None
         state = in_group(state, hook, replicated[0][1])
-        _attach_to_replicas(replicated, names, state, hook, exchange)
-        report.insert(
-            0,
-            f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
-            f"{replicated[0][1].size()} replicas",
-        )
-        if exchange.n_groups < len(replicated):
-            left = len(replicated) - exchange.n_groups
-            plain.append(f"{left} parameter groups of several dtypes or without gradients")
-    elif replicated:
+        report.append(_attach_to_replicas(replicated, names, state, hook, exchange))
+    if options is not None:
+        report.append(_attach_to_shards(scattered, names, dict(replicated), options, exchange))
+    plain = ["the reduce-scatter"] if scattered and options is None else []
+    if replicated and not averages:
         plain.append("the all-reduce between replicas")
+    elif exchange.n_groups < len(replicated):
+        left = len(replicated) - exchange.n_groups
+        plain.append(f"{left} parameter groups of several dtypes or without gradients")
     if plain:
         report.append(f"plain: {', '.join(plain)}")
     parameters = {name: each for group in groups for name, each in zip(names[group], group.fsdp_params, strict=True)}
@@ -313,8 +300,8 @@ def _attach_to_replicas(
     state: Any,
     hook: CommHook,
     exchange: ShardedExchange,
-) -> None:
-    """Let a hook average all parameter groups."""
+) -> str:
+    """Let a hook average all parameter groups; returns a line of the report."""
     buckets = []
     for group, own in replicated:
         stand_in = ReplicaGroup(own, group, names[group], state, hook, exchange)
@@ -330,6 +317,28 @@ def _attach_to_replicas(
     if isinstance(state, HookState):
         state.bind_layouts(layouts)
         exchange.step_ends.append(state.begin_step)
+    return (
+        f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
+        f"{replicated[0][1].size()} replicas"
+    )
+
+
+def _attach_to_shards(
+    scattered: Sequence[Any],
+    names: Mapping[Any, Sequence[str]],
+    replicas: Mapping[Any, dist.ProcessGroup],
+    options: ReduceScatterOptions,
+    exchange: ShardedExchange,
+) -> str:
+    """Quantize the reduce-scatter of parameter groups; returns a line of the report."""
+    for group in scattered:
+        native = reduce_scatter_of(group)
+        compressed = QuantizedReduceScatter(native, group, names[group], replicas.get(group), options, exchange)
+        replace_reduce_scatter(group, compressed)
+    feedback = f", and error feedback in {options.error_dtype}" if options.use_error_feedback else ""
+    return (
+        f"{len(scattered)} parameter groups are reduced within a replica in {options.wire}, with sums in fp32{feedback}"
+    )
 
 
 def _name_of(hook: Any) -> str:
