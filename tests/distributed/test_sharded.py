@@ -221,19 +221,25 @@ def test_compressed_gradients_are_near_the_exact_mean_and_equal_on_replicas(plac
         assert_same_bits(same[0], same[-1])
 
 
+def missing_over(steps, native, ours):
+    """The sums over some steps of the exact gradients minus the compressed ones, by parameter name."""
+    total = {}
+    for step in range(steps):
+        for model in (native, ours):
+            model.zero_grad()
+            backward(model, step)
+        for name, gradient in gradients(ours).items():
+            total[name] = total.get(name, 0) + (gradients(native)[name] - gradient)
+    return total
+
+
 @pytest.mark.parametrize("wire", ["int4", "sign"])
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(4)
 def test_law1_applied_gradients_and_errors_sum_to_the_exact_gradients(place, wire):
     native, ours = sharded(place), sharded(place)
     attachment = gradwire.attach(ours, QuantizationState(wire=wire, start_iter=START, exempt=()))
-    total = None
-    for step in range(5):
-        for model in (native, ours):
-            model.zero_grad()
-            backward(model, step)
-        difference = {name: gradients(native)[name] - gradients(ours)[name] for name in gradients(ours)}
-        total = difference if total is None else {name: total[name] + difference[name] for name in total}
+    total = missing_over(5, native, ours)
     errors = attachment.state_dict()["errors"]
     for name, missing in total.items():
         torch.testing.assert_close(errors[name].to_local(), missing, atol=1e-6, rtol=1e-5)
@@ -246,13 +252,7 @@ def test_powersgd_on_row_shards_conserves_the_gradient(place):
     native, ours = sharded(place), sharded(place)
     state = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
     attachment = gradwire.attach(ours, state)
-    total = {}
-    for step in range(6):
-        for model in (native, ours):
-            model.zero_grad()
-            backward(model, step)
-        for name, gradient in gradients(ours).items():
-            total[name] = total.get(name, 0) + gradients(native)[name] - gradient
+    total = missing_over(6, native, ours)
     saved = attachment.state_dict()
     assert {"q", "p"}.isdisjoint(saved)
     assert saved["iter"] == 6
@@ -402,13 +402,7 @@ def test_law1_of_the_reduce_scatter_over_steps(place, division, error_dtype):
     native, ours = divided(place, division), divided(place, division)
     options = ReduceScatterOptions(wire="int4", error_dtype=error_dtype, wires={"*.bias": "int4"})
     attachment = gradwire.attach(ours, within=options)
-    total = {}
-    for step in range(4):
-        for model in (native, ours):
-            model.zero_grad()
-            backward(model, step)
-        for name, gradient in gradients(ours).items():
-            total[name] = total.get(name, 0) + gradients(native)[name] - gradient
+    total = missing_over(4, native, ours)
     saved = attachment.state_dict()["within"]
     missing = torch.cat([total[name].float().flatten() for name in saved])
     errors = torch.cat([each.to_local().flatten() for each in saved.values()])
