@@ -24,6 +24,7 @@ def local_size(nodes: Sequence[str]) -> int:
     size, count = nodes.count(nodes[0]), len(set(nodes))
     runs = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
     if len(runs) == count and count * size == len(nodes) and all(len(run) == 1 for run in runs):
+        logger.info("%d ranks are on %d nodes, %d on each.", len(nodes), count, size)
         return size if count > 1 else 1
     logger.info("Ranks are not on nodes of equally many, consecutive ranks, so all exchange gradients: %s.", nodes)
     return 1
