@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.integrations.accelerate import prepare_model, register_comm_hook
+from gradwire.integrations.accelerate import attach, prepare_model
 
 STEPS = 150
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     model = prepare_model(accelerator, model)
     optimizer = accelerator.prepare(optimizer)
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-    register_comm_hook(accelerator, model, state, powerSGD_hook)
+    attach(accelerator, model, state, powerSGD_hook)
 
     if folder.exists():
         accelerator.load_state(folder)

@@ -15,7 +15,7 @@ from lightning import Fabric
 from torch import nn
 
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.integrations import register_comm_hook
+from gradwire.integrations import attach
 from gradwire.integrations.fabric import GradwireStrategy
 
 STEPS = 150
@@ -30,7 +30,7 @@ def main(path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
     state = QuantizationState(None, wire="int4")
-    register_comm_hook(model, state, quantization_hook)
+    attach(model, state, quantization_hook)
 
     parts = {"model": model, "optimizer": optimizer, "hook": state}
     if path.exists():

@@ -2,9 +2,16 @@
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
+
+from gradwire.sharded import Attachment, ReduceScatterOptions
+
+SHARDS = "gradwire_comm_hook"  # the folder of a sharded state in a checkpoint
 
 
 def collect_state(state: object) -> dict[str, Any]:
@@ -30,10 +37,38 @@ def restore_state(state: object, saved: Mapping[str, Any] | None, source: object
     if not isinstance(state, Stateful):
         return
     if saved is None:
-        warnings.warn(
-            f"{source} holds no state of a communication hook. {type(state).__name__} starts anew: its step count is "
-            "0, and the error memory of the earlier run is lost.",
-            stacklevel=2,
-        )
+        _warn_of_missing(type(state).__name__, source)
     else:
         state.load_state_dict(dict(saved))
+
+
+def has_memory(state: object, within: object) -> bool:
+    """Whether a hook's state or the reduce-scatter of an FSDP2 model keeps memory that a checkpoint must hold."""
+    return isinstance(state, Stateful) or (isinstance(within, ReduceScatterOptions) and within.use_error_feedback)
+
+
+def save_shards(attachment: Attachment, checkpoint: str | Path) -> None:
+    """Save the memory of an FSDP2 model's hook as a distributed checkpoint in the folder ``checkpoint``.
+
+    A collective call: every rank must make it, between two steps.
+    """
+    save(attachment.state_dict(), checkpoint_id=Path(checkpoint, SHARDS))
+
+
+def load_shards(attachment: Attachment, checkpoint: str | Path) -> None:
+    """Load what `save_shards` saved, with any number of ranks; warn if there is nothing. A collective call."""
+    folder = Path(checkpoint, SHARDS)
+    if not folder.exists():
+        _warn_of_missing("It", checkpoint)
+        return
+    saved = attachment.state_dict()
+    load(saved, checkpoint_id=folder)
+    attachment.load_state_dict(saved)
+
+
+def _warn_of_missing(name: str, source: object) -> None:
+    warnings.warn(
+        f"{source} holds no state of a communication hook. {name} starts anew: its step count is 0, and the error "
+        "memory of the earlier run is lost.",
+        stacklevel=3,
+    )

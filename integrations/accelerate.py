@@ -1,4 +1,4 @@
-"""Hooks and gradwire's DistributedDataParallel with Accelerate.
+"""Compressed gradients and gradwire's DistributedDataParallel with Accelerate.
 
 Needs the package ``accelerate``.
 """
@@ -9,43 +9,60 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.integrations import _comm_hook
+from gradwire.integrations import _attach
+from gradwire.integrations._checkpoint import has_memory, load_shards, save_shards
 from gradwire.reducer import DistributedDataParallel
+from gradwire.sharded import Attachment, ReduceScatterOptions
 
-__all__ = ["prepare_model", "register_comm_hook"]
+__all__ = ["attach", "prepare_model"]
 
 
-def register_comm_hook(
-    accelerator: Accelerator, model: nn.Module, state: object, hook: Callable[..., Any]
-) -> TorchDDP | None:
-    """Register a hook on a prepared model, and its state for ``save_state`` and ``load_state``.
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    state: Any = None,
+    hook: Callable[..., Any] | None = None,
+    *,
+    within: str | ReduceScatterOptions | None = None,
+) -> Attachment | None:
+    """Compress the gradients of a prepared model, and save the hook's state with ``save_state``.
 
     Accelerate's own option, ``DistributedDataParallelKwargs(comm_hook=...)``, accepts only hooks that Accelerate knows
     by name, and silently ignores functions.
 
     Args:
-        accelerator: the accelerator that prepared the model. Modified.
-        model: the model that ``accelerator.prepare`` or `prepare_model` returns.
-        state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
-            registered for checkpointing.
-        hook: gradwire's, PyTorch's or your own.
+        accelerator: the accelerator that prepared the model. ``save_state`` and ``load_state`` then save and load the
+            hook's state and the errors of ``within``. Modified.
+        model: the model that ``accelerator.prepare`` or `prepare_model` returns: a DistributedDataParallel, or a model
+            of FSDP2 (``fsdp_version=2``).
+        state: state of the hook. It is saved if it has ``state_dict`` and ``load_state_dict``, as gradwire's states
+            have.
+        hook: gradwire's, PyTorch's or your own; by default the one that the state is made for.
+        within: wire format of FSDP2's reduce-scatter; see `gradwire.attach`.
 
     Returns:
-        The DistributedDataParallel inside ``model``; None, with a `HookNotUsedWarning`, if there is none.
+        The handle of `gradwire.attach`; None, with a `HookNotUsedWarning`, if the model is not wrapped.
 
     Raises:
-        ValueError: the model contains several DistributedDataParallel modules.
-        RuntimeError: a hook is already registered.
+        ValueError: the model contains several DistributedDataParallel modules; or see `gradwire.attach`.
+        TypeError: the model is wrapped in FSDP1 (``fsdp_version=1``); or see `gradwire.attach`.
+        NotImplementedError: see `gradwire.attach`.
+        RuntimeError: a hook is already registered on the DistributedDataParallel.
     """
-    ddp = _comm_hook.register_comm_hook(model, state, hook)
-    if ddp is not None and isinstance(state, Stateful):
+    attachment = _attach.attach(model, state, hook, within=within)
+    if attachment is None or not has_memory(state, within):
+        return attachment
+    if _attach.find_ddp(model) is None:
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: save_shards(attachment, folder))
+        accelerator.register_load_state_pre_hook(lambda models, folder: load_shards(attachment, folder))
+    else:
+        assert isinstance(state, Stateful)
         accelerator.register_for_checkpointing(state)
         if (prepare := getattr(state, "prepare_checkpoint", None)) is not None:
             # Before the main process writes the model: writing may take longer than the timeout of `state_dict`.
             accelerator.register_save_state_pre_hook(lambda *_: prepare())
-    return ddp
+    return attachment
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) -> nn.Module:
@@ -66,7 +83,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
         ValueError: the model is already wrapped in DistributedDataParallel, or Accelerate is configured for FSDP,
             DeepSpeed or another mode without DistributedDataParallel.
     """
-    if _comm_hook.find_ddp(model) is not None:
+    if _attach.find_ddp(model) is not None:
         raise ValueError("The model is wrapped in DistributedDataParallel already. Pass the unwrapped model.")
     kind = accelerator.distributed_type
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):

@@ -19,13 +19,13 @@ class GradwireStrategy(DDPStrategy):
     """Fabric's DDPStrategy with gradwire's DistributedDataParallel.
 
     Takes the arguments of Fabric's DDPStrategy, which passes unknown arguments on to DistributedDataParallel. After
-    ``fabric.setup``, register a hook with `gradwire.integrations.register_comm_hook`; it also works with Fabric's own
-    strategy. To save and load the state of the hook, add it to the dictionary for ``fabric.save`` and ``fabric.load``.
+    ``fabric.setup``, call `gradwire.integrations.attach`; it also works with Fabric's own strategy. To save and load
+    the state of the hook, add it to the dictionary for ``fabric.save`` and ``fabric.load``.
 
     Examples:
         >>> fabric = Fabric(strategy=GradwireStrategy(), devices=2)
         >>> model, optimizer = fabric.setup(model, optimizer)
-        >>> register_comm_hook(model, state, powerSGD_hook)
+        >>> attach(model, state, powerSGD_hook)
         >>> fabric.save(path, {"model": model, "optimizer": optimizer, "hook": state})
     """
 

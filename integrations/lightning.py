@@ -1,22 +1,26 @@
-"""A strategy for Lightning's Trainer that registers hooks on every device and checkpoints their state.
+"""Strategies for Lightning's Trainer that compress gradients on every device and checkpoint the hook's state.
 
 Needs the package ``lightning``.
 """
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.integrations._checkpoint import collect_state, restore_state
-from gradwire.integrations._comm_hook import register_comm_hook
+from gradwire.integrations._attach import attach
+from gradwire.integrations._checkpoint import collect_state, has_memory, load_shards, restore_state, save_shards
 from gradwire.reducer import DistributedDataParallel
+from gradwire.sharded import Attachment, ReduceScatterOptions
 
-__all__ = ["GradwireStrategy"]
+__all__ = ["GradwireModelParallelStrategy", "GradwireStrategy"]
 
 CHECKPOINT_KEY = "gradwire_comm_hook"
 
@@ -55,7 +59,7 @@ class GradwireStrategy(DDPStrategy):
         hook = self._ddp_comm_hook
         if hook is not None:
             hook = hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
-            register_comm_hook(self.model, self._ddp_comm_state, hook)
+            attach(self.model, self._ddp_comm_state, hook)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add the state of the hook to a checkpoint and write it on rank 0. A collective call."""
@@ -67,3 +71,64 @@ class GradwireStrategy(DDPStrategy):
         """Restore the optimizers and the state of the hook."""
         super().load_optimizer_state_dict(checkpoint)
         restore_state(self._ddp_comm_state, checkpoint.get(CHECKPOINT_KEY), "The Lightning checkpoint")
+
+
+class GradwireModelParallelStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy, for FSDP2 and HSDP, with compressed gradients.
+
+    Call ``fully_shard`` in ``configure_model`` of the LightningModule, as with Lightning's own strategy. The gradients
+    are compressed from the first step of ``fit`` on.
+
+    Args:
+        comm_state: state of the hook between replicas; see `gradwire.attach`.
+        comm_hook: the hook; by default the one that the state is made for.
+        within: wire format of the reduce-scatter; see `gradwire.attach`.
+        options: arguments of Lightning's ModelParallelStrategy.
+
+    Raises:
+        ValueError: ``save_distributed_checkpoint`` is False, and the hook or ``within`` has memory to save.
+
+    Examples:
+        >>> strategy = GradwireModelParallelStrategy(within="bf16")
+        >>> trainer = Trainer(strategy=strategy, devices=8)
+    """
+
+    def __init__(
+        self,
+        *,
+        comm_state: Any = None,
+        comm_hook: Any = None,
+        within: str | ReduceScatterOptions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._comm_state, self._comm_hook, self._within = comm_state, comm_hook, within
+        self._attached: nn.Module | None = None
+        self._attachment: Attachment | None = None
+        if has_memory(comm_state, within) and not self._save_distributed_checkpoint:
+            raise ValueError(
+                "save_distributed_checkpoint is False, but the error memory is sharded like the model. Leave the "
+                "argument out, or use neither a hook's state nor error feedback within a replica."
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare the model and, before training, attach the hook."""
+        super().setup(trainer)
+        model = self.model
+        if trainer.state.fn == TrainerFn.FITTING and model is not None and model is not self._attached:
+            self._attachment = attach(model, self._comm_state, self._comm_hook, within=self._within)
+            self._attached = model
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint, with the hook's memory if it has the optimizer's state. A collective call."""
+        is_complete = "optimizer_states" in checkpoint
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if is_complete and self._attachment is not None and has_memory(self._comm_state, self._within):
+            save_shards(self._attachment, Path(self.broadcast(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model, the optimizers and the hook's memory. A collective call."""
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if self._attachment is not None and has_memory(self._comm_state, self._within):
+            load_shards(self._attachment, Path(self.broadcast(checkpoint_path)))
+        return loaded

@@ -9,8 +9,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 from gradwire import integrations
-from gradwire.integrations._comm_hook import find_ddp
-from gradwire.integrations.accelerate import prepare_model, register_comm_hook
+from gradwire.integrations._attach import find_ddp
+from gradwire.integrations.accelerate import attach, prepare_model
 from tests.integrations import regression_task as task
 
 
@@ -28,9 +28,9 @@ class Run:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.state, function = task.HOOKS[hook]()
         if saves_state:
-            register_comm_hook(self.accelerator, self.model, self.state, function)
+            attach(self.accelerator, self.model, self.state, function)
         else:
-            integrations.register_comm_hook(self.model, self.state, function)
+            integrations.attach(self.model, self.state, function)
 
     def train(self, epochs=task.EPOCHS):
         for _ in range(epochs):
@@ -73,7 +73,7 @@ def train_with_hook_in_kwargs():
 
 
 def test_hook_in_accelerates_ddp_kwargs_is_not_registered(run_on_two_ranks):
-    """The reason for `register_comm_hook`, stated in docs/trainers.md."""
+    """The reason for `gradwire.integrations.attach`, stated in docs/trainers.md."""
     assert run_on_two_ranks(train_with_hook_in_kwargs) == [0, 0]
 
 
@@ -93,7 +93,7 @@ def wrap_twice():
     twice = accelerator.prepare(wrapped)
     return isinstance(twice.module, nn.parallel.DistributedDataParallel), [
         with_gradwires,
-        error_of(register_comm_hook, accelerator, twice, *task.HOOKS["powersgd"]()),
+        error_of(attach, accelerator, twice, *task.HOOKS["powersgd"]()),
     ]
 
 
@@ -123,6 +123,6 @@ def test_one_process_warns_and_saves_no_state_of_the_hook(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = prepare_model(accelerator, task.Net())
     assert find_ddp(model) is None
-    with pytest.warns(integrations.HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains no"):
-        assert register_comm_hook(accelerator, model, *task.HOOKS["powersgd"]()) is None
+    with pytest.warns(integrations.HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains neither"):
+        assert attach(accelerator, model, *task.HOOKS["powersgd"]()) is None
     accelerator.save_state(str(tmp_path))  # without the state of the hook

@@ -7,7 +7,7 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from gradwire.integrations import HookNotUsedWarning, register_comm_hook
+from gradwire.integrations import HookNotUsedWarning, attach
 from gradwire.integrations.fabric import GradwireStrategy
 from tests.integrations import regression_task as task
 
@@ -23,7 +23,7 @@ class Run:
         model = task.new_net()
         self.model, self.optimizer = self.fabric.setup(model, task.optimizer_of(model))
         state, function = task.HOOKS[hook]()
-        register_comm_hook(self.model, state, function)
+        attach(self.model, state, function)
         self.parts = {"model": self.model, "optimizer": self.optimizer, "hook": state}
 
     def train(self, epochs=task.EPOCHS):
@@ -66,11 +66,11 @@ def hook_methods():
 
 
 def test_fabrics_wrapper_does_not_pass_register_comm_hook_on(run_on_two_ranks):
-    """The reason for `register_comm_hook`, stated in docs/trainers.md."""
+    """The reason for `gradwire.integrations.attach`, stated in docs/trainers.md."""
     assert run_on_two_ranks(hook_methods) == [False, False]
 
 
 def test_one_process_warns_that_the_hook_is_not_used():
     model = Fabric(accelerator="cpu", devices=1).setup(task.new_net())
-    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this _FabricModule contains no"):
-        assert register_comm_hook(model, *task.HOOKS["powersgd"]()) is None
+    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this _FabricModule contains neither"):
+        assert attach(model, *task.HOOKS["powersgd"]()) is None

@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from gradwire.integrations import register_comm_hook
+from gradwire.integrations import attach
 from tests.integrations import regression_task as task
 
 
@@ -28,7 +28,7 @@ class Run:
         self.ddp = task.WRAPPERS[wrapper](inner)
         self.model = torch.compile(self.ddp, backend="aot_eager") if compiles == "around" else self.ddp
         self.state, function = task.HOOKS[hook]()
-        assert register_comm_hook(self.model, self.state, function) is self.ddp
+        attach(self.model, self.state, function)
         self.optimizer = task.optimizer_of(self.ddp)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.skipped = 0
@@ -119,7 +119,7 @@ def models_with_several_ddps():
     dist.init_process_group("gloo")
     pair = nn.ModuleList(nn.parallel.DistributedDataParallel(task.new_net()) for _ in range(2))
     with pytest.raises(ValueError, match="contains 2 DistributedDataParallel modules; expected one"):
-        register_comm_hook(pair, *task.HOOKS["powersgd"]())
+        attach(pair, *task.HOOKS["powersgd"]())
 
 
 def test_model_with_several_ddps_is_refused(run_on_two_ranks):

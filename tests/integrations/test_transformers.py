@@ -27,6 +27,9 @@ class Regression(PreTrainedModel):
     def _init_weights(self, _):
         """Keep those of `Net`."""
 
+    def get_input_embeddings(self):
+        """None, for Accelerate's FSDP2."""
+
     def forward(self, inputs, labels):
         return {"loss": nn.functional.mse_loss(self.net(inputs), labels)}
 
@@ -95,7 +98,7 @@ def test_second_train_of_a_trainer_goes_on_with_the_hook(run_on_two_ranks, tmp_p
 
 def test_single_process_warns_that_the_hook_is_not_used(tmp_path):
     trainer, callback = trainer_of(str(tmp_path), "powersgd", epochs=1)
-    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this Regression contains no"):
+    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this Regression contains neither"):
         trainer.train()
     assert callback._state.iter == 0
     assert not list(tmp_path.rglob(CHECKPOINT_NAME))
