@@ -33,12 +33,11 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    state = QuantizationState(wire="int4")
-    attachment = gradwire.attach(model, state)
+    attachment = gradwire.attach(model, QuantizationState(wire="int4"))
 
     if dist.get_rank() == 0:
         print(attachment.report)
-    state.observe()
+    attachment.state.observe()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())  # different data on every rank
     for step in range(1, 301):
@@ -49,7 +48,7 @@ def main() -> None:
         optimizer.step()
         if dist.get_rank() == 0 and step % 100 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
-    metrics = state.metrics()
+    metrics = attachment.state.metrics()
     if dist.get_rank() == 0:
         sent, whole = int(metrics["sent_bytes"]), int(metrics["gradient_bytes"])
         print(f"{sent:,} bytes per step between replicas instead of {whole:,}")

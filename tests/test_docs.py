@@ -227,11 +227,12 @@ def test_readme_numbers_in_prose_equal_the_tables():
     assert f"At rank 4, compression is {float(powersgd.rstrip('x')):.1f} times as fast on a CPU" in readme
 
 
-def test_readme_diff_is_the_example():
-    diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    after = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ") and line.strip()]
-    program = [line.strip() for line in (ROOT / "examples" / "train_int4.py").read_text().splitlines()]
-    assert [line for line in program if line in after] == after
+def test_readme_diffs_are_the_examples():
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for diff, example in zip(diffs, ("train_int4.py", "train_hsdp.py"), strict=True):
+        after = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ") and line.strip()]
+        program = [line.strip() for line in (ROOT / "examples" / example).read_text().splitlines()]
+        assert [line for line in program if line in after] == after
 
 
 def test_bytes_out_of_a_node_on_the_quantization_page_follow_the_formula():

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -101,6 +102,35 @@ class UnderLightning:
         return self.strategy._attachment
 
 
+class UnderFabric:
+    def __init__(self, place, folder, epochs=task.EPOCHS):
+        from lightning import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+
+        strategy = ModelParallelStrategy(lambda model, mesh: shard(model, place), 2, 1)
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric.launch()
+        self.model = self.fabric.setup(task.new_net())
+        self.optimizer = self.fabric.setup_optimizers(task.optimizer_of(self.model))
+        self.attachment = gradwire.attach(self.model.module, **compression(place))
+        self.epochs, self.path = epochs, f"{folder}/saved"
+
+    def train(self, resumes=False):
+        if resumes:
+            saved = self.attachment.state_dict()
+            dcp.load(saved, checkpoint_id=self.path)
+            self.attachment.load_state_dict(saved)
+            return
+        for _ in range(self.epochs):
+            for batch in task.rank_loader(self.fabric.global_rank):
+                self.optimizer.zero_grad()
+                self.fabric.backward(task.loss_of(self.model, batch))
+                self.optimizer.step()
+
+    def save(self):
+        dcp.save(self.attachment.state_dict(), checkpoint_id=self.path)
+
+
 class UnderAccelerate:
     def __init__(self, place, folder, epochs=task.EPOCHS):
         from accelerate import Accelerator
@@ -179,7 +209,12 @@ def with_fsdp2(accelerator):
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
-RUNS = {"lightning": UnderLightning, "accelerate": UnderAccelerate, "transformers": UnderTransformers}
+RUNS = {
+    "lightning": UnderLightning,
+    "fabric": UnderFabric,
+    "accelerate": UnderAccelerate,
+    "transformers": UnderTransformers,
+}
 
 
 def train_and_resume(trainer, place, folder):
@@ -200,10 +235,17 @@ def train_and_resume(trainer, place, folder):
 
 @pytest.mark.parametrize(
     ("trainer", "place"),
-    [("lightning", "fsdp"), ("lightning", "hsdp"), ("accelerate", "fsdp"), ("transformers", "fsdp")],
+    [
+        ("lightning", "fsdp"),
+        ("lightning", "hsdp"),
+        ("fabric", "fsdp"),
+        ("accelerate", "fsdp"),
+        ("transformers", "fsdp"),
+    ],
 )
 def test_sharded_training_equals_a_plain_loop_and_keeps_its_errors(run_on_two_ranks, tmp_path, trainer, place):
-    pytest.importorskip(trainer, reason=f"needs the extra '{trainer}': make test-integrations")
+    package = "lightning" if trainer == "fabric" else trainer
+    pytest.importorskip(package, reason=f"needs the extra '{package}': make test-integrations")
     for runs in run_on_two_ranks(train_and_resume, trainer=trainer, place=place, folder=str(tmp_path)):
         exact, plain, trained, saved, loaded = runs
         assert task.distance(trained, plain) == 0
