@@ -47,6 +47,11 @@ def has_memory(state: object, within: object) -> bool:
     return isinstance(state, Stateful) or (isinstance(within, ReduceScatterOptions) and within.use_error_feedback)
 
 
+def check_shards(attachment: Attachment) -> None:
+    """Raise now what `save_shards` would raise at the first checkpoint. A collective call."""
+    attachment.state_dict()
+
+
 def save_shards(attachment: Attachment, checkpoint: str | Path) -> None:
     """Save the memory of an FSDP2 model's hook as a distributed checkpoint in the folder ``checkpoint``.
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from gradwire.integrations import _attach
-from gradwire.integrations._checkpoint import has_memory, load_shards, save_shards
+from gradwire.integrations._checkpoint import check_shards, has_memory, load_shards, save_shards
 from gradwire.reducer import DistributedDataParallel
 from gradwire.sharded import Attachment, ReduceScatterOptions
 
@@ -47,13 +47,15 @@ def attach(
     Raises:
         ValueError: the model contains several DistributedDataParallel modules; or see `gradwire.attach`.
         TypeError: the model is wrapped in FSDP1 (``fsdp_version=1``); or see `gradwire.attach`.
-        NotImplementedError: see `gradwire.attach`.
+        NotImplementedError: FSDP2 and a state that checkpoints cannot hold (`ScaledCastState`, `AutoState`); or see
+            `gradwire.attach`.
         RuntimeError: a hook is already registered on the DistributedDataParallel.
     """
     attachment = _attach.attach(model, state, hook, within=within)
     if attachment is None or not has_memory(state, within):
         return attachment
     if _attach.find_ddp(model) is None:
+        check_shards(attachment)
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: save_shards(attachment, folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: load_shards(attachment, folder))
     else:

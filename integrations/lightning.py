@@ -16,7 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.integrations._attach import attach
-from gradwire.integrations._checkpoint import collect_state, has_memory, load_shards, restore_state, save_shards
+from gradwire.integrations._checkpoint import (
+    check_shards,
+    collect_state,
+    has_memory,
+    load_shards,
+    restore_state,
+    save_shards,
+)
 from gradwire.reducer import DistributedDataParallel
 from gradwire.sharded import Attachment, ReduceScatterOptions
 
@@ -118,6 +125,8 @@ class GradwireModelParallelStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and model is not None and model is not self._attached:
             self._attachment = attach(model, self._comm_state, self._comm_hook, within=self._within)
             self._attached = model
+            if self._attachment is not None and has_memory(self._comm_state, self._within):
+                check_shards(self._attachment)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint, with the hook's memory if it has the optimizer's state. A collective call."""

@@ -13,7 +13,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from gradwire.integrations._attach import attach, find_ddp
-from gradwire.integrations._checkpoint import collect_state, has_memory, load_shards, restore_state, save_shards
+from gradwire.integrations._checkpoint import (
+    check_shards,
+    collect_state,
+    has_memory,
+    load_shards,
+    restore_state,
+    save_shards,
+)
 from gradwire.sharded import Attachment, ReduceScatterOptions
 
 __all__ = ["CHECKPOINT_NAME", "GradwireCallback"]
@@ -68,6 +75,8 @@ class GradwireCallback(TrainerCallback):
         if self._attachment is None or model is not self._attached:  # every `train()` may wrap the model anew
             self._attachment = attach(model, self._state, self._hook, within=self._within)
             self._attached = model
+            if self._attachment is not None and self._is_sharded and has_memory(self._state, self._within):
+                check_shards(self._attachment)
 
     @property
     def _is_sharded(self) -> bool:
