@@ -10,9 +10,9 @@ For each matrix M of n x m, with Q (m x r) from the step before:
 Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent together with P. In
 memory, factors are transposed, P as r x n and Q as r x m: each column is contiguous.
 
-Instead of the all-reduces, factors may take two-shot all-reduces of quantized numbers: `gradwire.compress.quantization`.
-P and Q are the factors as received, of the same bytes on every rank, so E = M - P Q^T includes what quantization loses:
-it needs no error memory of its own.
+Factors may also take two-shot all-reduces, which quantize them: `gradwire.compress.quantization`. P and Q are the
+factors as received, from the same bytes on every rank, so E = M - P Q^T includes the loss of quantization, which needs
+no error memory of its own.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -202,8 +202,18 @@ def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: s
     return like.zero_() if error is None else like.copy_(error)
 
 
+class QuantizedFactors(NamedTuple):
+    """The factors of one side, P or Q, before and after quantization."""
+
+    message: QuantizedMessage
+    wire: Tensor  # the factors, packed
+    others: Tensor  # the gradients that are sent with them, packed
+    tensors: list[Tensor]  # the factor of each matrix, and the other gradients if there are any
+
+
 class LowRankStep(NamedTuple):
-    """The tensors of one bucket in one step: all but ``matrices`` are in the workspace, valid until its next use.
+    """The tensors of one bucket in one step: all but ``matrices`` and quantized factors are in the workspace, valid
+    until its next use.
 
     Each buffer of factors holds one side, P or Q, of all matrices of the bucket.
     """
@@ -269,10 +279,8 @@ class LowRankBucket:
         self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
         self._others_numel = self._others_table.numel if self._others_table is not None else 0
         self._factor_wire = factor_wire
-        if factor_wire is not None:
-            factor_dtype = compute_dtype(dtype)  # before they are quantized
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
-        self._quantized: dict[FactorLayout, QuantizedMessage] = {}  # by side, from its first step on
+        self._quantized: dict[FactorLayout, QuantizedFactors] = {}  # by side, from its first step on
         self.layout = SegmentTable(layouts)
         matrices = [
             Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
@@ -326,32 +334,24 @@ class LowRankBucket:
         # A step that reads M twice may leave it in the target.
         keep = len(sends) == 2 and self._errors is not None and self.table.can_keep()
 
-        dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
-        quantized = (
-            [self._quantized_message(side, transport) for side in sends] if self._factor_wire is not None else []
-        )
-        sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
-        for each in quantized:
-            sizes += each.wires
         messages: list[Message]
-        if on_wire == dtype:  # one tensor holds both parts
-            message, basis_buffer, *buffers = workspace.wires((sent + self._others_numel, dtype), *sizes)
-            first, others = message.split([sent, self._others_numel])
-            messages = [[message]]
-        else:
-            first, others, basis_buffer, *buffers = workspace.wires(
-                (sent, on_wire), (self._others_numel, dtype), *sizes
+        if self._factor_wire is not None:
+            messages, wires, others, basis_buffer = self._quantized_messages(
+                iteration, transport, workspace, sends, basis
             )
-            messages = [[first, others] if self._others else [first]]
-        wires = [first, *buffers[: len(sends) - 1]]
-        if quantized:
-            messages, at = [], len(sends) - 1
-            for side, wire, each in zip(sends, wires, quantized, strict=True):
-                tensors = [*side.cached_views(wire), others]  # a message without other gradients ignores them
-                messages.append(each.start_step(tensors, tensors, iteration, buffers[at : at + len(each.wires)]))
-                at += len(each.wires)
         else:
-            messages += [[wire] for wire in wires[1:]]
+            dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
+            sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
+            if on_wire == dtype:  # one tensor holds both parts
+                message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
+                first, others = message.split([sent, self._others_numel])
+                messages = [[message]]
+            else:
+                sizes = [(sent, on_wire), (self._others_numel, dtype), *sizes]
+                first, others, basis_buffer, *later = workspace.wires(*sizes)
+                messages = [[first, others] if self._others else [first]]
+            wires = [first, *later]
+            messages += [[wire] for wire in later]
         uncompressed = None
         if self._others_table is not None:
             others_source = [source[i] for i in self._others]
@@ -365,21 +365,44 @@ class LowRankBucket:
         matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
         return LowRankStep(matrices, messages, wires, basis_buffer)
 
-    def _quantized_message(self, side: FactorLayout, transport: Transport) -> QuantizedMessage:
-        """Where the factors of one side, and gradients that are sent with them, lie in a quantized message.
+    def _quantized_messages(
+        self,
+        iteration: int,
+        transport: Transport,
+        workspace: Workspace,
+        sends: Sequence[FactorLayout],
+        basis: FactorLayout,
+    ) -> tuple[list[Message], list[Tensor], Tensor, Tensor]:
+        """The messages of a step with quantized factors, the factors, the other gradients, and the basis."""
+        sides, sizes = [self._quantized_factors(side, transport) for side in sends], [(basis.numel, self.table.compute)]
+        for side in sides:
+            sizes += side.message.wires
+        basis_buffer, *buffers = workspace.wires(*sizes)
+        messages: list[Message] = []
+        for message, _, _, tensors in sides:
+            used, buffers = buffers[: len(message.wires)], buffers[len(message.wires) :]
+            messages.append(message.start_step(tensors, tensors, iteration, used))
+        return messages, [side.wire for side in sides], sides[0].others, basis_buffer
 
-        Each factor starts a block, so that its rounding does not depend on its neighbors in the bucket.
+    def _quantized_factors(self, side: FactorLayout, transport: Transport) -> QuantizedFactors:
+        """The buffers of one side's factors, and of the gradients that are sent with them, and their message.
+
+        Each factor starts a block, so that its rounding does not depend on its neighbors in the bucket. Kernels read
+        the addresses of the tensors on the device, so these are not from a workspace: in a CUDA graph they must stay.
         """
         if side not in self._quantized:
-            table = self.table
-            layouts = side.views(torch.empty(side.numel, dtype=table.compute, device=table.device))
             assert self._factor_wire is not None
-            formats = [self._factor_wire] * len(layouts)
-            if self._others and (side is table.p or self.p is not None):
-                layouts.append(torch.empty(self._others_numel, dtype=table.dtype, device=table.device))
-                formats.append(full_format(table.dtype))
+            wire = torch.empty(side.numel, dtype=self.table.compute, device=self.table.device)
+            tensors = side.views(wire)
+            formats = [self._factor_wire] * len(tensors)
+            has_others = self._others_table is not None and (side is self.table.p or self.p is not None)
+            others = torch.empty(self._others_numel if has_others else 0, dtype=self.table.dtype, device=wire.device)
+            if has_others:
+                tensors.append(others)
+                formats.append(full_format(others.dtype))
             options = Quantization(block_size=FACTOR_BLOCK_SIZE, error_dtype=None)
-            self._quantized[side] = QuantizedMessage(layouts, formats, transport, options)
+            message = QuantizedMessage(tensors, formats, transport, options)
+            self._quantized[side] = QuantizedFactors(message, wire, others, tensors)
         return self._quantized[side]
 
     def counter_at(self, iteration: int) -> Tensor:

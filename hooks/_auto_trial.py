@@ -14,7 +14,7 @@ from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
 from gradwire.hooks._bucket import CommHook, GradBucket, GradwireBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.telemetry import Mark, Stopwatch, durations
 from gradwire.kernels import WIRE_FORMATS
@@ -46,14 +46,14 @@ def make_method(name: str, process_group: dist.ProcessGroup | None, start: int) 
         return Method(CastState(process_group), CASTS[name])
     if name in WIRE_FORMATS:
         return Method(QuantizationState(process_group, name, start_iter=start), quantization_hook)
-    rank = name.removeprefix(LOW_RANK)
-    if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
-        state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
+    rank, _, wire = name.removeprefix(LOW_RANK).partition("-")
+    if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0 and wire in ("", *FACTOR_WIRES):
+        state = PowerSGDState(process_group, int(rank), start, factor_wire=wire or None)
         state._has_compressed = True  # no warning if it cannot: the measurement shows that it gains nothing
         return Method(state, powerSGD_hook)
     raise ValueError(
-        f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
-        "rank N, such as powersgd-r4."
+        f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, {LOW_RANK}N with a "
+        f"rank N, such as powersgd-r4, or {LOW_RANK}N-WIRE with a factor_wire, such as powersgd-r16-int8."
     )
 
 
