@@ -7,8 +7,8 @@ With G ranks on each of K nodes, and E and E2 as in `gradwire.compress.quantizat
     all-gather of the codes inside the node: every rank gets those of the whole bucket, and decodes them
 
 With b bytes per element of a message, a node sends 2 b (K - 1) / K bytes per element to other nodes. The two shots
-among all G K ranks send (G + 1) b (K - 1) / K, because every rank sends its own gradients; an all-reduce in 16 bits
-that adds up inside the nodes, as NCCL's does, sends 4 (K - 1) / K.
+among all W = G K ranks send G b (K - 1) / K + b (W - 1) / W, because every rank sends its own gradients; a ring
+all-reduce in 16 bits, which adds up inside the nodes, sends 4 (W - 1) / W.
 
 Source: Wang et al., "ZeRO++", arXiv:2306.10209, section 3.3, which quantizes inside the nodes, too.
 """

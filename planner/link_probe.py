@@ -32,14 +32,15 @@ class MessageTime(NamedTuple):
 def bytes_out_of_node(kind: str, world_size: int, ranks_per_node: int) -> float:
     """Bytes that leave a node per byte of payload; if there is only one node, bytes that leave a rank.
 
-    A ring all-reduce or all-gather enters and leaves a node once. In an all-to-all, and between nodes, each rank of a
-    node sends its own cells: ``ranks_per_node`` times as many bytes.
+    A ring of all ranks, as in an all-reduce or all-gather, leaves each node once. In an all-to-all, and between nodes,
+    each rank of a node sends its own cells to the ranks of other nodes.
     """
     if is_in_node(kind):
         return 0.0
     sharing = _sharing(world_size, ranks_per_node)
-    others = 2 * (1 - sharing / world_size)
-    return sharing * others if kind == "all-to-all" or is_between_nodes(kind) else others
+    if kind == "all-to-all" or is_between_nodes(kind):
+        return 2 * sharing * (1 - sharing / world_size)
+    return 2 * (1 - 1 / world_size)
 
 
 def _sharing(world_size: int, ranks_per_node: int) -> int:

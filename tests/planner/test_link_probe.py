@@ -23,12 +23,15 @@ def test_probe_message_has_requested_payload(kind, is_gloo, nbytes):
     assert message_of(make()) == Message(kind, nbytes)
 
 
-# A ring sends 2 (n - 1) / n of its payload out of each of n nodes. Each shot of a two-shot all-reduce counts half of
-# the payload: of G ranks on a node, the all-to-all sends G times the bytes of the ring's half, the all-gather as many.
+# A ring of W ranks sends 2 (W - 1) / W of its payload out of each of m nodes. Each shot of a two-shot all-reduce counts
+# half of the payload: of G ranks on a node, the all-to-all sends 2 G (m - 1) / m, the all-gather as much as the ring.
 # The ranks of a single node count as nodes.
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_node", "ring", "two_shot"),
-    [(2, 1, 1, 1), (8, 1, 1.75, 1.75), (8, 8, 1.75, 1.75), (16, 8, 1, 4.5), (16, 4, 1.5, 3.75), (64, 8, 1.75, 7.875)],
+    [
+        *((2, 1, 1, 1), (8, 1, 1.75, 1.75), (8, 8, 1.75, 1.75), (4, 2, 1.5, 1.75)),
+        *((16, 8, 1.875, 4.9375), (16, 4, 1.875, 3.9375), (64, 8, 1.96875, 7.984375)),
+    ],
 )
 def test_bytes_out_of_a_node_follow_the_formula(world_size, ranks_per_node, ring, two_shot):
     out = {kind: bytes_out_of_node(kind, world_size, ranks_per_node) for kind in KINDS}
@@ -58,9 +61,9 @@ def test_messages_in_a_node_take_no_bandwidth_between_nodes():
 def test_given_link_sends_the_bytes_out_of_a_node_at_its_bandwidth():
     messages = [Message(kind, 1) for kind in KINDS]
     link = ideal_link(16, 8e9, 1e-3, messages, overhead=1e-4, ranks_per_node=8)
-    assert link.costs["all-reduce float32"] == pytest.approx((1e-4 + 2e-3, 1e-9))  # there and back
+    assert link.costs["all-reduce float32"] == pytest.approx((1e-4 + 2e-3, 1.875e-9))  # there and back
     assert link.costs["all-to-all"] == pytest.approx((1e-4 + 1e-3, 8e-9))
-    assert link.costs["all-gather"] == pytest.approx((1e-4 + 1e-3, 1e-9))
+    assert link.costs["all-gather"] == pytest.approx((1e-4 + 1e-3, 1.875e-9))
     for single in (ideal_link(2, 8e9, 1e-3, messages), ideal_link(2, 8e9, 1e-3, messages, ranks_per_node=2)):
         assert single.costs["all-to-all"] == pytest.approx((1e-3, 1e-9))
         assert single.costs["all-reduce float32"] == pytest.approx((2e-3, 1e-9))
