@@ -28,11 +28,11 @@ from gradwire.compress.quantization import (
     Quantization,
     QuantizedBucket,
     earlier_errors,
+    full_format,
     sections_by_format,
     two_shots,
 )
 from gradwire.kernels import (
-    WIRE_FORMATS,
     MessageLayout,
     Section,
     SegmentTable,
@@ -42,8 +42,6 @@ from gradwire.kernels import (
     quantize,
     sum_quantized,
 )
-
-_FULL = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # formats that hold gradients of these dtypes exactly
 
 
 async def quantized_all_reduce_on_nodes(
@@ -129,7 +127,7 @@ class NodeBucket:
         self.members, groups = sections_by_format(layouts, formats, names, options)
         pieces = self.between.pieces(n_nodes * MessageLayout(groups, n_nodes, n_local).cell_bytes)
         self.message_layout = MessageLayout(groups, n_nodes, n_local * pieces)
-        in_full = [(WIRE_FORMATS[_FULL.get(table.dtype, "fp32")], table) for _, table in groups]
+        in_full = [(full_format(table.dtype), table) for _, table in groups]
         self.inside = MessageLayout(in_full, n_local, multiple=n_nodes * pieces)
         self._numels = [self.inside.shard_numel(section) for section in self.inside.sections]
         shards = [torch.empty(numel, dtype=torch.float32, device=device) for numel in self._numels]

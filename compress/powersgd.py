@@ -10,6 +10,10 @@ For each matrix M of n x m, with Q (m x r) from the step before:
 Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent together with P. In
 memory, factors are transposed, P as r x n and Q as r x m: each column is contiguous.
 
+Factors may also take two-shot all-reduces, which quantize them: `gradwire.compress.quantization`. P and Q are the
+factors as received, from the same bytes on every rank, so E = M - P Q^T includes the loss of quantization, which needs
+no error memory of its own.
+
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
 """
@@ -28,6 +32,13 @@ from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_error_shape
 from gradwire.compress.policy import MatrixShape
+from gradwire.compress.quantization import (
+    Quantization,
+    QuantizedMessage,
+    QuantizedStep,
+    full_format,
+    two_shot_all_reduce,
+)
 from gradwire.kernels import (
     ALIGN_NUMEL,
     FactorLayout,
@@ -37,6 +48,7 @@ from gradwire.kernels import (
     Renewal,
     SegmentTable,
     Uncompressed,
+    WireFormat,
     backproject,
     compute_dtype,
     draw,
@@ -67,7 +79,7 @@ async def powersgd_all_reduce(
         source: the gradients, real. Not modified, unless ``target`` is the same memory.
         target: the result: ``source`` itself, or other tensors like it.
         iteration: number of the step, equal on all ranks.
-        transport: the two all-reduces over the ranks.
+        transport: the two exchanges over the ranks.
         workspace: provides the wire buffers.
         warm_start: whether to start from Q of the last step; otherwise from a random Q.
 
@@ -91,7 +103,7 @@ async def powersgd_all_reduce(
         True
     """
     table, scale = bucket.table, 1 / transport.world_size
-    step = bucket.start_step(source, target, iteration, workspace, sends=(table.p, table.q), basis=table.p)
+    step = bucket.start_step(source, target, iteration, transport, workspace, sends=(table.p, table.q), basis=table.p)
     m, (p_wire, q_wire), p = step.matrices, step.wires, step.basis
     # Warm start (section 3): gradients of successive steps are similar, so Q is already close to their right singular
     # vectors, and one power iteration per step suffices.
@@ -100,12 +112,12 @@ async def powersgd_all_reduce(
 
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     project(m, bucket.q, p_wire, scale=scale)
-    await transport.all_reduce(*step.messages)
+    await exchange(step.messages[0], transport)
     # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P^T a projection:
     # the result P Q^T = P P^T M is the best approximation of M in the column space of P.
     orthogonalize(p_wire, table.p, p, bucket.finite)
     backproject(m, p, q_wire, scale=scale)
-    await transport.all_reduce(q_wire)
+    await exchange(step.messages[1], transport)
     # Each rank keeps E = M - P Q^T of its own M (algorithm 2), and all keep Q with columns of unit length.
     reconstruct(m, p, q_wire, bucket.finite)
 
@@ -133,7 +145,7 @@ async def alternating_all_reduce(
         source: the gradients, real. Not modified, unless ``target`` is the same memory.
         target: the result: ``source`` itself, or other tensors like it.
         iteration: number of the step, equal on all ranks. Even steps send P, odd ones Q.
-        transport: the all-reduce over the ranks.
+        transport: the exchange over the ranks.
         workspace: provides the wire buffers.
     """
     table, scale = bucket.table, 1 / transport.world_size
@@ -141,18 +153,31 @@ async def alternating_all_reduce(
     # The factor that is not sent must have orthonormal columns: only then is the other one a least-squares fit of M. It
     # is orthogonalized where it is used, from factors that are equal on all ranks.
     if iteration % 2 == 0:
-        step = bucket.start_step(source, target, iteration, workspace, sends=(table.p,), basis=table.q)
+        step = bucket.start_step(source, target, iteration, transport, workspace, sends=(table.p,), basis=table.q)
         m, (p,), q = step.matrices, step.wires, step.basis
         orthogonalize(bucket.q, table.q, q, bucket.finite)
         project(m, q, p, scale=scale)
-        await transport.all_reduce(*step.messages)
+        await exchange(step.messages[0], transport)
     else:
-        step = bucket.start_step(source, target, iteration, workspace, sends=(table.q,), basis=table.p)
+        step = bucket.start_step(source, target, iteration, transport, workspace, sends=(table.q,), basis=table.p)
         m, (q,), p = step.matrices, step.wires, step.basis
         orthogonalize(bucket.p, table.p, p, bucket.finite)
         backproject(m, p, q, scale=scale)
-        await transport.all_reduce(*step.messages)
+        await exchange(step.messages[0], transport)
     reconstruct(m, p, q, bucket.finite)
+
+
+FACTOR_BLOCK_SIZE = 64  # elements of a factor that share a scale
+# Tensors that are added up in place, each in its own dtype, or quantized.
+Message = Sequence[Tensor] | QuantizedStep
+
+
+async def exchange(message: Message, transport: Transport) -> None:
+    """Replace factors, and the gradients that are sent with them, by their sums over all ranks."""
+    if isinstance(message, QuantizedStep):
+        await two_shot_all_reduce(message, 1.0, transport)
+    else:
+        await transport.all_reduce(*message)
 
 
 # Memory of a state or of buckets: "errors", "q" and "p", each by parameter name.
@@ -177,8 +202,18 @@ def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: s
     return like.zero_() if error is None else like.copy_(error)
 
 
+class QuantizedFactors(NamedTuple):
+    """The factors of one side, P or Q, before and after quantization."""
+
+    message: QuantizedMessage
+    wire: Tensor  # the factors, packed
+    others: Tensor  # the gradients that are sent with them, packed
+    tensors: list[Tensor]  # the factor of each matrix, and the other gradients if there are any
+
+
 class LowRankStep(NamedTuple):
-    """The tensors of one bucket in one step: all but ``matrices`` are in the workspace, valid until its next use.
+    """The tensors of one bucket in one step: all but ``matrices`` and quantized factors are in the workspace, valid
+    until its next use.
 
     Each buffer of factors holds one side, P or Q, of all matrices of the bucket.
     """
@@ -186,8 +221,8 @@ class LowRankStep(NamedTuple):
     # Gradients, results and errors of the compressed parameters, zero-copy. Kernels that work on them also move the
     # other gradients, and renew the factors of the last all-reduce for the next step.
     matrices: Operands
-    messages: list[Tensor]  # the first of ``wires`` and the other gradients, in one tensor if their dtypes agree
-    wires: list[Tensor]  # the factors of each all-reduce
+    messages: list[Message]  # one for each exchange; the first includes the gradients that are not compressed
+    wires: list[Tensor]  # the factors of each exchange
     basis: Tensor  # factors with orthonormal columns, in the dtype of the arithmetic
 
 
@@ -205,6 +240,7 @@ class LowRankBucket:
         error_feedback: whether to add the residual of compression to the next gradient.
         factor_dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16
             gradients: an element of P sums over a row of M and may exceed the range of fp16.
+        factor_wire: wire format of the factors in a two-shot all-reduce, instead of an all-reduce in ``factor_dtype``.
         seed: seed of the random columns, equal on all ranks.
         iteration: number of the current step, for the random columns of new factors.
         alternating: whether `alternating_all_reduce` will be used, which needs P and Q from step to step.
@@ -229,6 +265,7 @@ class LowRankBucket:
         memory: MemoryByName | None = None,
         error_feedback: bool = True,
         factor_dtype: torch.dtype | None = None,
+        factor_wire: WireFormat | None = None,
         seed: int = 0,
         iteration: int = 0,
         alternating: bool = False,
@@ -241,7 +278,9 @@ class LowRankBucket:
         self._others = [i for i, shape in enumerate(shapes) if shape is None]
         self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
         self._others_numel = self._others_table.numel if self._others_table is not None else 0
+        self._factor_wire = factor_wire
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
+        self._quantized: dict[FactorLayout, QuantizedFactors] = {}  # by side, from its first step on
         self.layout = SegmentTable(layouts)
         matrices = [
             Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
@@ -276,6 +315,7 @@ class LowRankBucket:
         source: Sequence[Tensor],
         target: Sequence[Tensor],
         iteration: int,
+        transport: Transport,
         workspace: Workspace,
         *,
         sends: Sequence[FactorLayout],
@@ -284,8 +324,8 @@ class LowRankBucket:
         """Lay out the tensors of a step.
 
         Args:
-            source, target, iteration, workspace: as in `powersgd_all_reduce`.
-            sends: layout of the factors of each all-reduce, ``table.p`` or ``table.q``: one or two.
+            source, target, iteration, transport, workspace: as in `powersgd_all_reduce`.
+            sends: layout of the factors of each exchange, ``table.p`` or ``table.q``: one or two.
             basis: layout of the factors to orthogonalize.
         """
         is_in_place = _is_in_place(source, target)
@@ -294,15 +334,24 @@ class LowRankBucket:
         # A step that reads M twice may leave it in the target.
         keep = len(sends) == 2 and self._errors is not None and self.table.can_keep()
 
-        dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
-        sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
-        if on_wire == dtype:  # one tensor holds both parts
-            message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
-            first, others = message.split([sent, self._others_numel])
-            messages = [message]
+        messages: list[Message]
+        if self._factor_wire is not None:
+            messages, wires, others, basis_buffer = self._quantized_messages(
+                iteration, transport, workspace, sends, basis
+            )
         else:
-            first, others, basis_buffer, *later = workspace.wires((sent, on_wire), (self._others_numel, dtype), *sizes)
-            messages = [first, others] if self._others else [first]
+            dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
+            sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
+            if on_wire == dtype:  # one tensor holds both parts
+                message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
+                first, others = message.split([sent, self._others_numel])
+                messages = [[message]]
+            else:
+                sizes = [(sent, on_wire), (self._others_numel, dtype), *sizes]
+                first, others, basis_buffer, *later = workspace.wires(*sizes)
+                messages = [[first, others] if self._others else [first]]
+            wires = [first, *later]
+            messages += [[wire] for wire in later]
         uncompressed = None
         if self._others_table is not None:
             others_source = [source[i] for i in self._others]
@@ -314,7 +363,47 @@ class LowRankBucket:
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
         renewal = Renewal(sends[-1], kept, self.counter, advance_to)
         matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
-        return LowRankStep(matrices, messages, [first, *later], basis_buffer)
+        return LowRankStep(matrices, messages, wires, basis_buffer)
+
+    def _quantized_messages(
+        self,
+        iteration: int,
+        transport: Transport,
+        workspace: Workspace,
+        sends: Sequence[FactorLayout],
+        basis: FactorLayout,
+    ) -> tuple[list[Message], list[Tensor], Tensor, Tensor]:
+        """The messages of a step with quantized factors, the factors, the other gradients, and the basis."""
+        sides, sizes = [self._quantized_factors(side, transport) for side in sends], [(basis.numel, self.table.compute)]
+        for side in sides:
+            sizes += side.message.wires
+        basis_buffer, *buffers = workspace.wires(*sizes)
+        messages: list[Message] = []
+        for message, _, _, tensors in sides:
+            used, buffers = buffers[: len(message.wires)], buffers[len(message.wires) :]
+            messages.append(message.start_step(tensors, tensors, iteration, used))
+        return messages, [side.wire for side in sides], sides[0].others, basis_buffer
+
+    def _quantized_factors(self, side: FactorLayout, transport: Transport) -> QuantizedFactors:
+        """The buffers of one side's factors, and of the gradients that are sent with them, and their message.
+
+        Each factor starts a block, so that its rounding does not depend on its neighbors in the bucket. Kernels read
+        the addresses of the tensors on the device, so these are not from a workspace: in a CUDA graph they must stay.
+        """
+        if side not in self._quantized:
+            assert self._factor_wire is not None
+            wire = torch.empty(side.numel, dtype=self.table.compute, device=self.table.device)
+            tensors = side.views(wire)
+            formats = [self._factor_wire] * len(tensors)
+            has_others = self._others_table is not None and (side is self.table.p or self.p is not None)
+            others = torch.empty(self._others_numel if has_others else 0, dtype=self.table.dtype, device=wire.device)
+            if has_others:
+                tensors.append(others)
+                formats.append(full_format(others.dtype))
+            options = Quantization(block_size=FACTOR_BLOCK_SIZE, error_dtype=None)
+            message = QuantizedMessage(tensors, formats, transport, options)
+            self._quantized[side] = QuantizedFactors(message, wire, others, tensors)
+        return self._quantized[side]
 
     def counter_at(self, iteration: int) -> Tensor:
         """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""

@@ -33,6 +33,7 @@ from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_error_shape
 from gradwire.kernels import (
     HEADER_BYTES,
+    WIRE_FORMATS,
     BlockTable,
     MessageLayout,
     Rounding,
@@ -48,6 +49,14 @@ from gradwire.kernels import (
 )
 
 SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks
+
+
+_FULL = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def full_format(dtype: torch.dtype) -> WireFormat:
+    """The wire format that holds gradients of a dtype exactly; for fp64, fp32."""
+    return WIRE_FORMATS[_FULL.get(dtype, "fp32")]
 
 
 async def quantized_all_reduce(
@@ -90,14 +99,19 @@ async def quantized_all_reduce(
         True
     """
     step = bucket.start_step(source, target, iteration, workspace.wires(*bucket.wires))
-    await two_shots(step, 1 / transport.world_size, transport)
-    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
-    for each in step.sections:
-        dequantize(step.message, each.section, each.target)
+    await two_shot_all_reduce(step, 1 / transport.world_size, transport)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if step.pending is not None:
         assert bucket.errors is not None
         commit_errors(step.message, step.pending, bucket.errors)
+
+
+async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:
+    """Write ``scale`` times the sum of the sources over all ranks into the targets; the next errors are pending."""
+    await two_shots(step, scale, transport)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
+    for each in step.sections:
+        dequantize(step.message, each.section, each.target)
 
 
 async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> None:
@@ -177,12 +191,14 @@ class Quantization:
 def sections_by_format(
     layouts: Sequence[Tensor], formats: Sequence[WireFormat], names: Sequence[str], options: Quantization
 ) -> tuple[list[list[int]], list[tuple[WireFormat, BlockTable]]]:
-    """The gradients of each wire format: their positions, and their blocks with the format."""
-    members = {wire: [i for i, each in enumerate(formats) if each == wire] for wire in dict.fromkeys(formats)}
+    """The tensors of each wire format and dtype: their positions, and their blocks with the format."""
+    members: dict[tuple[WireFormat, torch.dtype], list[int]] = {}
+    for i, (wire, layout) in enumerate(zip(formats, layouts, strict=True)):
+        members.setdefault((wire, layout.dtype), []).append(i)
     keys = [random_key(options.seed, name) for name in names]
     groups = [
         (wire, BlockTable([layouts[i] for i in at], options.block_size, [keys[i] for i in at]))
-        for wire, at in members.items()
+        for (wire, _), at in members.items()
     ]
     return list(members.values()), groups
 
@@ -199,27 +215,20 @@ def earlier_errors(
     return found
 
 
-class QuantizedBucket:
-    """One bucket: where its gradients lie in a message, and the error memories.
-
-    It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
-    parameters starts from its `folded_errors`.
+class QuantizedMessage:
+    """The messages of a two-shot all-reduce of tensors: where the blocks of each tensor lie.
 
     Args:
-        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
-        formats: wire format of each gradient (`WirePolicy.wire_formats`).
+        layouts: real dense tensors with the shapes, strides, dtypes and device of the tensors, or the tensors.
+        formats: wire format of each tensor.
         transport: the transport of its collectives; gives world size, rank and number of pieces.
-        options: block size, error memory and rounding.
-        names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...
-        memory: the "errors" of earlier buckets, by parameter name. Not modified.
+        options: block size and rounding.
+        names: names of the tensors, keys of the random numbers; by default "0", "1", ...
         iteration: number of the current step, for the random numbers.
 
     Attributes:
-        layout: position of each gradient in a flat buffer of the bucket.
         message_layout: position of each block in a message.
-        errors: the error memories of all sections: for the first shot, then for the second; None without error
-            feedback. Updated in place.
-        memory: the "errors" of the first shot, by parameter name: views of ``errors``.
+        errors: None: no error feedback.
         counter: int64 [1], in device memory: number of the current step, for the random numbers.
     """
 
@@ -229,16 +238,12 @@ class QuantizedBucket:
         formats: Sequence[WireFormat],
         transport: Transport,
         options: Quantization,
-        *,
         names: Sequence[str] | None = None,
-        memory: Mapping[str, Mapping[str, Tensor]] | None = None,
         iteration: int = 0,
     ) -> None:
-        device = layouts[0].device
         names = names if names is not None else [str(i) for i in range(len(layouts))]
         self._rank, self._stochastic = transport.rank, options.stochastic_rounding
-        self.layout = SegmentTable(layouts)
-        self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
+        self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._members, groups = sections_by_format(layouts, formats, names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
         whole = MessageLayout(groups, transport.world_size)
@@ -247,32 +252,7 @@ class QuantizedBucket:
         sections = self.message_layout.sections
         self._sizes = [section.table.numel for section in sections]
         self._sizes += [self.message_layout.shard_numel(section) for section in sections]
-
         self.errors: Tensor | None = None
-        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
-        if options.error_dtype is not None:
-            self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=device)
-            self.memory["errors"] = self._by_name(self.errors, names)
-            for name, error in earlier_errors(memory, names, layouts).items():
-                self.memory["errors"][name].copy_(error)
-        self._names = names
-
-    def folded_errors(self) -> dict[str, Tensor]:
-        """This rank's errors of both shots, by parameter name: copies, in the gradients' shapes and fp32.
-
-        Summed over the ranks, they are what earlier steps have not applied yet. So a bucket with other cells, or on
-        other ranks, that starts from them loses nothing.
-        """
-        if self.errors is None:
-            return {}
-        sections = self.message_layout.sections
-        parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
-        for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
-            block_size = section.table.block_size
-            for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
-                first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
-                errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
-        return self._by_name(torch.cat(parts[: len(sections)]), self._names)
 
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
@@ -290,8 +270,8 @@ class QuantizedBucket:
         """Set ``counter``, and lay out the tensors of a step.
 
         Args:
-            source: the gradients, real.
-            target: the tensors that receive the mean; may be ``source``.
+            source: the tensors to add up, real.
+            target: the tensors that receive the result; may be ``source``.
             iteration: the number of the step. Ignored while a CUDA graph is captured: every replay would set the same
                 number.
             buffers: memory for the step, as ``wires`` describes it. Overwritten.
@@ -328,6 +308,68 @@ class QuantizedBucket:
             Rounding(self.counter, self._rank, self._stochastic),
             Rounding(self.counter, SECOND_SHOT_SALT, self._stochastic),
         )
+
+
+class QuantizedBucket(QuantizedMessage):
+    """One bucket: where its gradients lie in a message, and the error memories.
+
+    It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
+    parameters starts from its `folded_errors`.
+
+    Args:
+        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
+        formats: wire format of each gradient (`WirePolicy.wire_formats`).
+        transport: the transport of its collectives; gives world size, rank and number of pieces.
+        options: block size, error memory and rounding.
+        names: parameter names, keys of ``memory`` and of the random numbers; by default "0", "1", ...
+        memory: the "errors" of earlier buckets, by parameter name. Not modified.
+        iteration: number of the current step, for the random numbers.
+
+    Attributes:
+        layout: position of each gradient in a flat buffer of the bucket.
+        errors: the error memories of all sections: for the first shot, then for the second; None without error
+            feedback. Updated in place.
+        memory: the "errors" of the first shot, by parameter name: views of ``errors``.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Tensor],
+        formats: Sequence[WireFormat],
+        transport: Transport,
+        options: Quantization,
+        *,
+        names: Sequence[str] | None = None,
+        memory: Mapping[str, Mapping[str, Tensor]] | None = None,
+        iteration: int = 0,
+    ) -> None:
+        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        super().__init__(layouts, formats, transport, options, names, iteration)
+        self.layout = SegmentTable(layouts)
+        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
+        if options.error_dtype is not None:
+            self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=layouts[0].device)
+            self.memory["errors"] = self._by_name(self.errors, names)
+            for name, error in earlier_errors(memory, names, layouts).items():
+                self.memory["errors"][name].copy_(error)
+        self._names = names
+
+    def folded_errors(self) -> dict[str, Tensor]:
+        """This rank's errors of both shots, by parameter name: copies, in the gradients' shapes and fp32.
+
+        Summed over the ranks, they are what earlier steps have not applied yet. So a bucket with other cells, or on
+        other ranks, that starts from them loses nothing.
+        """
+        if self.errors is None:
+            return {}
+        sections = self.message_layout.sections
+        parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
+        for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
+            block_size = section.table.block_size
+            for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
+                first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
+                errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
+        return self._by_name(torch.cat(parts[: len(sections)]), self._names)
 
     def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """Views of the errors of the first shot, which begin the flat ``errors``, like the gradients, by name."""

@@ -1,5 +1,6 @@
 """The methods that `gradwire.hooks.auto_hook` chooses from, and how each is measured on copies of the gradients."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -14,14 +15,14 @@ from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
 from gradwire.hooks._bucket import CommHook, GradBucket, GradwireBucket, bucket_device, bucket_work, is_sparse
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.telemetry import Mark, Stopwatch, durations
 from gradwire.kernels import WIRE_FORMATS
 
 PLAIN = "plain"
 CASTS: dict[str, CommHook] = {PLAIN: allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
-LOW_RANK = "powersgd-r"
+LOW_RANK = re.compile(rf"powersgd-r(?P<rank>[1-9]\d*)(-(?P<wire>{'|'.join(FACTOR_WIRES)}))?")
 
 
 class Method(NamedTuple):
@@ -46,14 +47,13 @@ def make_method(name: str, process_group: dist.ProcessGroup | None, start: int) 
         return Method(CastState(process_group), CASTS[name])
     if name in WIRE_FORMATS:
         return Method(QuantizationState(process_group, name, start_iter=start), quantization_hook)
-    rank = name.removeprefix(LOW_RANK)
-    if name.startswith(LOW_RANK) and rank.isdecimal() and int(rank) > 0:
-        state = PowerSGDState(process_group, matrix_approximation_rank=int(rank), start_powerSGD_iter=start)
+    if low_rank := LOW_RANK.fullmatch(name):
+        state = PowerSGDState(process_group, int(low_rank["rank"]), start, factor_wire=low_rank["wire"])
         state._has_compressed = True  # no warning if it cannot: the measurement shows that it gains nothing
         return Method(state, powerSGD_hook)
     raise ValueError(
-        f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, or {LOW_RANK}N with a "
-        "rank N, such as powersgd-r4."
+        f"There is no candidate {name!r}; expected one of {', '.join((*CASTS, *WIRE_FORMATS))}, powersgd-rN with a "
+        "rank N, such as powersgd-r4, or powersgd-rN-WIRE with a factor_wire, such as powersgd-r16-int8."
     )
 
 

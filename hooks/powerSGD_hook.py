@@ -31,7 +31,7 @@ from gradwire.compress.powersgd import error_like
 from gradwire.hooks._bucket import GradBucket, ddp_hook
 from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
-from gradwire.kernels import MAX_RANK, as_real, compute_dtype, gradient_layout, layout_in_dtype
+from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -40,6 +40,7 @@ logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 # Four times PyTorch's default. The payload is so small that two collectives, kernel launches and thread switches
 # dominate the cost of a bucket. Buckets beyond 100 MiB gain little and overlap less with the backward.
 LOW_RANK_BUCKET_CAP_MB = 100
+FACTOR_WIRES = ("int8", "int4", "bf16", "fp16")
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
 _PYTORCH_ATTRIBUTES = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
 
@@ -67,6 +68,7 @@ class PowerSGDOptions:
     alternating: bool
     precision: str
     cuda_graphs: bool
+    factor_wire: str | None
 
     def __post_init__(self) -> None:
         check_whole_number("matrix_approximation_rank", self.matrix_approximation_rank, "at least 1, a whole number", 1)
@@ -86,6 +88,15 @@ class PowerSGDOptions:
             raise ValueError(
                 f"factor_dtype is {self.factor_dtype}; expected None, torch.float32 or torch.bfloat16. Factors have "
                 "the range of the gradients, which fp16 does not cover."
+            )
+        if self.factor_wire not in (None, *FACTOR_WIRES):
+            raise ValueError(
+                f"factor_wire is {self.factor_wire!r}; expected None or one of {', '.join(map(repr, FACTOR_WIRES))}."
+            )
+        if self.factor_wire is not None and self.factor_dtype is not None:
+            raise ValueError(
+                f"factor_wire is {self.factor_wire!r} and factor_dtype is {self.factor_dtype}, but factors are sent in "
+                "one of them. Pass factor_dtype=None: factors are computed in fp32 and then quantized."
             )
         if self.precision not in ("tf32", "fp32"):
             raise ValueError(f"precision is {self.precision!r}; expected 'tf32' or 'fp32'.")
@@ -120,6 +131,7 @@ class PowerSGDOptions:
         return {
             "error_feedback": self.use_error_feedback,
             "factor_dtype": self.factor_dtype,
+            "factor_wire": WIRE_FORMATS[self.factor_wire] if self.factor_wire is not None else None,
             "seed": self.random_seed,
             "iteration": max(iteration, self.start_powerSGD_iter),
             "alternating": self.alternating,
@@ -176,6 +188,10 @@ class PowerSGDState(HookState):
             after a warm-up, and to replay them in later steps. Saves host time. Results are bitwise
             equal, so this option may differ between ranks. Without effect, and with a warning, where
             Triton kernels do not run: on CPUs, with fp64 gradients, and at ranks above 64.
+        factor_wire: quantize the factors to this wire format: "int8", "int4", "bf16" or "fp16"; None: an all-reduce in
+            ``factor_dtype``. P and Q are exchanged as in `quantization_hook`, with a scale per 64 elements and sums in
+            fp32. "int8" sends a quarter of the bytes of fp32, so four times the rank in the same bytes, and error
+            feedback makes up for the rounding. Gradients that are not compressed are sent in 16 or 32 bits.
 
     Attributes:
         iter: number of steps so far.
@@ -219,6 +235,7 @@ class PowerSGDState(HookState):
         alternating: bool = False,
         precision: str = "tf32",
         cuda_graphs: bool = False,
+        factor_wire: str | None = None,
     ) -> None:
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
         values = locals()

@@ -81,7 +81,7 @@ def _low_rank(
     rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
 ) -> HookEntry:
     """A hook of the PowerSGD family, compared with PyTorch's `powerSGD_hook` of the same rank."""
-    arguments = "".join(f", {name}={value}" for name, value in options.items())
+    arguments = "".join(f", {name}={value!r}" for name, value in options.items()).replace("'", '"')
 
     def make_pytorchs(group: dist.ProcessGroup | None, start: int) -> Registration:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
@@ -96,6 +96,11 @@ def _low_rank(
         error_feedback=True,
         pytorch=PyTorchHook(make=make_pytorchs, is_same=is_same, one_bucket=True, requires="numpy"),
     )
+
+
+def _quantized_factors(rank: int) -> HookEntry:
+    """PowerSGD with factors in int8."""
+    return _low_rank(rank, f"factors of rank {rank} in 8 bit", is_same=False, factor_wire="int8")
 
 
 def _quantized(wire: str, description: str) -> HookEntry:
@@ -142,6 +147,8 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r4": _low_rank(4, "factors of rank 4"),
     "powersgd-r16": _low_rank(16, "factors of rank 16"),
     "powersgd-r32": _low_rank(32, "factors of rank 32"),
+    "powersgd-r8-int8": _quantized_factors(8),
+    "powersgd-r16-int8": _quantized_factors(16),
     "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
     "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 per step", is_same=False, alternating=True),
     # Not compared with PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its

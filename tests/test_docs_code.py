@@ -54,7 +54,7 @@ def run(block, names):
         ("getting-started.md", 1),
         ("choosing-a-hook.md", 1),
         ("16-bit.md", 4),
-        ("powersgd.md", 3),
+        ("powersgd.md", 4),
         ("quantization.md", 3),
         ("writing-a-hook.md", 9),
     ],

@@ -52,6 +52,7 @@ POWERSGD: dict[str, dict[str, Any]] = {
     "powersgd": {},
     "powersgd, rank 32": {"rank": 32},
     "powersgd, bf16 factors": {"factor_dtype": torch.bfloat16},
+    "powersgd, int8 factors": {"factor_wire": "int8"},
     "powersgd, alternating": {"alternating": True},
     "powersgd, batched": {"hook": batched_powerSGD_hook},
 }

@@ -244,7 +244,7 @@ def test_changed_buckets_are_measured_again():
 # --- plans
 
 
-@pytest.mark.parametrize("candidate", ["bf16", "int8", "powersgd-r1"])
+@pytest.mark.parametrize("candidate", ["bf16", "int8", "powersgd-r1", "powersgd-r1-int8"])
 @on_ranks(2, 3)
 def test_given_plan_is_used_from_the_first_step(candidate):
     plan = {name: candidate if i < len(NAMES) // 2 else "plain" for i, name in enumerate(NAMES)}
@@ -366,6 +366,7 @@ def test_plan_of_one_hook_is_that_hook():
         ({"candidates": ("plain", "int8", "int8")}, "different names"),
         ({"candidates": ("plain", "int5")}, "no candidate 'int5'"),
         ({"candidates": ("plain", "powersgd-r0")}, "no candidate 'powersgd-r0'"),
+        ({"candidates": ("plain", "powersgd-r4-int2")}, "no candidate 'powersgd-r4-int2'"),
         ({"repeats": 0}, "repeats is 0"),
         ({"min_gain": 0.5}, "min_gain is 0.5"),
         ({"min_gain": float("nan")}, "min_gain is nan"),

@@ -104,6 +104,7 @@ DIFFERENCES = {
     "ranks": pair("ranks", power_sgd, {}, {"*.0.weight": 2}),
     "stacks": pair("stacks", power_sgd, {}, {"*.0.weight": 23}),
     "factor_dtype": pair("factor_dtype", power_sgd, None, torch.bfloat16),
+    "factor_wire": pair("factor_wire", power_sgd, None, "int8"),
     "alternating": pair("alternating", power_sgd, False, True),
     "precision": pair("precision", power_sgd, "tf32", "fp32"),
     "wire": pair("wire", quantized, "int4", "int8"),

@@ -86,6 +86,8 @@ HOOKS = {
     "powersgd": (low_rank, [1564] * 2 + [348] * 3),
     # (48 + 7) + 32 elements of 4 bytes, or factors of 2 bytes and 7 elements of 4; alternating, 48 + 7 and then 32 + 7.
     "powersgd, bf16 factors": (lambda: low_rank(factor_dtype=torch.bfloat16), [1564] * 2 + [188] * 3),
+    # A header of 16 bytes, scales padded to 16, and a block of 64 codes; next to P also 7 elements in a block of fp32.
+    "powersgd, int8 factors": (lambda: low_rank(factor_wire="int8"), [1564] * 2 + [352 + 96] * 3),
     "alternating": (lambda: low_rank(alternating=True), [1564] * 2 + [220, 156, 220]),
     "alternating, bf16 factors": (
         lambda: low_rank(alternating=True, factor_dtype=torch.bfloat16),

@@ -121,6 +121,7 @@ VARIANTS = {
     "no feedback": {"options": {"use_error_feedback": False}},
     "bf16 factors": {"options": {"factor_dtype": torch.bfloat16, "matrix_approximation_rank": 3}},
     "alternating": {"options": {"alternating": True}, "steps": STEPS + WARM_UP_STEPS + 2},
+    "int8 factors": {"options": {"factor_wire": "int8"}},
     "batched": {"hook": "batched"},
     "fp16 gradients": {"dtype": torch.float16},
     "16-bit wrapper": {"hook": "bf16_of_powersgd"},

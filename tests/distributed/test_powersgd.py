@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.comm import Transport
-from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, powerSGD_hook
 from gradwire.testing._cases import cases, poisoned_cases
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, same_bits
 from tests.support.powersgd_steps import (
@@ -41,6 +41,10 @@ CONSERVING = {
     "alternating_from_an_odd_step": {"options": {"alternating": True, "start_powerSGD_iter": 3}},
     "cold": {"options": {"warm_start": False, "matrix_approximation_rank": 2}},
     "bf16_factors": {"options": {"factor_dtype": torch.bfloat16}},
+    "int8_factors": {"options": {"factor_wire": "int8"}},
+    "alternating_int4_factors": {"options": {"factor_wire": "int4", "alternating": True}},
+    "fp16_with_int8_factors": {"dtype": torch.float16, "options": {"factor_wire": "int8"}},
+    "batched_int8_factors": {"hook": "batched", "options": {"factor_wire": "int8"}},
     "stacks": {"options": {"stacks": {"weights.0": 3}}},
     "ranks_that_change": {"changes": {40: {"matrix_approximation_rank": 3}, 90: {"matrix_approximation_rank": 2}}},
     "batched": {"hook": "batched"},
@@ -99,7 +103,7 @@ def conserved(dtype=torch.float32, channels_last=False, steps=200, hook="powersg
 
 @pytest.mark.parametrize(
     ("size", "variant"),
-    [*((2, name) for name in CONSERVING), *((3, name) for name in ("plain", "batched"))],
+    [*((2, name) for name in CONSERVING), *((3, name) for name in ("plain", "batched", "int8_factors"))],
 )
 def test_law1_gradients_in_200_steps_equal_results_and_remaining_errors(worlds, size, variant):
     results = worlds(size).run(conserved, **CONSERVING[variant])
@@ -125,11 +129,13 @@ def run_with_delays(options, hook, wrapper, steps=START + 20):
     draw = random.Random(dist.get_rank())
     shapes = [(9, 7), (3,), (8, 2, 3), (1,), (5, 6), (64,), (12, 11), (), (7, 7), (4, 4, 4), (33,), (10, 3)]
     values = noise(dist.get_world_size(), steps, shapes)
-    all_reduce = Transport.all_reduce
 
-    def late_all_reduce(self, *tensors):
-        nap(draw)
-        return all_reduce(self, *tensors)
+    def late(collective):
+        def napping(self, *tensors):
+            nap(draw)
+            return collective(self, *tensors)
+
+        return napping
 
     module = Fed(values[0][0])
     for weight in module.weights:
@@ -137,7 +143,8 @@ def run_with_delays(options, hook, wrapper, steps=START + 20):
     ddp = WRAPPERS[wrapper](module, bucket_cap_mb=SMALLEST)
     state = register(ddp, (new_state(**options), HOOKS[hook]()))
     seen = []
-    with mock.patch.object(Transport, "all_reduce", late_all_reduce):
+    late_ones = {name: late(getattr(Transport, name)) for name in ("all_reduce", "all_to_all", "all_gather")}
+    with mock.patch.multiple(Transport, **late_ones):
         for ranks in values:
             ddp.zero_grad()
             ddp(*ranks[dist.get_rank()]).backward()
@@ -151,6 +158,7 @@ DELAYED = {
     "plain": {"hook": "powersgd", "options": {}},
     "alternating": {"hook": "powersgd", "options": {"alternating": True}},
     "bf16_factors": {"hook": "powersgd", "options": {"factor_dtype": torch.bfloat16}},
+    "int8_factors": {"hook": "powersgd", "options": {"factor_wire": "int8"}},
     "batched": {"hook": "batched", "options": {}},
 }
 
@@ -164,6 +172,7 @@ DELAYED = {
         (3, "alternating", "pytorch"),
         (2, "alternating", "gradwire"),
         (3, "bf16_factors", "gradwire"),
+        (3, "int8_factors", "gradwire"),
     ],
 )
 def test_law2_ranks_agree_bitwise_under_delays(worlds, size, variant, wrapper):
@@ -237,6 +246,7 @@ MEMORIES = {
     "plain": {},
     "no_feedback": {"options": {"use_error_feedback": False}},
     "bf16_factors": {"options": {"factor_dtype": torch.bfloat16}},
+    "int8_factors": {"options": {"factor_wire": "int8"}},
     "rank_3": {"options": {"matrix_approximation_rank": 3}},
     "fp16_of_powersgd": {"hook": "fp16_of_powersgd"},
     "bf16": {"dtype": torch.bfloat16},
@@ -387,6 +397,9 @@ OPTIONS = st.fixed_dictionaries(
         "min_compression_rate": st.just(2),
     },
 )
+QUANTIZED = st.fixed_dictionaries(
+    {"factor_wire": st.sampled_from(FACTOR_WIRES)}, optional={"alternating": st.just(True)}
+)
 
 
 def values_of(case, world_size):
@@ -403,10 +416,12 @@ def run_case(case, **arguments):
     return run_steps(values_of(case, dist.get_world_size()), remember=True, **arguments)
 
 
-def assert_laws_1_and_5(case, results):
+def assert_laws_1_and_5(case, results, largest=torch.float64):
+    """``largest``: dtype in which uncompressed gradients of fp64 are sent."""
     size, last, values = len(results), START + case.steps - 1, values_of(case, len(results))
     for i, (name, parameter) in enumerate(zip(case.names, case.parameters, strict=True)):
-        u, wire = 2.0**-53 if parameter.dtype == torch.float64 else U, torch.finfo(parameter.dtype)
+        is_double = parameter.dtype == torch.float64
+        u, wire = 2.0**-53 if is_double else U, torch.finfo(largest if is_double else parameter.dtype)
         for step in range(last + 1):
             gs = [tensors[i].double() for tensors in values[step]]
             outs = [result[step].gradients[i].double() for result in results]
@@ -430,10 +445,10 @@ def assert_laws_1_and_5(case, results):
 
 @pytest.mark.parametrize("size", [1, 2])
 @PROPERTY
-@given(data=st.data(), options=OPTIONS, wrapper=st.sampled_from(sorted(WRAPPERS)))
+@given(data=st.data(), options=OPTIONS | QUANTIZED, wrapper=st.sampled_from(sorted(WRAPPERS)))
 def test_laws_1_2_and_5_hold_for_any_gradients(worlds, size, data, options, wrapper):
     case = data.draw(cases(is_moderate=True) | poisoned_cases(size), label="case")
     results = worlds(size).run(run_case, case=case, options=options, wrapper=wrapper)
     assert_same_on_all_ranks([[step.gradients for step in steps] for steps in results])
     assert_same_on_all_ranks([[(step.q, step.p) for step in steps] for steps in results])
-    assert_laws_1_and_5(case, results)
+    assert_laws_1_and_5(case, results, torch.float32 if "factor_wire" in options else torch.float64)

@@ -246,11 +246,11 @@ def test_law1_applied_gradients_and_errors_sum_to_the_exact_gradients(place, wir
     assert any(missing.abs().max() > 1e-4 for missing in total.values())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "wire"), [*((place, None) for place in PLACES), (PLACES[0], "int8")])
 @on_ranks(4)
-def test_powersgd_on_row_shards_conserves_the_gradient(place):
+def test_powersgd_on_row_shards_conserves_the_gradient(place, wire):
     native, ours = sharded(place), sharded(place)
-    state = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1, factor_wire=wire)
     attachment = gradwire.attach(ours, state)
     total = missing_over(6, native, ours)
     saved = attachment.state_dict()

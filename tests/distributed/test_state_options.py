@@ -38,6 +38,7 @@ BAD_OPTIONS = {
         "alternating": NO_FLAG,
         "precision": ["ieee", "TF32", None, 32, torch.float32],
         "cuda_graphs": NO_FLAG,
+        "factor_wire": ["INT8", "int2", "fp32", 8, torch.int8, True],
     },
     QuantizationState: {
         "wire": ["int3", "INT4", None, 4, torch.int8],
@@ -95,6 +96,7 @@ def test_option_out_of_range_raises_with_name_value_and_expectation(case):
         {"ranks": {"*": 0}, "stacks": {"*": 1}},
         {"ranks": None, "stacks": None},
         {"precision": "fp32"},
+        {"factor_wire": "int4"},
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import torch
 from gradwire.comm import LocalTransport, Workspace, graphs, run_algorithm
 from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.compress import LowRankBucket, LowRankPolicy, alternating_all_reduce, powersgd_all_reduce
-from gradwire.kernels import Operands
+from gradwire.kernels import WIRE_FORMATS, Operands
 from tests.support.graph_on_cpu import graphs_on_cpu
 
 SHAPES = [(24, 40), (24,), (33, 18), (7,)]
@@ -21,6 +21,7 @@ CASES = {
     "rank 2": (powersgd_all_reduce, 2, torch.float32, {}),
     "rank 10": (powersgd_all_reduce, 10, torch.float32, {}),
     "fp16": (powersgd_all_reduce, 2, torch.float16, {}),
+    "int8 factors": (powersgd_all_reduce, 2, torch.float16, {"factor_wire": WIRE_FORMATS["int8"]}),
     "no feedback": (powersgd_all_reduce, 2, torch.float32, {"error_feedback": False}),
     "alternating": (alternating_all_reduce, 2, torch.float32, {"alternating": True}),
 }

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
-from gradwire.compress import powersgd
+from gradwire.compress import powersgd, quantization
 from gradwire.kernels import Operands, SegmentTable, lowrank, program_table
 from gradwire.kernels.dispatch import is_interpreted
 
@@ -173,6 +173,24 @@ def _by_segment_addresses(kernel: Kernel, position: int) -> Kernel:
     return call
 
 
+def _by_block_addresses(kernel: Kernel, position: int) -> Kernel:
+    """A kernel of a `Section`, with tensors as argument ``position``; replays find them by their addresses."""
+
+    def call(*arguments: Any) -> None:
+        tensors, section = arguments[position], arguments[1]
+        packed = section.table.segments.packed(tensors)  # eager steps upload, too
+        if GraphOnCpu.under_way is None:
+            kernel(*arguments)
+            return
+
+        def replayed() -> None:
+            kernel(*arguments[:position], _tensors_at(packed, tensors), *arguments[position + 1 :])
+
+        GraphOnCpu.under_way.kernels.append(replayed)
+
+    return call
+
+
 def _tensors_at(addresses: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
     """Tensors at the first addresses in ``addresses``, in the layouts of ``likes``."""
     return [_tensor_at(address, like) for address, like in zip(addresses.tolist(), likes, strict=False)]
@@ -205,7 +223,9 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
     """A context in which ``torch.cuda.CUDAGraph`` is `GraphOnCpu`, which it yields with its counts at 0."""
     GraphOnCpu.captures = GraphOnCpu.replays = 0
     # Modules of these names are hidden in their package by the functions.
-    flatten, orthogonalize = (import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize"))
+    flatten, orthogonalize, quantize = (
+        import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize", "quantize")
+    )
     leaves: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (lowrank, "project_cpu", _by_matrix_addresses),
         (lowrank, "backproject_cpu", _by_matrix_addresses),
@@ -215,6 +235,9 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
         (flatten, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
         (orthogonalize, "orthogonalize_cpu", _recorded),
         (orthogonalize, "orthogonalize_reference", _recorded),
+        (quantize, "quantize_cpu", partial(_by_block_addresses, position=0)),
+        (quantize, "reduce_quantized_cpu", _recorded),
+        (quantize, "dequantize_cpu", partial(_by_block_addresses, position=2)),
         (program_table.Upload, "_write", _refuse_uploads),
     ]
     if is_interpreted():
@@ -230,6 +253,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (program_table, "is_capturing", is_capturing),
             (powersgd, "is_capturing", is_capturing),
+            (quantization, "is_capturing", is_capturing),
             (powersgd.LowRankBucket, "can_capture", True),
             (Workspace, "_is_capturing", is_capturing),
         ):

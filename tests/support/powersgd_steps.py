@@ -25,6 +25,7 @@ VARIANTS = {
     "alternating": {"alternating": True},
     "cold": {"warm_start": False},
     "no_feedback": {"use_error_feedback": False},
+    "int8_factors": {"factor_wire": "int8"},
 }
 
 HOOKS = {

@@ -76,6 +76,7 @@ HOOKS = {
     "int4": _quantized("int4"),
     "int4_on_nodes": _quantized("int4", on_nodes=True),
     "powersgd": _power_sgd(lambda: powerSGD_hook.powerSGD_hook),
+    "powersgd_int8": _power_sgd(lambda: powerSGD_hook.powerSGD_hook, factor_wire="int8"),
     "powersgd_alternating": _power_sgd(lambda: powerSGD_hook.powerSGD_hook, alternating=True),
     "fp16_of_powersgd": _power_sgd(lambda: default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
 }
