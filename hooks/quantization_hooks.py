@@ -160,7 +160,7 @@ class QuantizationState(HookState):
             fp32.
         block_size: elements that share a scale, a power of two from 32 to 1024. Smaller blocks are
             more accurate but send more scales of 2 bytes each: 64 adds 0.25 bits per element. 256 is
-            enough for int8; int2 benefits from 32.
+            enough for int8.
         use_error_feedback: whether to add the rounding error to the next gradient. Keep it on below
             8 bits. The residuals take 1 + 1 / world size values of ``error_dtype`` per element.
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices

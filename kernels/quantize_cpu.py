@@ -5,7 +5,7 @@ codes is added to the byte. Unpacking moves each plane to the top of its byte, e
 conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
 fused multiply-adds, which vectorized loops contain and others do not, change nothing.
 
-Other cases call the reference, run by run: fp8, stochastic rounding, an error memory in bf16, signs of partial blocks,
+Other cases call the reference, run by run: fp8, stochastic rounding, an error memory in bf16, means of partial blocks,
 and elements that are not finite or too large for their scale.
 """
 
@@ -30,7 +30,7 @@ class Buffers(NamedTuple):
     values: Tensor
     codes: Tensor
     decoded: Tensor
-    absmax: Tensor
+    found: Tensor  # absmax or mean
     scales: Tensor
     inverses: Tensor
 
@@ -76,9 +76,10 @@ def _encode(
         elif wire.is_integer:
             is_done = _encode_integers(wire, scratch, values, scales, payload, pending)
         else:
-            is_whole = wire.bits == 1 and not table.partial_between(first_block, last_block)
+            is_whole = wire.mean_multiple > 0 and not table.partial_between(first_block, last_block)
+            encode_whole = _encode_signs if wire.bits == 1 else _encode_odd
             is_done = is_whole and payload.shape[1] % 8 == 0
-            is_done = is_done and _encode_signs(wire, scratch, values, scales, payload, pending)
+            is_done = is_done and encode_whole(wire, scratch, values, scales, payload, pending)
         if is_done:
             return True
     blocks = table.blocks(first_block, last_block)
@@ -90,22 +91,33 @@ def _encode(
     return not scales.isnan().any()
 
 
-def _round_scales(wire: WireFormat, scratch: Buffers, absmax: Tensor) -> tuple[Tensor, Tensor] | None:
+def _round_scales(wire: WireFormat, scratch: Buffers, values: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
-    n = absmax.shape[0]
+    n, half = values.shape
+    magnitudes, found = torch.abs(values, out=scratch.codes[:n]), scratch.found[:n]
+    levels = 1 if wire.mean_multiple else wire.levels
+    if wire.mean_multiple:
+        magnitudes.mul_(wire.mean_multiple / half)
+        while half > 1:
+            half //= 2
+            magnitudes[:, :half] += magnitudes[:, half : 2 * half]
+        found.copy_(magnitudes[:, :1])
+    else:
+        torch.amax(magnitudes, 1, keepdim=True, out=found)
     scale, inverse = scratch.scales[:n], scratch.inverses[:n]
-    low, high = torch.aminmax(absmax)
+    low, high = torch.aminmax(found)
     smallest, largest = low.item(), high.item()
     # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
-    if not largest < wire.max_scale * wire.levels * 0.99:
+    if not largest < wire.max_scale * levels * 0.99:
         return None
-    torch.div(absmax, max(wire.levels, 1), out=scale)
+    torch.div(found, levels, out=scale)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    if smallest < MIN_SCALE * 2 * wire.levels:
+    if smallest < MIN_SCALE * 2 * levels:
         scale.clamp_(min=MIN_SCALE)
     torch.reciprocal(scale, out=inverse)
     if smallest == 0:
-        scale.masked_fill_(absmax == 0, 0)
+        scale.masked_fill_(found == 0, 0)
+        inverse.masked_fill_(found == 0, 0)
     return scale, inverse
 
 
@@ -114,19 +126,17 @@ def _encode_integers(
 ) -> bool:
     """Encode to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
     n, width, bits, offset = values.shape[0], payload.shape[1], wire.bits, wire.offset
-    q = torch.abs(values, out=scratch.codes[:n])
-    rounded = _round_scales(wire, scratch, torch.amax(q, 1, keepdim=True, out=scratch.absmax[:n]))
+    rounded = _round_scales(wire, scratch, values)
     if rounded is None:
         return False
     scale, inverse = rounded
-    torch.mul(values, inverse, out=q)
+    q = torch.mul(values, inverse, out=scratch.codes[:n])
     q.round_()
     if pending is not None:
         torch.addcmul(values, q, scale, value=-1, out=pending)
     scales.copy_(scale.view(-1))
-    packed = q[:, :width]
+    packed = _pack(q, width, bits)
     for plane in range(1, 8 // bits):
-        packed.add_(q[:, plane * width : (plane + 1) * width], alpha=1 << plane * bits)
         offset += wire.offset << plane * bits
     payload.view(torch.int8).copy_(packed)
     if offset:
@@ -134,23 +144,46 @@ def _encode_integers(
     return True
 
 
+def _encode_odd(
+    wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
+) -> bool:
+    """Encode whole blocks to odd numbers of two bits; False, with nothing done, if a block is out of the ordinary."""
+    rounded = _round_scales(wire, scratch, values)
+    if rounded is None:
+        return False
+    scale, inverse = rounded
+    q = torch.mul(values, inverse, out=scratch.codes[: values.shape[0]])
+    q.clamp_(-wire.levels, wire.levels).mul_(0.5).floor_()
+    if pending is not None:
+        q.mul_(2).add_(1)
+        torch.addcmul(values, q, scale, value=-1, out=pending)
+        pending += 0.0  # the error of -0 is 0
+        q.sub_(1).mul_(0.5)
+    scales.copy_(scale.view(-1))
+    payload.copy_(_pack(q.add_(wire.offset), payload.shape[1], wire.bits))
+    return True
+
+
+def _pack(codes: Tensor, width: int, bits: int) -> Tensor:
+    """Bytes of packed codes, in fp32: ``codes[:, :width]``, which is modified."""
+    packed = codes[:, :width]
+    for plane in range(1, 8 // bits):
+        packed.add_(codes[:, plane * width : (plane + 1) * width], alpha=1 << plane * bits)
+    return packed
+
+
 def _encode_signs(
     wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
 ) -> bool:
     """Encode whole blocks to signs; False, with nothing done, if a block is out of the ordinary."""
-    n, half = values.shape
-    q = torch.abs(values, out=scratch.codes[:n]).mul_(1 / half)
-    while half > 1:
-        half //= 2
-        q[:, :half] += q[:, half : 2 * half]
-    rounded = _round_scales(wire, scratch, scratch.absmax[:n].copy_(q[:, :1]))
+    n = values.shape[0]
+    rounded = _round_scales(wire, scratch, values)
     if rounded is None:
         return False
     scale, _ = rounded
     positive = values >= 0
     if pending is not None:
-        torch.where(positive, scale, -scale, out=q)
-        torch.sub(values, q, out=pending)
+        torch.sub(values, torch.where(positive, scale, -scale, out=scratch.codes[:n]), out=pending)
         pending += 0.0  # the error of -0 is 0
     scales.copy_(scale.view(-1))
     # Each plane is bytes of 0 or 1, so that a shift of eight of them stays within the bytes.
@@ -184,15 +217,15 @@ def _decode(wire: WireFormat, scratch: Buffers, scales: Tensor | None, payload: 
     elif wire.bits == 8:
         out.copy_(payload.view(torch.int8)).mul_(scratch.scales[:n].copy_(scales.unsqueeze(1)))
     else:
-        bits, is_sign = wire.bits, wire.bits == 1
+        bits, is_odd = wire.bits, wire.mean_multiple > 0
         codes = payload.view(torch.int64)
         plane = scratch.codes.view(torch.int8).view(-1)[: n * width].view(n, width)
         words = plane.view(torch.int64)
-        # A sign becomes -64 or 64, because 128 is beyond int8.
-        scale = scratch.scales[:n].copy_(scales.unsqueeze(1)).mul_(-(2.0**-6) if is_sign else 2.0 ** (bits - 8))
+        # Odd numbers take a bit more, because they are codes plus a half: -64 and 64 are signs.
+        scale = scratch.scales[:n].copy_(scales.unsqueeze(1)).mul_(2.0 ** (bits - 8 + is_odd))
         # The same byte eight times: the top bits, and what turns codes into two's complement.
         top = int.from_bytes(bytes([256 - (1 << 8 - bits)] * 8), "little", signed=True)
-        middle = int.from_bytes(bytes([0x40 if is_sign else 0x80] * 8), "little", signed=True)
+        middle = int.from_bytes(bytes([0x80 | is_odd << 7 - bits] * 8), "little", signed=True)
         for i in range(8 // bits):
             torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
             words.bitwise_and_(top).bitwise_xor_(middle)

@@ -103,13 +103,14 @@ def _block_scales(
     values,  # [N, BLOCK]
     counts,  # [N] int32
     FORMAT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """`wire_formats.block_scales`: [N]."""
     N: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
-    if FORMAT.bits == 1:
-        folded = tl.abs(values) * (1.0 / BLOCK)
+    if FORMAT.mean_multiple > 0 and not (STOCHASTIC and FORMAT.bits > 1):
+        folded = tl.abs(values) * (FORMAT.mean_multiple / BLOCK)
         for i in tl.static_range(10):  # blocks have at most 2^10 elements
             if BLOCK >> i > 1:
                 folded = tl.sum(tl.reshape(folded, (N, 2, BLOCK >> (i + 1))), axis=1)
@@ -167,7 +168,7 @@ def encode_blocks(
         payload = _to_float(values, random, FORMAT, STOCHASTIC)
         decoded = payload.to(tl.float32)
     else:
-        scale = _block_scales(values, counts, FORMAT, FULL)
+        scale = _block_scales(values, counts, FORMAT, STOCHASTIC, FULL)
         # A block that is not finite has the codes of zeros.
         valid = tl.where((scale == scale)[:, None], values, 0.0)
         if FORMAT.bits == 1:
@@ -179,7 +180,15 @@ def encode_blocks(
             inverse = tl.where(scale > 0, reciprocal, 0.0)
             limit: tl.constexpr = FORMAT.levels * 1.0
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
-            if FORMAT.is_integer:
+            if FORMAT.mean_multiple > 0:
+                # Of the odd numbers, 2 floor(y / 2) + 1 is the nearest.
+                if STOCHASTIC:
+                    code = _round((scaled + limit) * 0.5, random, True)
+                else:
+                    code = tl.floor(scaled * 0.5) + FORMAT.offset * 1.0
+                codes = code.to(tl.int32)
+                q = 2.0 * code - limit
+            elif FORMAT.is_integer:
                 q = _round(scaled, random, STOCHASTIC)
                 codes = q.to(tl.int32) + FORMAT.offset
             else:
@@ -217,8 +226,8 @@ def load_blocks(
         values = encoded.to(tl.float32)
     else:
         codes = _unpack(encoded, FORMAT.bits)
-        if FORMAT.bits == 1:
-            q = (2 * codes - 1).to(tl.float32)
+        if FORMAT.mean_multiple > 0:
+            q = (2 * codes - FORMAT.levels).to(tl.float32)
         elif FORMAT.is_integer:
             signed = codes << 24 >> 24 if FORMAT.bits == 8 else codes - FORMAT.offset
             q = signed.to(tl.float32)

@@ -141,7 +141,7 @@ HOOKS: dict[str, HookEntry] = {
     "int8": _quantized("int8", "gradients in 8 bit, a scale per 64 elements"),
     "fp8": _quantized("fp8_e4m3", "gradients in 8-bit floating point, a scale per 64 elements"),
     "int4": _quantized("int4", "gradients in 4 bit, a scale per 64 elements"),
-    "int2": _quantized("int2", "gradients in 2 bit (-1, 0, 1), a scale per 64 elements"),
+    "int2": _quantized("int2", "gradients in 2 bit (-3, -1, 1, 3), a scale per 64 elements"),
     "sign": _quantized("sign", "signs of gradients, a mean magnitude per 64 elements"),
     "powersgd-r1": _low_rank(1, "factors of rank 1"),
     "powersgd-r4": _low_rank(4, "factors of rank 4"),

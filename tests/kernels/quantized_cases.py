@@ -27,8 +27,9 @@ from tests.kernels.cases import Layout, layouts, name, values
 from tests.kernels.exact import Guarded, assert_same_bits
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-INTEGER_FORMATS = ("int8", "int4", "int2")
-SCALED_FORMATS = (*INTEGER_FORMATS, "sign", "fp8_e4m3")
+INTEGER_FORMATS = ("int8", "int4")
+ODD_FORMATS = ("int2", "sign")  # codes of odd numbers, without a zero
+SCALED_FORMATS = (*INTEGER_FORMATS, *ODD_FORMATS, "fp8_e4m3")
 RAW_FORMATS = ("bf16", "fp16", "fp32")
 KINDS = ("normal", "spiked", "tiny", "huge", "bits", "zeros", "outliers")
 PUBLIC = (quantize, reduce_quantized, sum_quantized, dequantize, commit_errors)
