@@ -112,8 +112,18 @@ class ParameterNames:
         self._names.update(parameter_names(module))
         self._module = weakref.ref(module)
 
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise ValueError if the state belongs to a model with other parameters."""
+        known = self.known()
+        if known and known.keys() != set(names):
+            different = min(known.keys() ^ set(names))
+            raise ValueError(
+                f"This state belongs to another model: only one of the two has a parameter {different!r}. A state "
+                "serves one model only. Create a new state for this model."
+            )
+
     def bind_layouts(self, layouts: Mapping[str, torch.Tensor]) -> None:
-        """Take the names of all parameters, with tensors in the layouts of their gradients: shards of a model."""
+        """Take the names of all parameters; see `HookState.bind_layouts`."""
         self._layouts = dict(layouts)
         self._names.update((layout, name) for name, layout in layouts.items())
         self.is_closed = True
@@ -122,7 +132,7 @@ class ParameterNames:
         """The trainable parameters with dense gradients; empty if the model is unknown."""
         module = self.module
         if module is None:
-            return {layout: name for name, layout in self._layouts.items()}
+            return {layout: name for name, layout in self._layouts.items() if layout.numel() > 0}
         return compressible_parameters(module)
 
     @property

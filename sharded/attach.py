@@ -219,6 +219,8 @@ def attach(
     module_names = {module: plain_name(found) for found, module in model.named_modules()}
     names = {group: parameter_names(group, module_names) for group in groups}
     _check_patterns(options, [name for each in names.values() for name in each])
+    if averages and isinstance(state, HookState):
+        state.check_names([name for group, _ in replicated for name in names[group]])
     before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
     exchange, report = ShardedExchange(), []
     if averages:
@@ -315,7 +317,9 @@ def _attach_to_replicas(
     for bucket in found:
         bucket.model_parameters = list(layouts.values())
     if isinstance(state, HookState):
-        state.bind_layouts(layouts)
+        # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
+        empty = {name: torch.empty(0, device=group.device) for group, _ in replicated for name in names[group]}
+        state.bind_layouts(empty | layouts)
         exchange.step_ends.append(state.begin_step)
     return (
         f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "

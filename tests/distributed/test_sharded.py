@@ -1,6 +1,7 @@
 """`gradwire.attach` on HSDP and `replicate`, two replicas of two shards, against PyTorch's own all-reduce."""
 
 import copy
+import dataclasses
 import functools
 from unittest import mock
 
@@ -277,8 +278,6 @@ def test_patterns_match_fully_qualified_names():
     exact, got = gradients(native), gradients(ours)
     assert_same_bits(got["first.weight"], exact["first.weight"])
     assert not torch.equal(got["spare.weight"], exact["spare.weight"])
-    unmatched = QuantizationState(wires={"nothing.*": "int8"})
-    assert "nothing.*" in message_of(gradwire.attach, sharded("hsdp"), unmatched)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -581,6 +580,26 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
     assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
     assert error_of(gradwire.attach(sharded("fsdp"), within="bf16").state_dict)[0] == "TypeError"
+
+
+@on_ranks(4)
+def test_attach_that_raises_changes_nothing():
+    model, state = sharded("hsdp"), QuantizationState(wires={"nothing.*": "int8"})
+    assert "wires['nothing.*'] matches none" in message_of(gradwire.attach, model, state, within="bf16")
+    assert state.process_group is None
+    state.options = dataclasses.replace(state.options, wires={})
+    gradwire.attach(model, state)
+    backward(model, 0)
+    other = fully_shard(nn.Linear(4, 4), mesh=mesh("hsdp"))
+    assert "a parameter 'between.bias'" in message_of(gradwire.attach, other, state)
+    gradwire.attach(other, QuantizationState())
+
+
+@on_ranks(4)
+def test_pattern_of_parameters_without_rows_on_some_ranks_matches_on_all():
+    model, state = sharded("hsdp"), QuantizationState(start_iter=0, wires={"last.weight": "fp32"})
+    gradwire.attach(model, state)  # last.weight has one row
+    assert error_of(backward, model, 0) is None
 
 
 @on_ranks(4)
